@@ -1,0 +1,41 @@
+# Every target sets itself up in .venv. Python 3.11 and a C++ compiler are all a machine needs.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv demo test lint bench faults deepspeed-versions clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: venv  ## train over four nodes, kill one, watch it go on, compare with an undisturbed run
+	$(BIN)/reft demo $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard output
+	$(BIN)/python benchmarks/save_stall.py --json
+	$(BIN)/python benchmarks/restore.py --json
+
+faults: venv  ## the fault matrix: every pair of values, or the whole product with FULL=1
+	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(ARGS)
+
+deepspeed-versions: venv  ## the integration tests against the oldest supported DeepSpeed releases
+	$(BIN)/python -m tests.deepspeed_versions $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

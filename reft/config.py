@@ -1,0 +1,269 @@
+"""The ``reft`` block of the DeepSpeed JSON.
+
+Unknown keys and impossible combinations are refused with a message that says what to write.
+An absent block, or ``"enabled": false``, leaves the job untouched (promise P10).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from reft.errors import ConfigError
+
+BLOCK_NAME = "reft"
+ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
+ENV_JOB_ID = "REFT_JOB_ID"
+ENV_NODE_ID = "REFT_NODE_ID"
+ENV_SECRET = "REFT_SECRET"
+ENV_STORE = "REFT_STORE"
+
+
+class FaultPoint(StrEnum):
+    """Places where a test may make a rank fail. Each is reached once per version (or restore)."""
+
+    BEFORE_COPY = "before_copy"
+    DURING_COPY = "during_copy"
+    AFTER_SEAL = "after_seal"
+    BEFORE_COMMIT = "before_commit"
+    AFTER_COMMIT = "after_commit"
+    DURING_STEP = "during_step"
+    DURING_RECOVERY = "during_recovery"
+    DURING_PERSIST = "during_persist"
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FaultConfig(_Block):
+    """One injected fault, for tests and demonstrations."""
+
+    point: FaultPoint = Field(description="where the rank fails")
+    step: int = Field(ge=0, description="global step of the version being taken (recovery: restored)")
+    pp: int | None = Field(None, ge=0, description="only on this pipeline stage; null means any")
+    dp: int | None = Field(None, ge=0, description="only on this replica; null means any")
+    tp: int | None = Field(None, ge=0, description="only on this tensor slice; null means any")
+    incarnation: int | None = Field(
+        1, ge=1, description="only in this incarnation of the job (1 is the first start); null means any"
+    )
+    action: Literal["kill", "kill_node", "raise"] = Field(
+        "kill", description="SIGKILL of the process, of everything on its node, or an exception"
+    )
+
+
+class PersistConfig(_Block):
+    """Low-frequency checkpoints on storage, written from host memory in the background."""
+
+    dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
+    interval_steps: int = Field(
+        0, ge=0, description="write the newest committed version every so many steps; 0: only on SIGTERM"
+    )
+    keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
+    timeout_secs: float = Field(
+        600.0, gt=0, description="give a checkpoint up when a peer's part has not appeared for so long"
+    )
+
+
+class ReftConfig(_Block):
+    """The ``reft`` block."""
+
+    enabled: bool = Field(False, description="switch reft on")
+    job_id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,128}$",
+        description="name of the job's memory; null takes REFT_JOB_ID or the launcher's run id",
+    )
+    memory_dir: Path = Field(
+        Path("/dev/shm/reft"),
+        description="tmpfs directory for snapshots, one per node; REFT_MEMORY_DIR overrides it",
+    )
+    interval_steps: int = Field(1, ge=1, description="take a snapshot every so many optimizer steps")
+    protection: Literal["arc", "none"] = Field(
+        "arc",
+        description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards; "
+        "ZeRO partitions and host state are copied to the ring peer with the same number of copies",
+    )
+    copies: int = Field(1, ge=0, description="redundant copies of every shard (k)")
+    arenas: int | None = Field(
+        None,
+        ge=2,
+        le=8,
+        description="versions held in memory per rank; null means 2, or 3 when persist is on, so that "
+        "writing to storage never holds up a snapshot",
+    )
+    block_bytes: int = Field(
+        4 * 2**20, ge=4096, description="bytes of a block, the unit of checksum and transfer"
+    )
+    host_state_bytes: int = Field(
+        2**20,
+        ge=2**16,
+        description="bytes reserved per rank for RNG states, schedulers, counters and client state",
+    )
+    memory_limit_bytes: int | None = Field(
+        None, ge=1, description="most host memory reft may reserve per node; null means what is free"
+    )
+    commit_timeout_secs: float = Field(
+        1800.0, gt=0, description="give up on a commit when a peer is silent for so long"
+    )
+    grace_secs: float = Field(
+        25.0, gt=0, description="after SIGTERM or Ctrl-C: time to finish the step, commit and persist"
+    )
+    persist: PersistConfig = Field(PersistConfig(), description="checkpoints on storage")
+    faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
+
+    @model_validator(mode="after")
+    def _check(self) -> ReftConfig:
+        if self.block_bytes % 4096:
+            raise ValueError(
+                f"block_bytes is {self.block_bytes}; write a multiple of 4096, for example "
+                f"{max(4096, self.block_bytes // 4096 * 4096)}"
+            )
+        if self.protection == "none" and "copies" in self.model_fields_set and self.copies:
+            raise ValueError(
+                f'"protection": "none" with "copies": {self.copies} contradict each other; remove '
+                f'"copies", or write "protection": "arc"'
+            )
+        if self.protection == "arc" and self.copies == 0:
+            raise ValueError('"copies": 0 protects nothing; write "protection": "none" if you mean it')
+        if self.persist.interval_steps and self.persist.dir is None:
+            raise ValueError(
+                '"persist": {"interval_steps": ...} needs "dir": the directory to write checkpoints to'
+            )
+        if self.persist.interval_steps % self.interval_steps:
+            raise ValueError(
+                f"persist.interval_steps is {self.persist.interval_steps}, but snapshots exist only "
+                f"every {self.interval_steps} steps; write a multiple of {self.interval_steps}"
+            )
+        return self
+
+    @property
+    def redundant_copies(self) -> int:
+        """Redundant copies that are really kept: 0 with ``protection: none``."""
+        return 0 if self.protection == "none" else self.copies
+
+    @property
+    def arena_count(self) -> int:
+        if self.arenas is not None:
+            return self.arenas
+        return 3 if self.persist.dir is not None else 2
+
+    @property
+    def job_memory_dir(self) -> Path:
+        """Directory of this job's memory on this node."""
+        return self.memory_dir / (self.job_id or "default")
+
+
+def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
+    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment.
+
+    Args:
+        ds_config: the DeepSpeed JSON as a mapping; the block may be absent.
+
+    Returns:
+        The checked configuration; ``enabled`` is False where the block is absent.
+
+    Raises:
+        ConfigError: for unknown keys, wrong types and impossible combinations.
+    """
+    block = (ds_config or {}).get(BLOCK_NAME, {})
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f'"{BLOCK_NAME}" is {block!r}; expected an object, for example '
+            f'"{BLOCK_NAME}": {{"enabled": true}}'
+        )
+    return parse_block(dict(block), os.environ)
+
+
+def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
+    """Check one ``reft`` block; values in ``environ`` (REFT_MEMORY_DIR, REFT_JOB_ID) override it."""
+    environ = environ or {}
+    if memory_dir := environ.get(ENV_MEMORY_DIR):
+        block["memory_dir"] = memory_dir
+    if not block.get("job_id"):
+        job_id = environ.get(ENV_JOB_ID) or environ.get("TORCHELASTIC_RUN_ID")
+        if job_id and job_id != "none":
+            block["job_id"] = job_id
+    try:
+        return ReftConfig.model_validate(block)
+    except ValidationError as error:
+        raise ConfigError(_explain_errors(error)) from error
+
+
+def _explain_errors(error: ValidationError) -> str:
+    lines = [f'the "{BLOCK_NAME}" block cannot be used:']
+    for item in error.errors():
+        path = ".".join(str(p) for p in (BLOCK_NAME, *item["loc"]))
+        if item["type"] == "extra_forbidden":
+            known = _keys_at(item["loc"][:-1])
+            near = get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
+            lines.append(f"  {path}: unknown key; {hint}")
+        else:
+            found = "" if item["type"] == "value_error" and not item["loc"] else f" (found {item['input']!r})"
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"  {path}: {message}{found}")
+    lines.append("  'reft config --explain' lists every key with its default and meaning")
+    return "\n".join(lines)
+
+
+def _keys_at(path: tuple[int | str, ...]) -> list[str]:
+    if "persist" in path:
+        return list(PersistConfig.model_fields)
+    if "faults" in path:
+        return list(FaultConfig.model_fields)
+    return list(ReftConfig.model_fields)
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """One line of ``reft config --explain``."""
+
+    key: str
+    type: str
+    default: Any
+    unit: str
+    meaning: str
+
+
+_UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
+
+
+def explain() -> Iterator[KeyDoc]:
+    """Every key of the block with type, default, unit and meaning, in the order of definition."""
+    yield from _explain_model(ReftConfig, "")
+
+
+def _explain_model(model: type[_Block], prefix: str) -> Iterator[KeyDoc]:
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        if name == "persist":
+            yield from _explain_model(PersistConfig, key + ".")
+        elif name == "faults":
+            yield KeyDoc(key, "list", [], "", field.description or "")
+            yield from _explain_model(FaultConfig, key + "[].")
+        else:
+            unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
+            yield KeyDoc(key, _type_name(field), _default_of(field), unit, field.description or "")
+
+
+def _type_name(field: FieldInfo) -> str:
+    annotation = field.annotation
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("pathlib.", "").replace("NoneType", "null")
+
+
+def _default_of(field: FieldInfo) -> Any:
+    if field.is_required():
+        return "(required)"
+    default = field.get_default(call_default_factory=True)
+    return str(default) if isinstance(default, Path) else default

@@ -1,0 +1,43 @@
+"""Typed errors. Every message says what was found, what was expected and what to change."""
+
+from __future__ import annotations
+
+
+class ReftError(Exception):
+    """Base class of every error reft raises on purpose."""
+
+
+class ConfigError(ReftError, ValueError):
+    """The ``reft`` block, a command line or an environment variable cannot be honoured."""
+
+
+class LayoutError(ReftError, RuntimeError):
+    """A snapshot does not fit the running job (other parallel degrees, shapes or dtypes)."""
+
+
+class UnsupportedStateError(ReftError, TypeError):
+    """The engine holds state reft does not know; the message names the class."""
+
+
+class UnrecoverableError(ReftError, RuntimeError):
+    """The job made progress, but neither memory nor disk holds a whole version of it."""
+
+
+class ArenaError(ReftError, RuntimeError):
+    """A memory file is missing, foreign, torn or too small."""
+
+
+class OutOfMemoryError(ArenaError, MemoryError):
+    """The memory directory or the configured limit cannot hold the arenas."""
+
+
+class TransferError(ReftError, ConnectionError):
+    """Bytes between hosts were lost, refused or did not match their checksum."""
+
+
+class AuthenticationError(ReftError, PermissionError):
+    """A message or file does not carry the job's secret."""
+
+
+class PersistError(ReftError, OSError):
+    """A checkpoint could not be written to or read from the persist directory."""

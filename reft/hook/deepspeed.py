@@ -1,0 +1,172 @@
+"""The DeepSpeed hook: wraps one engine's methods on the instance, never the class.
+
+Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forward``/``backward``/
+``step``). What is wrapped:
+
+- ``_take_model_step``: the fence. Both engines pass here before weights change; ``step()`` would not
+  do, a pipeline engine never calls it (trap 8).
+- ``train_batch`` / ``step``: the step boundary.
+- ``load_checkpoint`` / ``save_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reft.config import load_config, parse_block
+from reft.errors import ConfigError
+from reft.hook.restore import Restorer
+from reft.hook.session import ClientState, Session
+
+logger = logging.getLogger(__name__)
+
+_SESSION = "_reft_session"
+_INSTALLED = "_reft_installed"
+
+
+def install() -> None:
+    """Make every later ``deepspeed.initialize`` attach reft where the configuration asks for it."""
+    import deepspeed
+
+    if getattr(deepspeed, _INSTALLED, False):
+        return
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        engine = result[0]
+        if load_config(_ds_config(engine)).enabled and session_of(engine) is None:
+            attach(engine)
+        return result
+
+    deepspeed.initialize = initialize
+    setattr(deepspeed, _INSTALLED, True)
+
+
+def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` followed by :func:`attach`; same arguments, same four results."""
+    import deepspeed
+
+    result = deepspeed.initialize(*args, **kwargs)
+    if session_of(result[0]) is None:
+        if load_config(_ds_config(result[0])).enabled:
+            attach(result[0], client_state=client_state)
+    elif client_state is not None:
+        attach(result[0], client_state=client_state)
+    return result
+
+
+def attach(
+    engine: Any,
+    client_state: ClientState | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Session:
+    """Put an engine under reft's care. Collective: call it on all ranks at the same point.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        client_state: called at every snapshot; returns a mapping that ``load_checkpoint`` gives back.
+            Values may be anything :mod:`reft.state.codec` encodes (numbers, strings, containers,
+            tensors, arrays).
+        config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
+
+    Returns:
+        The session; calling again only sets ``client_state``.
+
+    Raises:
+        ConfigError: the block is wrong, or says ``"enabled": false``.
+        UnsupportedStateError: the engine holds state reft does not know.
+    """
+    session = session_of(engine)
+    if session is not None:
+        if client_state is not None:
+            session.client_state = client_state
+        return session
+    import os
+
+    parsed = load_config(_ds_config(engine)) if config is None else parse_block(dict(config), os.environ)
+    if not parsed.enabled:
+        raise ConfigError(
+            'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} into the '
+            'DeepSpeed configuration or pass config={"enabled": True}'
+        )
+    session = Session(engine, parsed, client_state)
+    setattr(engine, _SESSION, session)
+    _wrap(engine, session, Restorer(session))
+    atexit.register(session.close)
+    return session
+
+
+def session_of(engine: Any) -> Session | None:
+    """The session of an engine, or None."""
+    return getattr(engine, _SESSION, None)
+
+
+def _ds_config(engine: Any) -> Mapping[str, Any]:
+    """The DeepSpeed JSON of an engine, as a mapping."""
+    for source in (getattr(engine, "_config", None),):
+        params = getattr(source, "_param_dict", None)
+        if isinstance(params, Mapping):
+            return params
+    config = getattr(engine, "config", None)
+    return config if isinstance(config, Mapping) else {}
+
+
+def _replace(engine: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrapper(engine.name)`` on the instance; other engines and the class stay as they are."""
+    original = getattr(engine, name)
+    setattr(engine, name, functools.wraps(original)(wrapper(original)))
+
+
+def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
+    def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            session.before_optimizer_step()
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+            restorer.before_first_step(data_iter, fetches_inside=True)
+            result = original(data_iter, *args, **kwargs)
+            session.after_step()
+            return result
+
+        return wrapped
+
+    def step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            restorer.before_first_step(None, fetches_inside=False)
+            result = original(*args, **kwargs)
+            session.after_step()
+            return result
+
+        return wrapped
+
+    def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(load_dir: Any, tag: Any = None, **kwargs: Any) -> Any:
+            return restorer.load(original, load_dir, tag, kwargs)
+
+        return wrapped
+
+    def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(
+            save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None, **kwargs: Any
+        ) -> Any:
+            return restorer.save(original, save_dir, tag, dict(client_state or {}), kwargs)
+
+        return wrapped
+
+    _replace(engine, "_take_model_step", model_step)
+    if hasattr(engine, "grid"):
+        _replace(engine, "train_batch", train_batch)
+    else:
+        _replace(engine, "step", step)
+    _replace(engine, "load_checkpoint", load_checkpoint)
+    _replace(engine, "save_checkpoint", save_checkpoint)

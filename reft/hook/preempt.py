@@ -1,0 +1,48 @@
+"""SIGTERM and Ctrl-C: finish the step, commit, persist, exit."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption:
+    """Notes the wish to stop. The next votes carry it to all ranks, so that all stop after the same
+    step; a second signal of the same kind acts at once, as if reft were not there."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._signal = signal.SIGTERM
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell reports it."""
+        return 128 + int(self._signal)
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("reft was attached outside the main thread: SIGTERM will not flush a snapshot")
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def uninstall(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in self._previous.items():
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self.uninstall()
+            signal.raise_signal(number)
+            return
+        self.requested = True
+        self._signal = signal.Signals(number)

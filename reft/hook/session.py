@@ -1,0 +1,323 @@
+"""One engine under reft's care: what happens at every step boundary, at the fence and at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reft.config import ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig
+from reft.errors import ReftError
+from reft.events import EventLog
+from reft.faults import FaultPlan, kill_this_node
+from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, node_id
+from reft.hook.data import DataPosition
+from reft.hook.job import JobRecord
+from reft.hook.preempt import Preemption
+from reft.load.transfer import allgather_bytes
+from reft.protect.placement import tolerance
+from reft.snapshot.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.state.adapters import adapter_for
+from reft.state.blob import HostBlob
+from reft.state.host import capture_host_state
+from reft.store.client import DaemonClient
+from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
+from reft.store.label import Label
+from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+ClientState = Callable[[], Mapping[str, Any]]
+
+
+class Session:
+    """Snapshots of one DeepSpeed engine. Made by :func:`reft.attach`, collectively on all ranks.
+
+    Args:
+        engine: a DeepSpeed engine, as ``deepspeed.initialize`` returned it.
+        config: the checked ``reft`` block.
+        client_state: returns what the user wants restored together with the weights.
+
+    Raises:
+        UnsupportedStateError: the engine holds state reft does not know.
+        LayoutError: the ranks do not form a pp x dp x tp grid.
+    """
+
+    def __init__(self, engine: Any, config: ReftConfig, client_state: ClientState | None) -> None:
+        self.engine = engine
+        self.config = config
+        self.client_state = client_state
+        self.adapter = adapter_for(engine)
+        self.coordinate, degrees = coordinate_of(engine)
+        self.control = ControlGroup(config.commit_timeout_secs)
+        self.node = node_id()
+        self.topology = self._gather_topology(degrees)
+        self.job_dir = self._open_job_dir()
+        self.record = JobRecord(os.environ.get(ENV_STORE) if self.is_rank_zero else None, self.job_id)
+        self.incarnation = self._agree_on_incarnation()
+        self.faults = FaultPlan(
+            config.faults,
+            self.coordinate,
+            self.incarnation,
+            kill_node=lambda: kill_this_node(config.memory_dir),
+        )
+        self.stats = SnapshotStats()
+        self.events = EventLog(self.control.rank)
+        self.data = DataPosition(engine)
+        self.preemption = Preemption()
+        self.daemon = DaemonClient(self.job_dir.path, self.job_dir.secret)
+        self.worker: SnapshotWorker | None = None
+        self._images: LiveImages | None = None
+        self._blob = HostBlob()
+        self._capture_errors: set[type[Exception]] = set()
+        self._last_step = int(engine.global_steps)
+        self._stop_at: int | None = None
+        self._closed = False
+        self._report_start()
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    @property
+    def job_id(self) -> str:
+        return self.config.job_id or "default"
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.control.rank == 0
+
+    def _gather_topology(self, degrees: Any) -> Topology:
+        from reft.topology import Coordinate
+
+        gathered = allgather_bytes(
+            f"{self.coordinate.pp},{self.coordinate.dp},{self.coordinate.tp},{self.node}".encode(),
+            self.control.group,
+        )
+        facts = [g.decode().split(",", 3) for g in gathered]
+        return Topology(
+            degrees=degrees,
+            coordinates=tuple(Coordinate(int(f[0]), int(f[1]), int(f[2])) for f in facts),
+            nodes=tuple(f[3] for f in facts),
+        )
+
+    def _open_job_dir(self) -> JobDir:
+        """Open the job's memory on this node under the secret that all nodes share.
+
+        The launcher hands it out (REFT_SECRET). Under plain ``torchrun`` the memory of a surviving
+        node has it, and a new job takes rank 0's.
+        """
+        secret = None
+        if not os.environ.get(ENV_SECRET):
+            path = self.config.job_memory_dir
+            known = read_secret(path) if (path / SECRET_FILE).exists() else b""
+            gathered = allgather_bytes(known, self.control.group)
+            fresh = allgather_bytes(secrets.token_bytes(SECRET_BYTES), self.control.group)[0]
+            secret = next((s for s in gathered if s), fresh)
+        return JobDir.open_or_create(self.config.memory_dir, self.job_id, node=self.node, secret=secret)
+
+    def restored(self) -> None:
+        """The engine's state was replaced: the images may be other tensors, the step another one."""
+        self._images = None
+        self._last_step = int(self.engine.global_steps)
+
+    def _agree_on_incarnation(self) -> int:
+        """One more than every incarnation that any node, the store or the disk has seen (P7)."""
+        from reft.store.persisted import latest_persisted
+
+        seen = self.job_dir.newest_incarnation()
+        if self.is_rank_zero:
+            seen = max(seen, self.record.next_incarnation() - 1)
+            if self.config.persist.dir is not None:
+                persisted = latest_persisted(self.config.persist.dir)
+                seen = max(seen, persisted.label.incarnation if persisted else 0)
+        return 1 + max(values[0] for values in self.control.gather_ints([seen]))
+
+    @property
+    def tolerance(self) -> int:
+        """Node losses that every sharding group survives, from the real placement (P4)."""
+        return tolerance(self.topology, self.config.redundant_copies)
+
+    def _report_start(self) -> None:
+        losses = self.tolerance
+        self.events.write(
+            "attached",
+            incarnation=self.incarnation,
+            coordinate=str(self.coordinate),
+            node=self.node,
+            tolerance=losses,
+            adapter=type(self.adapter).__name__,
+        )
+        if not self.is_rank_zero:
+            return
+        logger.info(
+            "reft: job %s, incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
+            "%d node(s) per sharding group",
+            self.job_id,
+            self.incarnation,
+            self.topology.degrees,
+            len(set(self.topology.nodes)),
+            self.config.interval_steps,
+            losses,
+        )
+        if losses == 0:
+            logger.warning(
+                "reft: TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "
+                "disk can be resumed from (persist.dir is %s)",
+                self._why_unprotected(),
+                self.config.persist.dir or "not set",
+            )
+
+    def _why_unprotected(self) -> str:
+        if self.config.redundant_copies == 0:
+            return 'reft.protection is "none"'
+        if self.topology.degrees.dp == 1:
+            return "with a data-parallel degree of 1 nothing is redundant"
+        return (
+            "data-parallel members of a stage share a node with their copies; put them on different nodes "
+            f"(found nodes {[self.topology.group_nodes(*g) for g in self.topology.groups()]})"
+        )
+
+    # -- start and end -----------------------------------------------------------------------------
+
+    def start(self, frozen: Mapping[int, Label]) -> None:
+        """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
+        limit = self.config.memory_limit_bytes
+        arenas = ArenaSet(
+            job_dir=self.job_dir.path,
+            local_rank=local_rank(),
+            count=self.config.arena_count,
+            secret=self.job_dir.secret,
+            identity=ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+            frozen=frozen,
+            limit_bytes=limit // local_world_size() if limit is not None else None,
+        )
+        self.worker = SnapshotWorker(
+            control=self.control,
+            topology=self.topology,
+            arenas=arenas,
+            options=WorkerOptions(
+                copies=self.config.redundant_copies,
+                block_bytes=self.config.block_bytes,
+                host_bytes=self.config.host_state_bytes,
+            ),
+            stats=self.stats,
+            faults=self.faults,
+            on_commit=self._committed,
+            on_skip=self._skipped,
+        )
+        self.daemon.configure(self.config)
+        self.preemption.install()
+
+    def close(self) -> None:
+        """Finish what is under way and release everything. The memory stays: the launcher removes
+        it when the whole job ended well."""
+        if self._closed:
+            return
+        self._closed = True
+        self.preemption.uninstall()
+        if self.worker is not None:
+            self.worker.close(self.config.grace_secs)
+        self.daemon.close()
+        self.events.write("closed", **self.stats.to_json())
+
+    # -- every step --------------------------------------------------------------------------------
+
+    def before_optimizer_step(self) -> None:
+        """The fence (P2)."""
+        self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
+        if self.worker is not None:
+            waited = self.worker.fence()
+            if self.stats.stalls_secs:
+                self.stats.stalls_secs[-1] += waited
+
+    def after_step(self) -> None:
+        """A step boundary: take a snapshot if one is due. Never raises but to stop when told so."""
+        step = int(self.engine.global_steps)
+        if step == self._last_step or self.worker is None:
+            return
+        self._last_step = step
+        self.worker.stop_requested = self.preemption.requested
+        if self.worker.stop_agreed.is_set() and self._stop_at is None:
+            self._stop_at = step
+        if self._stop_at is not None:
+            self._stop(step)
+        elif step % self.config.interval_steps == 0:
+            self.submit(must=False)
+
+    def submit(self, *, must: bool) -> SnapshotRequest:
+        """Capture the host state and hand the version to the worker.
+
+        The first version of a layout is taken whatever it takes: memory is reserved at the start
+        (P9), not at the expense of the versions that follow.
+        """
+        assert self.worker is not None
+        began = time.perf_counter()
+        step = int(self.engine.global_steps)
+        label = Label(self.incarnation, step)
+        try:
+            known = self._images
+            images = self._current_images()
+            must = must or images is not known
+            state = capture_host_state(
+                self.engine,
+                self.adapter,
+                self.client_state() if self.client_state else None,
+                self.data.state(),
+            )
+            blob = self._blob.encode(self.engine, images, state)
+            request = SnapshotRequest(label, images, blob, must=must)
+        except Exception as error:
+            # Whatever it is, training goes on (P6). This rank still has to say no in the vote, or
+            # its peers would wait.
+            level = logging.WARNING if isinstance(error, ReftError) else logging.ERROR
+            if type(error) not in self._capture_errors:
+                self._capture_errors.add(type(error))
+                logger.log(level, "[step %d] the state cannot be captured", step, exc_info=error)
+            request = SnapshotRequest(label, self._images, b"", cancelled=True)
+        self.worker.submit(request)
+        self.stats.stalls_secs.append(time.perf_counter() - began)
+        return request
+
+    def _current_images(self) -> LiveImages:
+        signature = self.adapter.signature()
+        if self._images is None or self._images.signature != signature:
+            replicated, owned = self.adapter.images()
+            self._images = LiveImages(replicated, owned, signature)
+        return self._images
+
+    def _stop(self, step: int) -> None:
+        """Told to stop, and all ranks know: one last version, committed and on disk, then exit."""
+        deadline = time.monotonic() + self.config.grace_secs
+        request = self.submit(must=True)
+        assert self.worker is not None
+        self.worker.drain(max(0.0, deadline - time.monotonic()))
+        persisted = None
+        if request.committed and self.config.persist.dir is not None:
+            persisted = self.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
+        logger.warning(
+            "reft: stopping as told: step %d is %s%s",
+            step,
+            "committed in memory" if request.committed else "NOT committed",
+            "" if persisted is None else f", persisted: {persisted}",
+        )
+        self.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
+        self.close()
+        raise SystemExit(self.preemption.exit_code)
+
+    # -- worker thread -----------------------------------------------------------------------------
+
+    def _committed(self, request: SnapshotRequest) -> None:
+        if self.is_rank_zero:
+            self.record.note_commit(request.label)
+        self.daemon.notify_commit(request.label, self.coordinate, self.stats.to_json())
+        self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs[-1])
+
+    def _skipped(self, step: int, cause: str) -> None:
+        self.daemon.notify_skip(step, cause, self.stats.to_json())
+        self.events.write("skip", step=step, cause=cause)

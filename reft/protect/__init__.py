@@ -1,0 +1,1 @@
+"""Protection schemes: which bytes are kept redundantly, where, and what that survives."""

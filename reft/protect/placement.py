@@ -1,0 +1,74 @@
+"""Redundant placement on the ring of a sharding group, and the tolerance that follows from it.
+
+ARC (paper section on asynchronous redundant copying, REFERENCE 1.4): member d keeps its own shard
+and the shards of its k ring successors, all cut from its own replica, so no bytes cross the network.
+``peer`` (Gemini): what a member alone owns (its ZeRO partition, its host state) is sent to its k
+ring predecessors. Both therefore have the same holders, and one map serves for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from reft.topology import Topology, ring_order
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """Who keeps whose bytes in one sharding group of ``size`` members.
+
+    Attributes:
+        ring: members in ring order; the copies of a member live on its predecessors.
+        copies: redundant copies of every shard (k); 0 means none.
+    """
+
+    ring: tuple[int, ...]
+    copies: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ring)
+
+    def kept_by(self, member: int) -> tuple[int, ...]:
+        """Members whose bytes ``member`` keeps: itself first, then its ring successors."""
+        at = self.ring.index(member)
+        return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
+
+    def holders_of(self, member: int) -> tuple[int, ...]:
+        """Members that keep the bytes of ``member``: itself first, then its ring predecessors."""
+        at = self.ring.index(member)
+        return tuple(self.ring[(at - i) % self.size] for i in range(self._span))
+
+    @property
+    def _span(self) -> int:
+        return min(self.copies + 1, self.size)
+
+
+def place_group(nodes: Sequence[str], copies: int) -> GroupPlacement:
+    """Placement of a sharding group whose member d sits on ``nodes[d]``. Pure and deterministic."""
+    return GroupPlacement(ring=ring_order(nodes), copies=copies)
+
+
+def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
+    """Largest f such that *every* loss of f nodes leaves one holder of every member's bytes (P4).
+
+    Computed from the real nodes, not from the scheme's name: 0 where members share a node with
+    their copies. A group never "survives" the loss of all its nodes.
+    """
+    distinct = sorted(set(nodes))
+    holder_nodes = [{nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes))]
+    for lost in range(1, len(distinct)):
+        for dead in combinations(distinct, lost):
+            if any(holders <= set(dead) for holders in holder_nodes):
+                return lost - 1
+    return max(0, len(distinct) - 1)
+
+
+def tolerance(topology: Topology, copies: int) -> int:
+    """Node losses that every sharding group of the job survives at once: the minimum over groups."""
+    return min(
+        group_tolerance(nodes, place_group(nodes, copies))
+        for nodes in (topology.group_nodes(pp, tp) for pp, tp in topology.groups())
+    )

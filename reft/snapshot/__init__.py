@@ -1,0 +1,1 @@
+"""Taking a snapshot: shard plan, copy engine, worker."""

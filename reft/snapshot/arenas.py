@@ -1,0 +1,309 @@
+"""This rank's memory: a few arenas, and the one that is being filled."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from reft.errors import ArenaError, OutOfMemoryError, TransferError
+from reft.snapshot.layout import GroupLayout
+from reft.snapshot.plan import PlacedBlock, Section
+from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, arena_name, checksum, scan
+from reft.store.commit import SlotTable
+from reft.store.label import Label
+from reft.topology import Coordinate, Degrees
+
+logger = logging.getLogger(__name__)
+
+_PIN_POLL_SECS = 0.005
+_MAX_BACKOFF_VERSIONS = 64
+
+
+@dataclass(frozen=True)
+class ArenaIdentity:
+    """What every header of this rank says about its owner."""
+
+    job_id: str
+    node: str
+    degrees: Degrees
+    coordinate: Coordinate
+
+
+@dataclass
+class Filling:
+    """An arena in state WRITING and what is known about its blocks so far."""
+
+    slot: int
+    arena: Arena
+    layout: GroupLayout
+    label: Label
+    _data: torch.Tensor
+    _checksums: dict[PlacedBlock, int] = field(default_factory=dict)
+    _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
+    _expected: dict[PlacedBlock, int] = field(default_factory=dict)
+
+    @property
+    def local_blocks(self) -> tuple[PlacedBlock, ...]:
+        """Blocks that are copied from this rank's own device: all but what only a peer has."""
+        mine = self.layout.mine
+        return mine.own + tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED)
+
+    def _peer_blocks(self, member: int) -> list[PlacedBlock]:
+        """What only ``member`` has: its owned blocks, then its host block, in plan order."""
+        plan = self.layout.plan.members[self.layout.member]
+        source = plan.own if member == self.layout.member else plan.redundant
+        return [b for b in source if b.key.member == member and b.key.section is not Section.REPLICATED]
+
+    def length(self, placed: PlacedBlock) -> int:
+        return self._lengths.get(placed, placed.block.nbytes)
+
+    def tensor(self, placed: PlacedBlock) -> torch.Tensor:
+        """The block's bytes in the arena, 1-D uint8, true length."""
+        return self._data[placed.arena_offset : placed.arena_offset + self.length(placed)]
+
+    def write_host(self, placed: PlacedBlock, blob: bytes) -> None:
+        self._lengths[placed] = len(blob)
+        self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
+
+    def hash(self, placed: PlacedBlock) -> None:
+        begin = placed.arena_offset
+        self._checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])
+
+    def hash_rest(self) -> None:
+        """Checksum every local block that has none yet."""
+        for placed in self.local_blocks:
+            if placed not in self._checksums:
+                self.hash(placed)
+
+    # -- exchange with ring peers ------------------------------------------------------------------
+
+    def facts_length(self, member: int) -> int:
+        return 1 + len(self._peer_blocks(member))
+
+    def own_facts(self) -> torch.Tensor:
+        """Length of the host blob and the checksums of what goes to ring peers, int64."""
+        blocks = self._peer_blocks(self.layout.member)
+        host = next(b for b in blocks if b.key.section is Section.HOST)
+        values = [self.length(host), *(_signed(self._checksums[b]) for b in blocks)]
+        return torch.tensor(values, dtype=torch.int64)
+
+    def expect(self, member: int, facts: torch.Tensor) -> None:
+        """Take note of what ``member`` said it will send."""
+        host_bytes, *sums = facts.tolist()
+        for placed, value in zip(self._peer_blocks(member), sums, strict=True):
+            if placed.key.section is Section.HOST:
+                if not 0 <= host_bytes <= placed.block.nbytes:
+                    raise TransferError(
+                        f"member {member} announced {host_bytes} bytes of host state; "
+                        f"{placed.block.nbytes} were agreed"
+                    )
+                self._lengths[placed] = host_bytes
+            self._expected[placed] = value & (2**64 - 1)
+
+    def outgoing(self) -> list[torch.Tensor]:
+        return [t for t in map(self.tensor, self._peer_blocks(self.layout.member)) if t.numel()]
+
+    def incoming(self, member: int) -> list[torch.Tensor]:
+        return [t for t in map(self.tensor, self._peer_blocks(member)) if t.numel()]
+
+    def check_received(self) -> int:
+        """Compare what arrived with the owners' checksums (P5).
+
+        Returns:
+            Bytes received.
+
+        Raises:
+            ArenaError: a block arrived changed; the version must not be committed.
+        """
+        total = 0
+        for placed, expected in self._expected.items():
+            self.hash(placed)
+            if self._checksums[placed] != expected:
+                raise ArenaError(f"block {placed.key} arrived with another checksum than its owner took")
+            total += self.length(placed)
+        return total
+
+    def seal(self) -> None:
+        self.arena.seal([self._entry(b) for b in self.layout.mine.blocks])
+
+    def _entry(self, placed: PlacedBlock) -> Entry:
+        sizes = self.layout.plan.sizes
+        member = placed.key.member
+        image_bytes = {
+            Section.REPLICATED: sizes.replicated_bytes,
+            Section.OWNED: sizes.owned_bytes[member],
+            Section.HOST: self.length(placed),
+        }[placed.key.section]
+        return Entry(
+            key=placed.key,
+            start_bytes=placed.block.start_bytes,
+            nbytes=self.length(placed),
+            image_bytes=image_bytes,
+            arena_offset=placed.arena_offset,
+            checksum=self._checksums[placed],
+            owner=member == self.layout.member,
+        )
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+class ArenaSet:
+    """The arenas of one rank.
+
+    Args:
+        job_dir: the job's memory directory on this node.
+        local_rank: position among the node's ranks; names the files.
+        count: arenas to keep.
+        secret: the job's secret; keys the header's MAC.
+        identity: written into every header.
+        frozen: slots that hold the version being recovered; not written until a newer one is
+            committed globally (P3).
+        limit_bytes: most bytes that this rank's arenas may take; None means what is free.
+    """
+
+    def __init__(
+        self,
+        *,
+        job_dir: Path,
+        local_rank: int,
+        count: int,
+        secret: bytes,
+        identity: ArenaIdentity,
+        frozen: Mapping[int, Label],
+        limit_bytes: int | None,
+    ) -> None:
+        self._job_dir = job_dir
+        self._local_rank = local_rank
+        self._count = count
+        self._secret = secret
+        self._identity = identity
+        self._frozen = dict(frozen)
+        self._limit_bytes = limit_bytes
+        self._arenas: dict[int, Arena] = {}
+        self._slots = SlotTable(count, frozen)
+        self._refusals = 0
+        self._skip_versions = 0
+
+    def begin(self, label: Label, layout: GroupLayout, *, wait: bool) -> Filling:
+        """Choose a slot and bring it into state WRITING.
+
+        Raises:
+            OutOfMemoryError: no memory; retried with growing distance at later versions.
+            ArenaError: every slot is in use.
+        """
+        if self._skip_versions and not wait:
+            self._skip_versions -= 1
+            raise OutOfMemoryError("waiting before memory is asked for again")
+        slot = self._free_slot(wait)
+        try:
+            arena = self._arena(slot, layout)
+        except OutOfMemoryError:
+            self._refusals += 1
+            self._skip_versions = min(2**self._refusals - 1, _MAX_BACKOFF_VERSIONS)
+            raise
+        self._refusals = 0
+        arena.begin(
+            ArenaHeader(
+                job_id=self._identity.job_id,
+                node=self._identity.node,
+                degrees=self._identity.degrees,
+                coordinate=self._identity.coordinate,
+                label=label,
+                state=ArenaState.WRITING,
+                entries=(),
+                sealed_unix_secs=0.0,
+                layout=layout.layout_hash,
+            )
+        )
+        self._slots.began(slot, label)
+        data = torch.frombuffer(arena.data, dtype=torch.uint8)
+        return Filling(slot, arena, layout, label, data)
+
+    def reserve(self, layout: GroupLayout) -> None:
+        """Allocate and touch every slot that may be written now, so that no snapshot pays for it
+        later (P9, trap 17). What does not fit is refused when a version needs it."""
+        tried: list[int] = []
+        try:
+            while (slot := self._slots.choose(tried)) is not None:
+                tried.append(slot)
+                self._arena(slot, layout).unlock()
+        except ArenaError as error:
+            logger.warning("memory for snapshots: %s", error)
+
+    def commit(self, filling: Filling) -> None:
+        filling.arena.commit()
+        self._slots.sealed(filling.slot)
+        self._slots.committed(filling.slot)
+        filling.arena.unlock()
+
+    def abort(self, filling: Filling) -> None:
+        """Free the slot. What was sealed stays readable until the slot is written again: it is the
+        true state of that step, and a recovery may use it if every member's bytes are there."""
+        self._slots.aborted(filling.slot)
+        filling.arena.unlock()
+
+    def close(self) -> None:
+        """Forget the mappings; the files stay."""
+        self._arenas.clear()
+
+    def _free_slot(self, wait: bool) -> int:
+        while True:
+            pinned: list[int] = []
+            while (slot := self._slots.choose(pinned)) is not None:
+                arena = self._arenas.get(slot)
+                if arena is None or arena.try_lock_exclusive():
+                    return slot
+                pinned.append(slot)
+            if not wait:
+                raise ArenaError(f"all slots are in use (pinned by a reader: {pinned})")
+            time.sleep(_PIN_POLL_SECS)
+
+    def _arena(self, slot: int, layout: GroupLayout) -> Arena:
+        """The arena of a free slot, large enough for the layout and locked for writing."""
+        wanted = layout.mine.data_bytes
+        entries = len(layout.mine.blocks)
+        arena = self._arenas.get(slot)
+        if arena is not None and arena.data_bytes >= wanted and arena.max_entries >= entries:
+            if not arena.try_lock_exclusive():
+                raise ArenaError(f"{arena.path.name} is pinned by a reader")
+            return arena
+        self._check_limit(wanted)
+        if arena is not None:
+            arena.unlock()
+        del arena
+        self._arenas.pop(slot, None)
+        arena = Arena.create(
+            self._job_dir / arena_name(self._local_rank, slot), wanted, entries, self._secret
+        )
+        if not arena.try_lock_exclusive():
+            raise ArenaError(f"{arena.path.name} is pinned by a reader")
+        self._arenas[slot] = arena
+        return arena
+
+    def _check_limit(self, wanted: int) -> None:
+        if self._limit_bytes is not None and wanted * self._count > self._limit_bytes:
+            raise OutOfMemoryError(
+                f"{self._count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self._count / 2**20:.1f} "
+                f"MiB, but reft.memory_limit_bytes leaves this rank {self._limit_bytes / 2**20:.1f} MiB; "
+                f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
+            )
+
+
+def frozen_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, Label]:
+    """Slots of a local rank that hold ``label``, by the files found on this node."""
+    frozen: dict[int, Label] = {}
+    prefix = arena_name(local_rank, 0).removesuffix("0.arena")
+    for path, arena in scan(job_dir, secret):
+        if isinstance(arena, Arena):
+            with arena:
+                header = arena.header()
+                if path.name.startswith(prefix) and header is not None and header.label == label:
+                    frozen[int(path.stem.removeprefix(prefix))] = label
+    return frozen

@@ -1,0 +1,77 @@
+"""The running layout of a rank's snapshots: images, plan and identity, agreed with its group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from reft.protect.placement import GroupPlacement, place_group
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
+from reft.state.catalogue import SectionImage
+from reft.topology import Coordinate, Degrees, Topology
+
+
+@dataclass(frozen=True)
+class LiveImages:
+    """The stage image of this rank as it lies in the engine's memory.
+
+    Attributes:
+        replicated: equal on all DP peers.
+        owned: this rank's ZeRO partition.
+        signature: changes when the images would have other tensors.
+    """
+
+    replicated: SectionImage
+    owned: SectionImage
+    signature: Hashable
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """What the members of one sharding group agreed on."""
+
+    plan: ShardPlan
+    member: int
+    layout_hash: str
+
+    @property
+    def mine(self) -> MemberPlan:
+        return self.plan.members[self.member]
+
+
+def layout_hash(degrees: Degrees, coordinate: Coordinate, sizes: SectionSizes) -> str:
+    """Identity of a group's layout: versions of another layout are refused at recovery."""
+    text = f"{degrees}|{coordinate.pp}|{coordinate.tp}|{sizes.replicated_bytes}|{sizes.owned_bytes}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def agree_on_layout(
+    control: ControlGroup,
+    topology: Topology,
+    images: LiveImages,
+    *,
+    copies: int,
+    block_bytes: int,
+    host_bytes: int,
+) -> GroupLayout:
+    """Gather the section sizes of all ranks and plan this rank's group. Collective over all ranks.
+
+    Returns:
+        The plan, equal on all members of the group.
+    """
+    gathered = control.gather_ints([images.replicated.nbytes, images.owned.nbytes, host_bytes])
+    at = topology.coordinates[control.rank]
+    ranks = topology.group(at.pp, at.tp)
+    sizes = SectionSizes(
+        replicated_bytes=gathered[control.rank][0],
+        owned_bytes=tuple(gathered[r][1] for r in ranks),
+        host_bytes=tuple(gathered[r][2] for r in ranks),
+    )
+    placement: GroupPlacement = place_group(topology.group_nodes(at.pp, at.tp), copies)
+    return GroupLayout(
+        plan=make_shard_plan(sizes, placement, block_bytes),
+        member=at.dp,
+        layout_hash=layout_hash(topology.degrees, at, sizes),
+    )

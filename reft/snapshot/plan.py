@@ -1,0 +1,201 @@
+"""The shard plan: which bytes of the stage image each member copies, and where they go.
+
+Pure and deterministic from (section sizes, placement, block size): every rank computes the same
+plan without communication. A *stage image* is the logical bytes of one (pp, tp):
+
+- ``replicated``: equal on every data-parallel peer, cut into D contiguous shards, one per member;
+- ``owned``: the ZeRO partition that one member alone holds;
+- ``host``: what only this rank's host knows (RNG, schedulers, counters, client state), encoded,
+  of variable length. It is owned like a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from reft.protect.placement import GroupPlacement
+
+ALIGNMENT_BYTES = 64
+"""Shard and block boundaries are multiples of this, so that any dtype can be viewed in place."""
+
+
+class Section(StrEnum):
+    REPLICATED = "replicated"
+    OWNED = "owned"
+    HOST = "host"
+
+
+@dataclass(frozen=True, order=True)
+class BlockKey:
+    """Identity of a block within its sharding group and version.
+
+    Attributes:
+        section: section of the stage image.
+        member: dp index of the shard (replicated) or of the owner (owned, host).
+        index: position within that shard, 0-based.
+    """
+
+    section: Section
+    member: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Unit of placement, checksum and transfer.
+
+    Attributes:
+        key: identity.
+        start_bytes: offset in the section's image (replicated: of the stage; owned and host: of
+            that member).
+        nbytes: length; for host blocks the *reserved* length, the true one is known at seal time.
+    """
+
+    key: BlockKey
+    start_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SectionSizes:
+    """Bytes of every section of one sharding group.
+
+    Attributes:
+        replicated_bytes: the image that all members share.
+        owned_bytes: ZeRO partition of each member.
+        host_bytes: capacity reserved for the encoded host state of each member.
+    """
+
+    replicated_bytes: int
+    owned_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """A block and where it lies in a member's arena (offset from the start of the data region)."""
+
+    block: Block
+    arena_offset: int
+
+    @property
+    def key(self) -> BlockKey:
+        return self.block.key
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """What one member stores: its own blocks first, then the redundant ones.
+
+    Attributes:
+        member: dp index.
+        own: blocks of the member's own shard, partition and host state.
+        redundant: blocks kept for ring successors. Replicated ones are cut from the member's own
+            replica; owned and host ones arrive from their owner.
+        data_bytes: size of the arena's data region.
+    """
+
+    member: int
+    own: tuple[PlacedBlock, ...]
+    redundant: tuple[PlacedBlock, ...]
+    data_bytes: int
+
+    @property
+    def blocks(self) -> tuple[PlacedBlock, ...]:
+        return self.own + self.redundant
+
+    @cached_property
+    def by_key(self) -> dict[BlockKey, PlacedBlock]:
+        return {b.key: b for b in self.blocks}
+
+    @property
+    def own_bytes(self) -> int:
+        return sum(b.block.nbytes for b in self.own)
+
+    @property
+    def redundant_bytes(self) -> int:
+        return sum(b.block.nbytes for b in self.redundant)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Plan of one sharding group."""
+
+    sizes: SectionSizes
+    placement: GroupPlacement
+    block_bytes: int
+    members: tuple[MemberPlan, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def __str__(self) -> str:
+        lines = [
+            f"shard plan: D={self.size}, copies={self.placement.copies}, ring={self.placement.ring}, "
+            f"replicated {self.sizes.replicated_bytes / 2**20:.1f} MiB"
+        ]
+        lines += [
+            f"  member {m.member}: own {m.own_bytes / 2**20:.1f} MiB, "
+            f"redundant {m.redundant_bytes / 2**20:.1f} MiB, {len(m.blocks)} blocks"
+            for m in self.members
+        ]
+        return "\n".join(lines)
+
+
+def shard_cuts(nbytes: int, parts: int) -> tuple[int, ...]:
+    """``parts + 1`` ascending offsets that cut ``nbytes`` into aligned shards, equal to within one
+    alignment unit."""
+    units = -(-nbytes // ALIGNMENT_BYTES)
+    return tuple(min(nbytes, units * i // parts * ALIGNMENT_BYTES) for i in range(parts + 1))
+
+
+def cut_blocks(section: Section, member: int, start: int, stop: int, block_bytes: int) -> tuple[Block, ...]:
+    """Cut the image range [start, stop) into blocks of at most ``block_bytes``."""
+    return tuple(
+        Block(BlockKey(section, member, i), offset, min(block_bytes, stop - offset))
+        for i, offset in enumerate(range(start, stop, block_bytes))
+    )
+
+
+def make_shard_plan(
+    sizes: SectionSizes, placement: GroupPlacement, block_bytes: int = 4 * 2**20
+) -> ShardPlan:
+    """Build the plan of a sharding group.
+
+    Args:
+        sizes: bytes of every section.
+        placement: who keeps whose bytes.
+        block_bytes: block size, a multiple of 64.
+
+    Raises:
+        ValueError: if ``block_bytes`` is not a positive multiple of 64.
+    """
+    if block_bytes <= 0 or block_bytes % ALIGNMENT_BYTES:
+        raise ValueError(f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}")
+    count = placement.size
+    cuts = shard_cuts(sizes.replicated_bytes, count)
+    own_blocks = [
+        cut_blocks(Section.REPLICATED, d, cuts[d], cuts[d + 1], block_bytes)
+        + cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
+        + cut_blocks(Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d]))
+        for d in range(count)
+    ]
+    members = []
+    for d in range(count):
+        kept = placement.kept_by(d)
+        own, offset = _lay_out(own_blocks[d], 0)
+        redundant, offset = _lay_out([b for m in kept[1:] for b in own_blocks[m]], offset)
+        members.append(MemberPlan(d, own, redundant, offset))
+    return ShardPlan(sizes, placement, block_bytes, tuple(members))
+
+
+def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, ...], int]:
+    placed = []
+    for block in blocks:
+        placed.append(PlacedBlock(block, offset))
+        offset += -(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(placed), offset

@@ -1,0 +1,66 @@
+"""Counters of the snapshots of one rank, and what is said about them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SnapshotStats:
+    """What this rank's snapshots did since the start of the incarnation.
+
+    Attributes:
+        taken: versions copied to memory in full.
+        committed: versions committed globally.
+        skipped: versions given up, by cause.
+        bytes_per_snapshot: bytes this rank keeps per version, own and redundant.
+        peer_bytes: bytes received from ring peers so far.
+        stalls_secs: seconds the training thread spent on each snapshot (capture and fence), the
+            newest 4096.
+        copy_secs: seconds each copy took on the worker thread, the newest 4096.
+        committed_step: newest step known to be committed.
+        stale_since_step: first step since which no version was committed; None while all is well.
+        last_error: why, if stale.
+    """
+
+    taken: int = 0
+    committed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    bytes_per_snapshot: int = 0
+    peer_bytes: int = 0
+    stalls_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    copy_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    committed_step: int | None = None
+    stale_since_step: int | None = None
+    last_error: str | None = None
+
+    def commit(self, step: int) -> None:
+        self.committed += 1
+        self.committed_step = step
+        self.stale_since_step = None
+        self.last_error = None
+
+    def skip(self, step: int, cause: str, error: str | None = None) -> bool:
+        """Count a version that was given up. Returns True the first time this cause is seen."""
+        self.skipped[cause] += 1
+        if self.stale_since_step is None:
+            self.stale_since_step = step
+        self.last_error = error or cause
+        return self.skipped[cause] == 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "taken": self.taken,
+            "committed": self.committed,
+            "skipped": dict(self.skipped),
+            "bytes_per_rank": self.bytes_per_snapshot,
+            "peer_bytes": self.peer_bytes,
+            "stall_secs_median": statistics.median(self.stalls_secs) if self.stalls_secs else None,
+            "copy_secs_median": statistics.median(self.copy_secs) if self.copy_secs else None,
+            "committed_step": self.committed_step,
+            "stale_since_step": self.stale_since_step,
+            "last_error": self.last_error,
+        }

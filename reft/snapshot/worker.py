@@ -1,0 +1,364 @@
+"""The snapshot worker: a thread that copies, exchanges, seals and commits behind the training.
+
+One version passes, in the same order on every rank:
+
+    copy ─► vote "copied" ─► exchange with ring peers ─► checksums, seal ─► vote "sealed" ─► commit
+
+Both votes are all-reduces of the control group, so all ranks take part in every version, also the
+one that skipped it; "no" anywhere aborts it everywhere. A slot is overwritten only when a newer
+version is known to be committed (:class:`~reft.store.commit.SlotTable`), so one whole version exists
+at every instant (P3). Training waits for nothing but its own copy, at the fence (P2). Whatever fails
+here is counted, logged once per cause and never reaches the training thread (P6).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from reft.config import FaultPoint
+from reft.errors import ReftError, TransferError
+from reft.faults import FaultPlan
+from reft.snapshot.arenas import ArenaSet, Filling
+from reft.snapshot.control import Ballot, ControlGroup
+from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
+from reft.snapshot.plan import Section
+from reft.snapshot.stats import SnapshotStats
+from reft.store.label import Label
+from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SnapshotRequest:
+    """One version to take, handed over by the training thread.
+
+    Attributes:
+        label: name of the version.
+        images: live tensors; unchanged until ``copied`` is set or the request is cancelled. None
+            where the state could not be captured: the version is voted down.
+        host_blob: encoded host state.
+        must: wait for a free slot and never cancel (restore, last snapshot before an exit).
+    """
+
+    label: Label
+    images: LiveImages | None
+    host_blob: bytes
+    must: bool = False
+    started: bool = False
+    cancelled: bool = False
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    committed: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Fixed settings of a worker."""
+
+    copies: int
+    block_bytes: int
+    host_bytes: int
+
+
+class SnapshotWorker:
+    """Takes snapshots of one rank. See the module docstring for the protocol.
+
+    Args:
+        control: votes and exchange.
+        topology: placement of this incarnation.
+        arenas: this rank's memory.
+        options: fixed settings.
+        stats: counters to update.
+        faults: injected faults.
+        on_commit: called on the worker thread after each global commit.
+        on_skip: called on the worker thread with (step, cause) for each version given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: ControlGroup,
+        topology: Topology,
+        arenas: ArenaSet,
+        options: WorkerOptions,
+        stats: SnapshotStats,
+        faults: FaultPlan,
+        on_commit: Callable[[SnapshotRequest], None],
+        on_skip: Callable[[int, str], None],
+    ) -> None:
+        self._control = control
+        self._topology = topology
+        self._arenas = arenas
+        self._options = options
+        self._stats = stats
+        self._faults = faults
+        self._on_commit = on_commit
+        self._on_skip = on_skip
+        self._layout: GroupLayout | None = None
+        self._layout_signature: object = None
+        self._images: LiveImages | None = None
+        self._host_bytes = options.host_bytes
+        self._queue: deque[SnapshotRequest] = deque()
+        self._wake = threading.Condition()
+        self._fence_waiting = False
+        self._closing = False
+        self._broken: str | None = None
+        self.stop_requested = False
+        self.stop_agreed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
+        self._thread.start()
+
+    # -- training thread -----------------------------------------------------------------------
+
+    def submit(self, request: SnapshotRequest) -> None:
+        """Hand a version over. Returns at once."""
+        with self._wake:
+            if self._broken is not None:
+                self._give_up(request, "broken", self._broken)
+                return
+            self._queue.append(request)
+            self._wake.notify_all()
+
+    def fence(self) -> float:
+        """Wait until no copy reads the live tensors; called before they change (P2).
+
+        A copy that has not started is cancelled instead: a snapshot is the state after exactly one
+        step, or it is none.
+
+        Returns:
+            Seconds waited.
+        """
+        began = time.perf_counter()
+        with self._wake:
+            running = []
+            for request in self._queue:
+                if not request.started and not request.must:
+                    request.cancelled = True
+                    request.copied.set()
+                elif not request.copied.is_set():
+                    running.append(request)
+            self._fence_waiting = bool(running)
+        for request in running:
+            request.copied.wait()
+        self._fence_waiting = False
+        return time.perf_counter() - began
+
+    def drain(self, timeout_secs: float) -> bool:
+        """Wait until every version handed over is committed or given up."""
+        deadline = time.monotonic() + timeout_secs
+        with self._wake:
+            while self._queue and self._broken is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._wake.wait(left)
+        return self._broken is None
+
+    def close(self, timeout_secs: float) -> None:
+        """Drain and end the thread."""
+        self.drain(timeout_secs)
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(timeout=5.0)
+        self._arenas.close()
+
+    # -- worker thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+                request = self._queue[0]
+            try:
+                self._process(request)
+            except TransferError as error:
+                # Peers are gone. The job will be restarted; training itself notices on its own.
+                self._break(str(error))
+            except Exception as error:
+                logger.exception("the snapshot worker stopped; training goes on without snapshots")
+                self._break(f"{type(error).__name__}: {error}")
+            finally:
+                request.copied.set()
+                request.done.set()
+                with self._wake:
+                    if self._queue and self._queue[0] is request:
+                        self._queue.popleft()
+                    self._wake.notify_all()
+
+    def _break(self, cause: str) -> None:
+        with self._wake:
+            self._broken = cause
+            pending, self._queue = list(self._queue), deque()
+            for request in pending:
+                self._give_up(request, "broken", cause)
+            self._wake.notify_all()
+
+    def _give_up(self, request: SnapshotRequest, cause: str, error: str | None = None) -> None:
+        request.copied.set()
+        request.done.set()
+        if self._stats.skip(request.label.step, cause, error) and not self._closing:
+            logger.warning(
+                "[step %d] snapshot given up (%s): %s. Training goes on; snapshots are stale since step %s",
+                request.label.step,
+                cause,
+                error or cause,
+                self._stats.stale_since_step,
+            )
+        self._on_skip(request.label.step, cause)
+
+    def _process(self, request: SnapshotRequest) -> None:
+        """Take one version through the whole protocol. Every path casts the same votes."""
+        while True:
+            filling, failure = self._try_copy(request)
+            if filling is not None:
+                request.copied.set()
+            verdict = self._vote(request, ok=filling is not None)
+            if not verdict.relayout:
+                break
+            # Somebody's state has another shape than planned: agree anew, then try again.
+            if filling is not None:
+                self._arenas.abort(filling)
+            self._agree(request)
+        if not verdict.ok:
+            self._abort(request, filling, failure or "a peer skipped it")
+            return
+        assert filling is not None
+        self._stats.taken += 1
+        sealed, failure = self._try_seal(request, filling)
+        verdict = self._vote(request, ok=sealed)
+        self._faults.reach(FaultPoint.BEFORE_COMMIT, request.label.step)
+        if not verdict.ok:
+            self._abort(request, filling, failure or "a peer could not seal it")
+            return
+        self._arenas.commit(filling)
+        self._faults.reach(FaultPoint.AFTER_COMMIT, request.label.step)
+        self._stats.commit(request.label.step)
+        request.committed = True
+        self._on_commit(request)
+
+    def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
+        if filling is not None:
+            self._arenas.abort(filling)
+        self._give_up(request, cause.split(":", maxsplit=1)[0], cause)
+
+    def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
+        relayout = not ok and not request.cancelled and self._layout_is_old(request)
+        ballot = Ballot(ok=ok, stop=self.stop_requested, relayout=relayout)
+        verdict = self._control.vote(ballot, request.label.step)
+        if verdict.stop:
+            self.stop_agreed.set()
+        return verdict
+
+    def _layout_is_old(self, request: SnapshotRequest) -> bool:
+        return (
+            self._layout is None
+            or request.images is None
+            or self._layout_signature != request.images.signature
+            or len(request.host_blob) > self._host_bytes
+        )
+
+    def _agree(self, request: SnapshotRequest) -> None:
+        if len(request.host_blob) > self._host_bytes:
+            self._host_bytes = 2 * len(request.host_blob)
+        images = request.images or self._images
+        if images is None:
+            raise ReftError("peers agree on a layout, but this rank never captured its state")
+        self._images = images
+        self._layout = agree_on_layout(
+            self._control,
+            self._topology,
+            images,
+            copies=self._options.copies,
+            block_bytes=self._options.block_bytes,
+            host_bytes=self._host_bytes,
+        )
+        self._layout_signature = images.signature
+        self._stats.bytes_per_snapshot = self._layout.mine.data_bytes
+        self._arenas.reserve(self._layout)
+        logger.info("layout of the snapshots: %s", self._layout.plan)
+
+    # -- one version, local part -----------------------------------------------------------------
+
+    def _try_copy(self, request: SnapshotRequest) -> tuple[Filling | None, str | None]:
+        """Copy own and redundant replicated blocks and the owned ones into a free slot.
+
+        Returns:
+            The slot being filled, or None with the cause.
+        """
+        if request.images is None:
+            return None, "the state could not be captured"
+        if self._layout is None or self._layout_is_old(request):
+            return None, "the layout changed"
+        with self._wake:
+            if request.cancelled:
+                return None, "not started before the next optimizer step"
+            request.started = True
+        try:
+            self._faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
+            began = time.perf_counter()
+            filling = self._arenas.begin(request.label, self._layout, wait=request.must)
+            self._copy(request.images, request, filling)
+            self._stats.copy_secs.append(time.perf_counter() - began)
+            return filling, None
+        except (ReftError, OSError, MemoryError) as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    def _copy(self, images: LiveImages, request: SnapshotRequest, filling: Filling) -> None:
+        """Fill the arena from the live tensors. A block is hashed while it is still in the cache,
+        unless training waits at the fence: then all copies come first."""
+        blocks = filling.local_blocks
+        for number, placed in enumerate(blocks):
+            if number == len(blocks) // 2:
+                self._faults.reach(FaultPoint.DURING_COPY, request.label.step)
+            section = placed.key.section
+            if section is Section.HOST:
+                filling.write_host(placed, request.host_blob)
+            else:
+                image = images.replicated if section is Section.REPLICATED else images.owned
+                image.read_into(placed.block.start_bytes, filling.tensor(placed))
+            if not self._fence_waiting:
+                filling.hash(placed)
+
+    def _try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
+        try:
+            filling.hash_rest()
+            self._exchange(filling)
+            filling.seal()
+            self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
+            return True, None
+        except TransferError:
+            raise
+        except (ReftError, OSError, MemoryError) as error:
+            return False, f"{type(error).__name__}: {error}"
+
+    def _exchange(self, filling: Filling) -> None:
+        """Send what only this rank has to its ring predecessors, take its successors' (``peer``)."""
+        layout = filling.layout
+        at = self._topology.coordinates[self._control.rank]
+        ranks = self._topology.group(at.pp, at.tp)
+        holders = layout.plan.placement.holders_of(layout.member)[1:]
+        kept = layout.plan.placement.kept_by(layout.member)[1:]
+        facts = filling.own_facts()
+        incoming = {m: torch.empty(filling.facts_length(m), dtype=torch.int64) for m in kept}
+        self._control.exchange(
+            {ranks[h]: [facts] for h in holders}, {ranks[m]: [t] for m, t in incoming.items()}
+        )
+        for member, peer_facts in incoming.items():
+            filling.expect(member, peer_facts)
+        self._control.exchange(
+            {ranks[h]: filling.outgoing() for h in holders},
+            {ranks[m]: filling.incoming(m) for m in kept},
+        )
+        self._stats.peer_bytes += filling.check_received()

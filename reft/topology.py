@@ -1,0 +1,123 @@
+"""Where the ranks of a hybrid-parallel job sit: coordinates, nodes, sharding groups.
+
+Ranks are reassigned by TorchElastic after every failure, so nothing that outlives a process is
+keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (promise P7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from reft.errors import LayoutError
+
+
+@dataclass(frozen=True, order=True)
+class Coordinate:
+    """Position of a rank: pipeline stage, data-parallel replica, tensor-parallel slice (0-based)."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}.dp{self.dp}.tp{self.tp}"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Parallel degrees of a job; ``pp * dp * tp`` is the world size."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def coordinates(self) -> tuple[Coordinate, ...]:
+        """Every coordinate once, in (pp, dp, tp) order."""
+        return tuple(Coordinate(*c) for c in product(range(self.pp), range(self.dp), range(self.tp)))
+
+    def __str__(self) -> str:
+        return f"PP{self.pp}xDP{self.dp}xTP{self.tp}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The placement of one incarnation: which coordinate and which node every global rank has.
+
+    Attributes:
+        degrees: parallel degrees.
+        coordinates: coordinate of each global rank, each coordinate exactly once.
+        nodes: node id (the failure domain: one host) of each global rank.
+    """
+
+    degrees: Degrees
+    coordinates: tuple[Coordinate, ...]
+    nodes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        expected = set(self.degrees.coordinates())
+        if len(self.coordinates) != len(self.nodes) or set(self.coordinates) != expected:
+            raise LayoutError(
+                f"found {len(self.coordinates)} ranks at {len(set(self.coordinates))} distinct "
+                f"coordinates on {len(self.nodes)} node entries; expected every coordinate of "
+                f"{self.degrees} exactly once. reft needs a plain pp x dp x tp grid: expert or "
+                f"sequence parallel ranks are not supported."
+            )
+
+    @cached_property
+    def _rank_by_coordinate(self) -> dict[Coordinate, int]:
+        return {c: r for r, c in enumerate(self.coordinates)}
+
+    @property
+    def world_size(self) -> int:
+        return len(self.coordinates)
+
+    def rank_of(self, coordinate: Coordinate) -> int:
+        return self._rank_by_coordinate[coordinate]
+
+    def node_of(self, coordinate: Coordinate) -> str:
+        return self.nodes[self.rank_of(coordinate)]
+
+    def group(self, pp: int, tp: int) -> tuple[int, ...]:
+        """Global ranks of the sharding group (pp, tp), ordered by dp."""
+        return tuple(self.rank_of(Coordinate(pp, dp, tp)) for dp in range(self.degrees.dp))
+
+    def group_nodes(self, pp: int, tp: int) -> tuple[str, ...]:
+        """Node of every member of the sharding group (pp, tp), ordered by dp."""
+        return tuple(self.nodes[r] for r in self.group(pp, tp))
+
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """All sharding groups as (pp, tp)."""
+        return tuple(product(range(self.degrees.pp), range(self.degrees.tp)))
+
+    def local_ranks(self, node: str) -> tuple[int, ...]:
+        return tuple(r for r, n in enumerate(self.nodes) if n == node)
+
+
+def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
+    """Order the members of a sharding group in a ring whose neighbours sit on distinct nodes.
+
+    Members are dealt out node by node (first of every node, second of every node, ...), so that
+    with at most half of the members on one node the successor of a member is on another node.
+    With one member per node this is the plain order 0..D-1. Pure; every rank computes the same.
+
+    Args:
+        nodes: node id of member d, for d = 0..D-1.
+    """
+    by_node: dict[str, list[int]] = {}
+    for member, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(member)
+    queues = sorted(by_node.values(), key=lambda q: (-len(q), q[0]))
+    if queues and len(queues[0]) == 1:
+        return tuple(range(len(nodes)))
+    # Columns of the table "one row per node" laid end to end: two members of one node are as far
+    # apart as the number of nodes that still have members.
+    ordered = [m for q in queues for m in q]
+    stride = len(queues[0])
+    return tuple(m for start in range(stride) for m in ordered[start::stride])
