@@ -280,7 +280,8 @@ class Restorer:
         where = session.config.persist.dir or "not configured (persist.dir)"
         progress = note or plan.newest_committed or "versions of another layout"
         raise UnrecoverableError(
-            f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint is on disk (persist directory: {where}).\n{plan}\n"
+            f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint "
+            f"is on disk (persist directory: {where}).\n{plan}\n"
             f"To start from scratch on purpose, run 'reft clean --job {session.job_id} --force' on every "
             f"node, or give the job another id."
         )

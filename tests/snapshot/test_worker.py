@@ -1,0 +1,97 @@
+"""The snapshot protocol between real processes: P2, P3, P5, P6."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.multiprocessing as mp
+
+from reft.snapshot.plan import Section
+from reft.store.arena import Arena, ArenaState, scan
+from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
+
+
+def _launch(root: Path, scenario: str) -> list[dict]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(run, args=(str(root), port, scenario), nprocs=4, start_method="spawn")
+    return [json.loads((root / f"result-{r}.json").read_text()) for r in range(4)]
+
+
+def _versions(root: Path, rank: int) -> dict[int, Arena]:
+    found = {}
+    for _, arena in scan(root / f"node{rank}", SECRET):
+        assert isinstance(arena, Arena), arena
+        header = arena.header()
+        if header is not None and header.state is ArenaState.COMMITTED:
+            found[header.label.step] = arena
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_p3_a_version_is_committed_by_all_ranks_or_by_none(tmp_path: Path) -> None:
+    results = _launch(tmp_path, "protocol")
+    for result in results:
+        assert result["outcome"] == {
+            "1": True,
+            "2": True,
+            "3": False,
+            "4": True,
+            "5": False,
+            "6": True,
+            "7": True,
+        }
+        assert result["stats"]["committed_step"] == 7
+        assert result["stats"]["stale_since_step"] is None
+        assert result["stats"]["taken"] == 6  # version 5 was copied by all, sealed by all but one
+    for rank in range(4):
+        versions = _versions(tmp_path, rank)
+        assert set(versions) == {6, 7}
+        _check_content(versions[7], rank, 7)
+
+
+def _check_content(arena: Arena, rank: int, step: int) -> None:
+    """Own and redundant blocks hold exactly the bytes of that step, the peer's included (P5)."""
+    header = arena.header()
+    assert header is not None
+    at = TOPOLOGY.coordinates[rank]
+    peer = TOPOLOGY.group(at.pp, at.tp)[1 - at.dp]
+    seen = set()
+    for entry in header.entries:
+        assert arena.verify(entry)
+        data = bytes(arena.read_block(entry))
+        owner = rank if entry.key.member == at.dp else peer
+        assert entry.owner == (owner == rank)
+        seen.add((entry.key.section, entry.key.member))
+        if entry.key.section is Section.HOST:
+            assert data == host_blob(owner, step)
+        elif entry.key.section is Section.OWNED:
+            values = set(np.frombuffer(data[: len(data) // 4 * 4], np.float32).tolist())
+            assert values <= {100_000 + 1000 * owner + step, 0.0}  # 0.0 is padding
+        else:
+            values = set(np.frombuffer(data[: len(data) // 4 * 4], np.float32).tolist())
+            assert values <= {0.0, *(1000 * at.pp + 10 * step + i for i in (0, 1, 3))}
+    assert seen == {(s, m) for s in Section for m in (0, 1)}
+
+
+@pytest.mark.timeout(120)
+def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> None:
+    results = _launch(tmp_path, "memory")
+    for result in results:
+        outcome = result["outcome"]
+        assert not any(outcome[s] for s in ("1", "2", "3"))
+        assert outcome["11"], "snapshots must come back when the cause is gone"
+        assert result["stale_at_3"] == 1
+        assert result["stats"]["stale_since_step"] is None
+    assert any("OutOfMemoryError" in cause for _, cause in results[3]["skips"])
+
+
+@pytest.mark.timeout(120)
+def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_path: Path) -> None:
+    for result in _launch(tmp_path, "fence"):
+        assert result == {"waited": True, "held": True, "late": False, "copied": True}

@@ -1,0 +1,163 @@
+"""Four ranks (PP2 x DP2) that drive the real snapshot worker over gloo, without DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from reft.config import FaultConfig, FaultPoint
+from reft.faults import FaultPlan
+from reft.snapshot.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.state.catalogue import SectionImage
+from reft.store.label import Label
+from reft.topology import Degrees, Topology
+
+SECRET = b"s" * 32
+DEGREES = Degrees(2, 2, 1)
+TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B", "C", "D"))
+
+
+class Rank:
+    """One rank with a small state that is a function of (step, rank), so that content can be checked."""
+
+    def __init__(self, rank: int, root: Path, faults: tuple[FaultConfig, ...] = ()) -> None:
+        self.rank = rank
+        self.at = TOPOLOGY.coordinates[rank]
+        self.root = root
+        self.control = ControlGroup(60)
+        self.replicated = [torch.zeros(100_003), torch.zeros(7), torch.zeros(0), torch.zeros(50_000)]
+        self.owned = [torch.zeros(30_001 + 64 * self.at.dp)]
+        self.stats = SnapshotStats()
+        self.skips: list[tuple[int, str]] = []
+        job_dir = root / f"node{rank}"
+        job_dir.mkdir(mode=0o700, exist_ok=True)
+        self.arenas = ArenaSet(
+            job_dir=job_dir,
+            local_rank=0,
+            count=2,
+            secret=SECRET,
+            identity=ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, self.at),
+            frozen={},
+            limit_bytes=None,
+        )
+        self.worker = SnapshotWorker(
+            control=self.control,
+            topology=TOPOLOGY,
+            arenas=self.arenas,
+            options=WorkerOptions(copies=1, block_bytes=65536, host_bytes=4096),
+            stats=self.stats,
+            faults=FaultPlan(faults, self.at),
+            on_commit=lambda request: None,
+            on_skip=lambda step, cause: self.skips.append((step, cause)),
+        )
+
+    def images(self) -> LiveImages:
+        return LiveImages(
+            SectionImage([(f"r{i}", t) for i, t in enumerate(self.replicated)]),
+            SectionImage([("o", self.owned[0])]),
+            "layout",
+        )
+
+    def step(self, step: int) -> None:
+        """The optimizer step: fence, then change every tensor."""
+        self.worker.fence()
+        for i, tensor in enumerate(self.replicated):
+            tensor.fill_(1000 * self.at.pp + 10 * step + i)
+        self.owned[0].fill_(100_000 + 1000 * self.rank + step)
+
+    def snapshot(self, step: int, **options: bool) -> SnapshotRequest:
+        request = SnapshotRequest(Label(1, step), self.images(), host_blob(self.rank, step), **options)
+        self.worker.submit(request)
+        return request
+
+    def settle(self, request: SnapshotRequest) -> bool:
+        assert request.done.wait(60)
+        return request.committed
+
+
+def host_blob(rank: int, step: int) -> bytes:
+    return f"host of rank {rank} at {step} ".encode() * (rank + 1)
+
+
+def run(rank: int, root: str, port: int, scenario: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    result = globals()[f"scenario_{scenario}"](rank, Path(root))
+    (Path(root) / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+def scenario_protocol(rank: int, root: Path) -> dict[str, object]:
+    """Good versions, a version that one rank cannot take, one that one rank cannot seal."""
+    faults = (FaultConfig(point=FaultPoint.AFTER_SEAL, step=5, pp=0, dp=1, action="raise"),)
+    me = Rank(rank, root, faults)
+    outcome: dict[int, bool] = {}
+    for step in range(1, 8):
+        me.step(step)
+        # Step 3: rank 2 says that it has nothing to show. Step 5: rank 1 fails after its seal.
+        request = me.snapshot(step, must=True, cancelled=step == 3 and rank == 2)
+        outcome[step] = me.settle(request)
+    assert me.worker.drain(60)
+    me.worker.close(10)
+    return {"outcome": outcome, "stats": me.stats.to_json(), "skips": me.skips}
+
+
+def scenario_memory(rank: int, root: Path) -> dict[str, object]:
+    """One rank has no memory for a while."""
+    me = Rank(rank, root)
+    if rank == 3:
+        me.arenas._limit_bytes = 1000
+    outcome, stale = {}, None
+    for step in range(1, 12):
+        if step == 4:
+            me.arenas._limit_bytes = None
+        me.step(step)
+        outcome[step] = me.settle(me.snapshot(step))
+        stale = me.stats.stale_since_step if step == 3 else stale
+    me.worker.close(10)
+    return {"outcome": outcome, "stale_at_3": stale, "stats": me.stats.to_json(), "skips": me.skips}
+
+
+def scenario_fence(rank: int, root: Path) -> dict[str, object]:
+    """P2: a copy under way holds the optimizer step up, one that has not started is dropped."""
+    me = Rank(rank, root)
+    me.step(1)
+    me.settle(me.snapshot(1, must=True))
+    gate, entered = threading.Event(), threading.Event()
+
+    class Gated(SectionImage):
+        def read_into(self, start: int, out: torch.Tensor) -> None:
+            entered.set()
+            gate.wait(60)
+            super().read_into(start, out)
+
+    me.step(2)
+    images = me.images()
+    slow = LiveImages(
+        Gated([(f"r{i}", t) for i, t in enumerate(me.replicated)]), images.owned, images.signature
+    )
+    held = SnapshotRequest(Label(1, 2), slow, host_blob(rank, 2))
+    me.worker.submit(held)
+    assert entered.wait(60)
+    late = me.snapshot(3)  # cannot start: the worker is busy with version 2
+    fenced = threading.Event()
+    thread = threading.Thread(target=lambda: (me.worker.fence(), fenced.set()))
+    thread.start()
+    while not late.cancelled:
+        time.sleep(0.001)
+    waited = not fenced.wait(0.2)
+    gate.set()
+    thread.join(60)
+    result = {"waited": waited, "held": me.settle(held), "late": me.settle(late), "copied": fenced.is_set()}
+    me.worker.close(10)
+    return result
