@@ -1,0 +1,1 @@
+"""Recovery from memory: inventory, plan, transfer. Planning and local reading need no torch."""

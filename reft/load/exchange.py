@@ -1,0 +1,216 @@
+"""What ranks tell each other during recovery: inventories, and which sources turned out corrupt.
+
+Collectives over the gloo group of all ranks. Messages are bytes under the job's secret, never pickle
+(P11). An error on one rank reaches all, so that nobody waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from reft.errors import TransferError
+from reft.load.inventory import Inventory, authenticate, check_authentic
+from reft.load.plan import BlockSource, Fetch, RecoveryPlan, describe_block
+from reft.snapshot.plan import BlockKey, Section
+from reft.store.label import Label
+from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+_FINDINGS = b"reft-findings-1"
+
+
+class PeerLostError(TransferError):
+    """The network failed: no message can be exchanged in this group any more."""
+
+
+@contextmanager
+def network_errors(doing: str) -> Iterator[None]:
+    """Turn gloo's ``RuntimeError`` into a typed error that says what was going on."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"{doing} failed: a peer died, is silent or cannot be reached ({error}). Nothing was committed; "
+            f"restart the job and recovery starts over from the same memory"
+        ) from error
+
+
+def allgather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Bytes of every rank, in rank order, on every rank. Lengths may differ; empty ones cost nothing.
+
+    Raises:
+        TransferError: if a peer is gone.
+    """
+    with network_errors("an all-gather"):
+        me, world_size = dist.get_rank(group), dist.get_world_size(group)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=group)
+        lengths = [int(size) for size in sizes]
+        return [
+            _broadcast(data if member == me else bytes(length), member, group) if length else b""
+            for member, length in enumerate(lengths)
+        ]
+
+
+def _broadcast(data: bytes, member: int, group: dist.ProcessGroup | None) -> bytes:
+    """The bytes of group rank ``member``; elsewhere ``data`` gives the length only."""
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(buffer, src=member if group is None else dist.get_global_rank(group, member), group=group)
+    return buffer.numpy().tobytes()
+
+
+def gather_inventories(
+    inventory: Inventory | None, secret: bytes, group: dist.ProcessGroup | None = None
+) -> tuple[Inventory, ...]:
+    """Inventories of all nodes, equal on all ranks. One rank per node gives one, the others None.
+
+    Raises:
+        AuthenticationError: if one does not carry the job's secret.
+        TransferError: if a peer is gone.
+    """
+    messages = allgather_bytes(b"" if inventory is None else inventory.encode(secret), group)
+    return tuple(Inventory.decode(message, secret) for message in messages if message)
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One stored block that did not match its checksum, and what took its place.
+
+    Attributes:
+        label: version it belonged to.
+        block: the block in words.
+        nbytes: its length.
+        node: node that holds the corrupt bytes.
+        arena: file that holds them.
+        in_transit: True if the bytes were right where they are stored and wrong on arrival.
+        replaced_by: where the restored bytes came from, in words.
+    """
+
+    label: Label
+    block: str
+    nbytes: int
+    node: str
+    arena: str
+    in_transit: bool
+    replaced_by: str
+
+    def __str__(self) -> str:
+        where = "on the way from" if self.in_transit else "or unreadable in"
+        return (
+            f"{self.block}, {self.label}: {self.nbytes} bytes corrupt {where} {self.arena} on node "
+            f"{self.node}; restored from {self.replaced_by}"
+        )
+
+
+@dataclass(frozen=True)
+class _Finding:
+    label: Label
+    fetch: Fetch
+    in_transit: bool
+
+
+class Ledger:
+    """The corrupt sources found so far, the same on all ranks.
+
+    Args:
+        topology: placement of the running incarnation.
+        secret: the job's secret.
+        group: gloo group of all ranks; the default group if None.
+    """
+
+    def __init__(self, topology: Topology, secret: bytes, group: dist.ProcessGroup | None) -> None:
+        self._topology = topology
+        self._secret = secret
+        self._group = group
+        self._findings: dict[BlockSource, _Finding] = {}
+
+    @property
+    def bad(self) -> frozenset[BlockSource]:
+        """Sources no plan may use."""
+        return frozenset(self._findings)
+
+    def share(
+        self, plan: RecoveryPlan, stage: Callable[[], frozenset[BlockSource]], *, in_transit: bool
+    ) -> bool:
+        """Run ``stage`` on every rank and enter the corrupt sources it returned on any; collective.
+
+        Args:
+            plan: the plan being carried out.
+            stage: does this rank's part and returns the sources it found corrupt.
+            in_transit: whether these were right where they are stored.
+
+        Returns:
+            Whether any rank found a corrupt source.
+
+        Raises:
+            TransferError: if a peer is gone, or its stage failed.
+            Exception: what this rank's own stage raised, after the peers were told.
+        """
+        failure: Exception | None = None
+        found: frozenset[BlockSource] = frozenset()
+        try:
+            found = stage()
+        except PeerLostError:
+            raise
+        except Exception as error:
+            failure = error
+        errors, sources = self._exchange(failure, found)
+        if failure is not None:
+            raise failure
+        if errors:
+            raise TransferError(f"{plan.label} was not restored on every rank: {'; '.join(errors)}")
+        by_source = {f.source: f for fetches in plan.fetches.values() for f in fetches} if sources else {}
+        for source in sources:
+            self._findings[source] = _Finding(plan.label, by_source[source], in_transit)
+        return bool(sources)
+
+    def _exchange(
+        self, failure: Exception | None, found: frozenset[BlockSource]
+    ) -> tuple[list[str], list[BlockSource]]:
+        rows = [[s.node, s.arena, str(s.key.section), s.key.member, s.key.index] for s in sorted(found)]
+        body = msgpack.packb([None if failure is None else repr(failure), rows])
+        errors: list[str] = []
+        sources: set[BlockSource] = set()
+        messages = allgather_bytes(authenticate(body, self._secret, _FINDINGS), self._group)
+        for rank, message in enumerate(messages):
+            error, found_rows = msgpack.unpackb(check_authentic(message, self._secret, _FINDINGS))
+            if error is not None:
+                where = f"{self._topology.coordinates[rank]}, node {self._topology.nodes[rank]}"
+                errors.append(f"rank {rank} ({where}) failed with {error}")
+            for node, arena, section, member, index in found_rows:
+                sources.add(BlockSource(node, arena, BlockKey(Section(section), member, index)))
+        return errors, sorted(sources)
+
+    def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
+        """Every corrupt source met, and what ``plan``, which was carried out, used instead."""
+        used: dict[tuple[int, int, BlockKey], set[str]] = {}
+        for fetches in plan.fetches.values():
+            for f in fetches:
+                used.setdefault((f.pp, f.tp, f.key), set()).add(f"{f.arena} on node {f.node}")
+        repairs = []
+        for source, finding in self._findings.items():
+            fetch = finding.fetch
+            instead = ", ".join(sorted(used.get((fetch.pp, fetch.tp, fetch.key), ())))
+            if finding.label != plan.label:
+                instead = f"an older version, {plan.label}, for want of another source"
+            block = describe_block(fetch.pp, fetch.tp, fetch.key)
+            repairs.append(
+                Repair(
+                    finding.label,
+                    block,
+                    fetch.nbytes,
+                    source.node,
+                    source.arena,
+                    finding.in_transit,
+                    instead,
+                )
+            )
+        return tuple(repairs)

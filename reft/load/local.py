@@ -1,0 +1,190 @@
+"""Reading a version straight from arenas on this machine, without the job's processes.
+
+For the offline tools (inspect, verify, persist): the directories of several nodes of a dead job are
+planned over and read like a recovery, with the same verification, but without torch or a network.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reft.errors import ArenaError, LayoutError, TransferError
+from reft.load.inventory import Inventory
+from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, plan_recovery
+from reft.load.sift import LayoutSpec, listing
+from reft.snapshot.plan import Section
+from reft.store.arena import Arena
+from reft.store.header import checksum
+from reft.store.label import Label
+from reft.topology import Coordinate, Topology
+
+logger = logging.getLogger(__name__)
+
+ArenaSet = Mapping[tuple[str, str], Arena]
+"""Opened arenas by (node, file name)."""
+
+
+def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> dict[tuple[str, str], Arena]:
+    """Open the usable arenas of one job directory for reading; end with :func:`close_arenas`.
+
+    One that has vanished since the inventory is left out: its blocks then count as corrupt, and the
+    plan falls down the ladder.
+
+    Args:
+        job_dir: directory the inventory was taken from.
+        inventory: what was found there.
+        secret: the job's secret.
+    """
+    arenas: dict[tuple[str, str], Arena] = {}
+    for record in inventory.arenas:
+        try:
+            if record.usable:
+                arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
+        except (ArenaError, OSError) as error:
+            logger.warning("[node %s] arena %s cannot be opened: %s", record.node, record.path, error)
+    return arenas
+
+
+def close_arenas(arenas: ArenaSet) -> None:
+    """Close all of them. Views that are still alive keep their mapping until they die."""
+    for arena in arenas.values():
+        arena.close()
+
+
+@contextmanager
+def opened_arenas(
+    job_dir: Path, inventories: Iterable[Inventory], secret: bytes | None
+) -> Iterator[dict[tuple[str, str], Arena]]:
+    """:func:`open_arenas` of several inventories of one directory, closed at the end."""
+    arenas: dict[tuple[str, str], Arena] = {}
+    try:
+        for inventory in inventories:
+            arenas.update(open_arenas(job_dir, inventory, secret))
+        yield arenas
+    finally:
+        close_arenas(arenas)
+
+
+def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
+    """A placement to plan with where no job runs: every coordinate on the node that holds its newest arena.
+
+    Raises:
+        LayoutError: if no whole version of the job is there to take the degrees from.
+    """
+    records = [r for i in inventories for r in i.arenas if r.usable and r.header.job_id == job_id]
+    if not records:
+        raise LayoutError(
+            f"no sealed or committed arena of job {job_id!r} on {listing(i.node for i in inventories)}; name "
+            f"the directories of the nodes that ran it"
+        )
+    records.sort(key=lambda r: (r.header.label, r.node, r.path))
+    newest = records[-1]
+    degrees = newest.header.degrees
+    node_of = {r.header.coordinate: r.node for r in records if r.header.degrees == degrees}
+    coordinates = degrees.coordinates()
+    return Topology(degrees, coordinates, tuple(node_of.get(c, newest.node) for c in coordinates))
+
+
+def plan_verified(
+    inventories: Sequence[Inventory],
+    topology: Topology,
+    arenas: ArenaSet,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
+    """Plan over arenas that can all be read here, and replan until every source checks out.
+
+    Returns:
+        The plan, every source of which was verified, and the corrupt blocks met on the way.
+    """
+    bad: frozenset[BlockSource] = frozenset()
+    while True:
+        plan = plan_recovery(inventories, topology, job_id=job_id, layout=layout, bad=bad)
+        if isinstance(plan, NotRecoverable):
+            return plan, bad
+        found = find_corrupt(plan.label, (f for fetches in plan.fetches.values() for f in fetches), arenas)
+        if not found:
+            return plan, bad
+        bad |= found
+
+
+def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:
+    """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read (P5).
+
+    Args:
+        label: version the arenas have to hold.
+        fetches: blocks to check; one that several coordinates need is read once.
+        arenas: the arenas of this node.
+    """
+    current: dict[tuple[str, str], bool] = {}
+    bad: set[BlockSource] = set()
+    for source, fetch in {fetch.source: fetch for fetch in fetches}.items():
+        place = fetch.node, fetch.arena
+        if place not in current:
+            current[place] = place in arenas and _holds(arenas[place], label)
+        if not current[place] or not matches(fetch, arenas):
+            bad.add(source)
+    for (node, arena), count in Counter((source.node, source.arena) for source in bad).items():
+        logger.warning("[node %s] %s: %d blocks of %s are corrupt or unreadable", node, arena, count, label)
+    return frozenset(bad)
+
+
+def _holds(arena: Arena, label: Label) -> bool:
+    header = arena.header()
+    return header is not None and header.label == label and header.state.whole
+
+
+def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:
+    """The source's bytes, unchecked: a view into the mapped arena, cut short by the arena's end."""
+    return arenas[fetch.node, fetch.arena].data[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
+
+
+def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
+    """Whether the source's bytes match the checksum taken when they were copied."""
+    data = stored_bytes(fetch, arenas)
+    return len(data) == fetch.nbytes and checksum(data) == fetch.checksum
+
+
+def read_image(
+    plan: RecoveryPlan,
+    arenas: ArenaSet,
+    coordinate: Coordinate,
+    section: Section,
+    out: memoryview | bytearray | NDArray[np.uint8],
+) -> int:
+    """Read one section's image of one coordinate, every block checked against its checksum (P5).
+
+    Args:
+        out: writable buffer of at least ``plan.image_bytes(coordinate, section)`` bytes.
+
+    Returns:
+        Bytes of the image.
+
+    Raises:
+        TransferError: if a source is missing or corrupt; ``out`` is then incomplete. Sources that
+            :func:`plan_verified` checked do not fail here unless they rot in between.
+        ValueError: if ``out`` is too small.
+    """
+    image_bytes = plan.image_bytes(coordinate, section)
+    target: NDArray[np.uint8] = np.frombuffer(out, np.uint8)
+    if len(target) < image_bytes:
+        raise ValueError(
+            f"the buffer has {len(target)} bytes; the {section} image of {coordinate} needs {image_bytes}"
+        )
+    for fetch in plan.fetches[coordinate]:
+        if fetch.key.section is section:
+            piece = target[fetch.start_bytes : fetch.start_bytes + fetch.nbytes]
+            data = stored_bytes(fetch, arenas) if (fetch.node, fetch.arena) in arenas else b""
+            if len(data) == fetch.nbytes:
+                piece[:] = np.frombuffer(data, np.uint8)
+            if len(data) != fetch.nbytes or checksum(piece.data) != fetch.checksum:
+                raise TransferError(f"{fetch}: missing or not equal to its checksum; plan again without it")
+    return image_bytes

@@ -1,0 +1,451 @@
+"""Carrying out a recovery plan: blocks from the arenas of all hosts straight into live tensors.
+
+Host memory to host memory over a gloo process group. Every block is checked against the checksum
+taken when it was copied, once where it is stored, before anything is touched, and once more where it
+arrives (P5). What fails is made known to all ranks, which plan again without it and so fall down the
+ladder together. Memory is bounded by the window: there is never a second copy of the state (P9).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from reft.config import FaultPoint
+from reft.errors import TransferError
+from reft.faults import FaultPlan
+from reft.load.exchange import Ledger, Repair, allgather_bytes, gather_inventories, network_errors
+from reft.load.inventory import Inventory
+from reft.load.local import ArenaSet, find_corrupt, opened_arenas
+from reft.load.plan import (
+    BlockSource,
+    Fetch,
+    NotRecoverable,
+    RecoveryPlan,
+    SourceKind,
+    format_bytes_from,
+    plan_recovery,
+)
+from reft.load.sift import LayoutSpec, listing
+from reft.load.waves import Move, Wave, make_waves, serving_ranks
+from reft.snapshot.plan import Section
+from reft.store.header import checksum
+from reft.store.label import Label
+from reft.topology import Topology
+
+__all__ = [
+    "RecoveryOutcome",
+    "Repair",
+    "TransferResult",
+    "TransferStats",
+    "allgather_bytes",
+    "execute",
+    "gather_inventories",
+    "make_waves",
+    "recover",
+    "verify_sources",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_WINDOW_BYTES = 64 * 2**20
+
+Sink = Callable[[Fetch, torch.Tensor], None]
+"""Takes a verified block (1-D uint8, CPU) and copies it into place. It must not keep the tensor, which
+is a reused buffer or the arena itself, and may be called again for the same block."""
+
+
+Prepare = Callable[[bytes], None]
+"""Takes this coordinate's verified host image and gives the live state the shape it describes."""
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What one rank moved.
+
+    Attributes:
+        bytes_from: bytes handed to the sink by kind of source.
+        sent_bytes: bytes sent to other ranks.
+        buffer_bytes: memory of the receive buffers.
+        waves: network waves that this rank took part in.
+        secs: wall time.
+    """
+
+    bytes_from: Mapping[str, int]
+    sent_bytes: int = 0
+    buffer_bytes: int = 0
+    waves: int = 0
+    secs: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB sent in "
+            f"{self.waves} waves, {self.secs:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """Outcome of :func:`execute` on one rank: ``bad`` are sources that did not arrive intact here."""
+
+    stats: TransferStats
+    bad: frozenset[BlockSource]
+
+
+@dataclass(frozen=True)
+class RecoveryOutcome:
+    """A restored version. ``plan`` and ``repaired`` are the same on all ranks, ``stats`` is this rank's."""
+
+    plan: RecoveryPlan
+    stats: TransferStats
+    repaired: tuple[Repair, ...] = ()
+    rounds: int = 1
+
+    @property
+    def label(self) -> Label:
+        return self.plan.label
+
+    def __str__(self) -> str:
+        lines = [f"{self.plan}", f"  this rank: {self.stats}, {self.rounds} rounds"]
+        return "\n".join(lines + [f"  repaired: {repair}" for repair in self.repaired])
+
+
+def verify_sources(
+    plan: RecoveryPlan, topology: Topology, rank: int, arenas: ArenaSet
+) -> frozenset[BlockSource]:
+    """Check what this rank will read for itself or send to others, before any live tensor is touched.
+
+    Returns:
+        Sources whose bytes are corrupt or cannot be read.
+    """
+    servers = serving_ranks(plan, topology)
+    here = topology.coordinates[rank]
+    mine = [f for f in plan.fetches[here] if f.kind is SourceKind.LOCAL]
+    mine += [f for fetches in plan.fetches.values() for f in fetches if servers.get(f.source) == rank]
+    return find_corrupt(plan.label, mine, arenas)
+
+
+def execute(
+    plan: RecoveryPlan,
+    topology: Topology,
+    rank: int,
+    arenas: ArenaSet,
+    sink: Sink,
+    *,
+    group: dist.ProcessGroup | None = None,
+    window_bytes: int = DEFAULT_WINDOW_BYTES,
+    faults: FaultPlan | None = None,
+    timeout_secs: float | None = None,
+) -> TransferResult:
+    """Move every block of the plan once. Called on all ranks at the same time.
+
+    Args:
+        arenas: arenas of this node by (node, file name).
+        sink: receives the blocks of this rank's coordinate, each verified.
+        group: gloo group of all ranks; the default group if None.
+        window_bytes: receive buffers of this rank, and most bytes it sends ahead. A block larger than
+            half of it still passes, alone.
+        faults: injected faults.
+        timeout_secs: longest wait for one block of a peer; the group's timeout if None.
+
+    Raises:
+        TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
+        Exception: whatever the sink raised, after this rank has served its peers.
+    """
+    transfer = _Transfer(
+        plan,
+        topology,
+        rank,
+        arenas,
+        sink,
+        group=group,
+        faults=faults or FaultPlan(),
+        timeout_secs=timeout_secs,
+    )
+    return transfer.run(make_waves(plan, topology, window_bytes // 2))
+
+
+@dataclass
+class _Posted:
+    """A wave in flight: receives with their buffers, and sends."""
+
+    receives: list[tuple[Move, torch.Tensor, dist.Work]] = field(default_factory=list)
+    sends: list[dist.Work] = field(default_factory=list)
+
+
+class _Transfer:
+    """One execution of a plan on one rank."""
+
+    def __init__(
+        self,
+        plan: RecoveryPlan,
+        topology: Topology,
+        rank: int,
+        arenas: ArenaSet,
+        sink: Sink,
+        *,
+        group: dist.ProcessGroup | None,
+        faults: FaultPlan,
+        timeout_secs: float | None,
+    ) -> None:
+        self._label = plan.label
+        self._fetches = plan.fetches[topology.coordinates[rank]]
+        self._topology = topology
+        self._rank = rank
+        self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
+        self._sink = sink
+        self._group = group
+        self._faults = faults
+        self._timeout = None if timeout_secs is None else timedelta(seconds=timeout_secs)
+        self._bad: set[BlockSource] = set()
+        self._failure: Exception | None = None
+        self._arrived = 0
+        self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
+        self._sent_bytes = 0
+
+    def run(self, waves: Sequence[Wave]) -> TransferResult:
+        started = time.perf_counter()
+        mine = [w for w in (tuple(m for m in w if self._rank in (m.src, m.dst)) for w in waves) if w]
+        buffers = self._make_buffers(mine)
+        posted = self._post(mine[0], buffers[0]) if mine else None
+        # Local blocks are read while the first wave is on its way.
+        for fetch in self._fetches:
+            if fetch.kind is SourceKind.LOCAL:
+                self._deliver(fetch, self._read(fetch))
+        for at in range(len(mine)):
+            # The next wave is posted before this one is checked and copied: the network stays busy.
+            following = self._post(mine[at + 1], buffers[(at + 1) % 2]) if at + 1 < len(mine) else None
+            if posted is not None:
+                self._finish(posted)
+            posted = following
+        if self._failure is not None:
+            raise self._failure
+        stats = TransferStats(
+            bytes_from=dict(self._bytes_from),
+            sent_bytes=self._sent_bytes,
+            buffer_bytes=sum(buffer.numel() for buffer in buffers),
+            waves=len(mine),
+            secs=time.perf_counter() - started,
+        )
+        return TransferResult(stats, frozenset(self._bad))
+
+    def _make_buffers(self, waves: Sequence[Wave]) -> tuple[torch.Tensor, torch.Tensor]:
+        incoming = [sum(m.buffer_bytes for m in wave if m.dst == self._rank) for wave in waves]
+        sizes = max(incoming[0::2], default=0), max(incoming[1::2], default=0)
+        return torch.empty(sizes[0], dtype=torch.uint8), torch.empty(sizes[1], dtype=torch.uint8)
+
+    def _post(self, wave: Wave, buffer: torch.Tensor) -> _Posted:
+        posted = _Posted()
+        offset = 0
+        for move in wave:
+            fetch = move.fetch
+            if move.dst == self._rank:
+                into = buffer[offset : offset + fetch.nbytes]
+                offset += move.buffer_bytes
+                with network_errors(f"receiving {fetch} from rank {move.src}"):
+                    posted.receives.append((move, into, _work(dist.irecv(into, move.src, self._group))))
+            else:
+                with network_errors(f"sending {fetch} to rank {move.dst}"):
+                    posted.sends.append(_work(dist.isend(self._read(fetch), move.dst, self._group)))
+                self._sent_bytes += fetch.nbytes
+        return posted
+
+    def _finish(self, posted: _Posted) -> None:
+        for move, buffer, work in posted.receives:
+            with network_errors(f"receiving {move.fetch} from rank {move.src}"):
+                self._wait(work)
+            self._deliver(move.fetch, buffer)
+        for work in posted.sends:
+            with network_errors(f"sending blocks of {self._label}"):
+                self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._timeout is None:
+            work.wait()
+        else:
+            work.wait(self._timeout)
+
+    def _read(self, fetch: Fetch) -> torch.Tensor:
+        """The stored bytes, in place. Sources were verified; a vanished one is sent as zeros, which the
+        receiver refuses, rather than leaving it waiting."""
+        stored = self._stored.get((fetch.node, fetch.arena))
+        data = None if stored is None else stored[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
+        if data is None or data.numel() != fetch.nbytes:
+            return torch.zeros(fetch.nbytes, dtype=torch.uint8)
+        return data
+
+    def _deliver(self, fetch: Fetch, data: torch.Tensor) -> None:
+        self._arrived += 1
+        if self._failure is not None:
+            return
+        try:
+            if 2 * self._arrived >= len(self._fetches) > 2 * (self._arrived - 1):
+                self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
+            if checksum(data.numpy().data) != fetch.checksum:
+                logger.debug("[rank %d] %s: corrupt on arrival", self._rank, fetch)
+                self._bad.add(fetch.source)
+                return
+            self._sink(fetch, data)
+            self._bytes_from[fetch.kind] += fetch.nbytes
+        except Exception as error:
+            # Peers still wait for what this rank has to send: serve them, then raise.
+            self._failure = error
+
+
+def recover(
+    inventories: Sequence[Inventory],
+    topology: Topology,
+    rank: int,
+    *,
+    job_id: str,
+    job_dir: Path,
+    secret: bytes,
+    prepare: Prepare,
+    sink: Sink,
+    layout: LayoutSpec = None,
+    group: dist.ProcessGroup | None = None,
+    window_bytes: int = DEFAULT_WINDOW_BYTES,
+    faults: FaultPlan | None = None,
+    timeout_secs: float | None = None,
+) -> RecoveryOutcome | NotRecoverable:
+    """Restore the newest whole version: plan, verify, transfer, and again until nothing is corrupt.
+
+    Called on all ranks with equal ``inventories``, ``topology``, ``job_id`` and ``layout``; all come
+    to the same result. Nothing is touched before every source of the plan was verified; then
+    ``prepare`` gets the host image, then ``sink`` the blocks of the other sections. If bytes are
+    damaged on the way and the plan is made again, both are called again. If the result is then
+    :class:`NotRecoverable`, the live state has to be restored from elsewhere.
+
+    Args:
+        inventories: of all nodes, as gathered; those of nodes without ranks are not used.
+        topology: placement of the running incarnation.
+        rank: this global rank.
+        job_id: the job.
+        job_dir: this node's directory of the job.
+        secret: the job's secret: messages about corrupt blocks carry it (P11).
+        prepare: takes this coordinate's host image, before the first block.
+        sink: takes the blocks of the replicated and owned images of this coordinate.
+        layout, group, window_bytes, faults, timeout_secs: see :func:`plan_recovery`, :func:`execute`.
+
+    Raises:
+        TransferError: if a peer is gone, or could not restore its part (the message says which and why).
+        Exception: on the rank where it happened: whatever ``prepare`` or ``sink`` raised.
+    """
+    present = [i for i in inventories if i.node in topology.nodes]
+    ledger = Ledger(topology, secret, group)
+    node = topology.nodes[rank]
+    with opened_arenas(job_dir, [i for i in present if i.node == node], secret) as arenas:
+        courier = _Courier(topology, rank, arenas, group, window_bytes, timeout_secs)
+        for attempt in count(1):
+            # Ends: a plan never uses a source in the ledger, so every further round enters new ones.
+            plan = plan_recovery(present, topology, job_id=job_id, layout=layout, bad=ledger.bad)
+            if isinstance(plan, NotRecoverable):
+                return plan
+            if courier.carry_out(plan, ledger, prepare, sink, faults):
+                outcome = RecoveryOutcome(plan, courier.stats(), ledger.repairs(plan), attempt)
+                _report(outcome, rank)
+                return outcome
+    raise AssertionError("unreachable")
+
+
+@dataclass
+class _Courier:
+    """Carries plans out on one rank and adds up what it moved."""
+
+    topology: Topology
+    rank: int
+    arenas: ArenaSet
+    group: dist.ProcessGroup | None
+    window_bytes: int
+    timeout_secs: float | None
+    moved: list[TransferStats] = field(default_factory=list)
+
+    def carry_out(
+        self, plan: RecoveryPlan, ledger: Ledger, prepare: Prepare, sink: Sink, faults: FaultPlan | None
+    ) -> bool:
+        """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
+
+        Every stage ends in an exchange: a rank that fails in one is known to all before the next.
+        """
+        nbytes = plan.image_bytes(self.topology.coordinates[self.rank], Section.HOST)
+        host = torch.empty(nbytes, dtype=torch.uint8)
+
+        def verify() -> frozenset[BlockSource]:
+            return verify_sources(plan, self.topology, self.rank, self.arenas)
+
+        def move_host() -> frozenset[BlockSource]:
+            def keep(fetch: Fetch, data: torch.Tensor) -> None:
+                host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
+
+            return self._move(plan.only(Section.HOST), keep, None)
+
+        def prepare_state() -> frozenset[BlockSource]:
+            prepare(host.numpy().tobytes())
+            return frozenset()
+
+        def move_state() -> frozenset[BlockSource]:
+            return self._move(plan.only(Section.REPLICATED, Section.OWNED), sink, faults)
+
+        stages = (verify, move_host, prepare_state, move_state)
+        return not any(ledger.share(plan, s, in_transit=s is not verify) for s in stages)
+
+    def _move(self, plan: RecoveryPlan, sink: Sink, faults: FaultPlan | None) -> frozenset[BlockSource]:
+        result = execute(
+            plan,
+            self.topology,
+            self.rank,
+            self.arenas,
+            sink,
+            group=self.group,
+            window_bytes=self.window_bytes,
+            faults=faults,
+            timeout_secs=self.timeout_secs,
+        )
+        self.moved.append(result.stats)
+        return result.bad
+
+    def stats(self) -> TransferStats:
+        """Everything moved so far: bytes add up, buffers are reused."""
+        total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
+        for part in self.moved:
+            total.update(part.bytes_from)
+        return TransferStats(
+            bytes_from=dict(total),
+            sent_bytes=sum(part.sent_bytes for part in self.moved),
+            buffer_bytes=max(part.buffer_bytes for part in self.moved),
+            waves=sum(part.waves for part in self.moved),
+            secs=sum(part.secs for part in self.moved),
+        )
+
+
+def _report(outcome: RecoveryOutcome, rank: int) -> None:
+    logger.info("[rank %d - step %d] %s", rank, outcome.label.step, outcome.stats)
+    if rank == 0 and outcome.repaired:
+        logger.warning("[step %d] repaired %s", outcome.label.step, listing(map(str, outcome.repaired)))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise TransferError(
+            "this rank is not in the process group that carries the recovery; pass the group of all"
+        )
+    return work
+
+
+def _as_tensor(data: memoryview) -> torch.Tensor:
+    """The mapped bytes as a uint8 tensor, without a copy. Nobody writes to it."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=torch.uint8)

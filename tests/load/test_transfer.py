@@ -1,0 +1,181 @@
+"""Recovery between real processes: every byte arrives, damage is found and repaired, nobody hangs.
+
+Four ranks are started once and run all scenarios of ``worker.py`` over gloo; the last one kills a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft.snapshot.plan import Section
+
+from .fleet import NEW, OLD
+from .worker import DEAD, SCENARIOS, WORLD_SIZE, prepare_memory
+
+TESTS = Path(__file__).parents[1]
+ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Per scenario what every rank wrote down."""
+    root = tmp_path_factory.mktemp("recovery")
+    prepare_memory(root)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+    }
+    logs = [(root / f"rank-{rank}.log").open("w") for rank in range(WORLD_SIZE)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "load.worker", str(root), str(rank)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for log in logs:
+            log.close()
+    text = "\n".join(
+        f"--- rank {r}\n{(root / f'rank-{r}.log').read_text()[-4000:]}" for r in range(WORLD_SIZE)
+    )
+    assert codes == [-9 if rank == DEAD.dp else 0 for rank in range(WORLD_SIZE)], text
+    found = [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return {name: [per_rank.get(name) for per_rank in found] for name in ["messages", *SCENARIOS]}
+
+
+def restored(results, name, label=NEW):
+    """Every rank restored ``label`` exactly, as planned."""
+    for result in results[name]:
+        assert result["label"] == [label.incarnation, label.step]
+        assert result["equal"], f"{name}: the restored bytes differ"
+        assert result["buffer_bytes"] <= 4096
+        assert result["repaired"] == results[name][0]["repaired"]
+    return results[name]
+
+
+def test_messages_of_any_length_and_strangers(results):
+    assert all(result == {"equal": True, "refused": "AuthenticationError"} for result in results["messages"])
+
+
+@pytest.mark.parametrize("name", ["nothing_lost", "node_lost", "node_of_two_lost", "coordinates_moved"])
+def test_bytes_arrive_exactly_and_from_where_the_plan_says(results, name):
+    for result in restored(results, name):
+        assert result["bytes_from"] == result["planned"]
+        assert result["repaired"] == []
+        assert result["rounds"] == 1
+        assert result["prepared"] == 1
+        assert "recovery of step 6" in result["text"]
+    total = results[name][0]["total"]
+    if name == "coordinates_moved":
+        assert total["peer"] > 0
+        assert total["copy"] == 0
+    if "lost" in name and name != "nothing_lost":
+        assert total["copy"] > 0
+        assert total["local"] > 0
+
+
+def test_p9_many_waves_through_a_small_window(results):
+    """The whole state of a new node passes through 4 KiB of buffers."""
+    newcomer = restored(results, "node_lost")[2]
+    assert sum(newcomer["bytes_from"].values()) > 40_000
+    assert newcomer["waves"] > 10
+    assert newcomer["buffer_bytes"] <= 4096
+
+
+def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results):
+    for result in restored(results, "corrupt_at_source"):
+        text = "\n".join(result["repaired"])
+        assert len(result["repaired"]) == 2
+        assert result["rounds"] == 2
+        assert result["in_transit"] == [False] * 2
+        assert "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)" in text
+        assert (
+            "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0"
+            in text
+        )
+        assert "owned block 1 of pp0.dp0.tp0" in text
+        assert "on node n0; restored from rank0-slot0.arena on node n3" in text
+
+
+def test_p5_a_flipped_byte_in_local_memory_is_fetched_from_the_copy(results):
+    outcome = restored(results, "corrupt_locally")
+    assert outcome[0]["bytes_from"]["copy"] > 0
+    assert "host block 0 of pp0.dp0.tp0" in outcome[1]["repaired"][0]
+
+
+def test_p5_a_block_damaged_after_it_was_verified_is_found_on_arrival(results):
+    for result in restored(results, "corrupt_on_the_way"):
+        assert result["in_transit"] == [True]
+        assert result["rounds"] == 2
+        assert result["prepared"] == 2
+        assert "corrupt on the way from rank0-slot0.arena on node n1" in result["repaired"][0]
+
+
+def test_an_older_version_is_used_by_all_when_the_newer_has_no_good_source(results):
+    for result in restored(results, "older_version", OLD):
+        assert any("an older version" in repair for repair in result["repaired"])
+        assert "not used: step 6" in result["text"]
+
+
+def test_beyond_tolerance_all_ranks_refuse_alike_and_touch_nothing(results):
+    first = results["beyond_tolerance"][0]
+    assert "pp0.dp1.tp0" in first["refused"] or "pp0.dp2.tp0" in first["refused"]
+    assert all(result == first for result in results["beyond_tolerance"])
+    assert first["calls"] == first["prepared"] == 0
+
+
+def test_an_arena_that_vanished_is_replaced_by_its_copies(results):
+    for result in restored(results, "arena_vanished"):
+        assert result["repaired"]
+        assert all("n3" in repair for repair in result["repaired"])
+
+
+@pytest.mark.parametrize("name", ["sink_fails", "prepare_fails"])
+def test_an_error_on_one_rank_reaches_all(results, name):
+    for rank, result in enumerate(results[name]):
+        if rank == 1:
+            assert result["error"] == "ValueError"
+        else:
+            assert result["error"] == "TransferError"
+            assert "rank 1 (pp0.dp1.tp0, node n1) failed with ValueError('no room" in result["message"]
+
+
+def test_injected_fault_fires_once_in_the_middle(results):
+    assert results["injected_raise"][1]["error"] == "InjectedFaultError"
+    assert 0 < results["injected_raise"][1]["calls"] < results["injected_raise"][0]["calls"]
+    assert all("InjectedFault" in results["injected_raise"][r]["message"] for r in (0, 2, 3))
+
+
+def test_execute_alone_moves_all_sections_and_refuses_what_a_server_cannot_read(results):
+    for rank, result in enumerate(results["whole_plan_executed"]):
+        assert result["bad"] == (["n1"] if result["bad"] else [])
+        if rank != 1 and not result["bad"]:
+            assert result["moved"] == result["planned"]
+        assert sum(result["seen"].values()) == sum(result["moved"].values())
+    assert results["whole_plan_executed"][2]["bad"] == ["n1"]
+    assert results["whole_plan_executed"][2]["seen"][Section.REPLICATED] > 0  # what others serve arrives
+    assert results["whole_plan_executed"][0]["seen"][Section.HOST] > 0
+
+
+def test_a_killed_peer_is_a_transfer_error_on_every_survivor(results):
+    assert results["peer_killed"][DEAD.dp] is None
+    for rank in ALIVE:
+        result = results["peer_killed"][rank]
+        assert result["is_transfer_error"], result
+        assert "a peer died" in result["message"]
+        assert result["secs"] < 40

@@ -1,0 +1,270 @@
+"""One rank of the recovery tests: runs every scenario over gloo and writes down what it saw.
+
+Run as ``python -m load.worker DIR RANK``. Each scenario is a job whose memory lies under DIR/<name>.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reft.config import FaultConfig, FaultPoint
+from reft.errors import TransferError
+from reft.faults import FaultPlan
+from reft.load.inventory import take_inventory
+from reft.load.local import close_arenas, open_arenas
+from reft.load.plan import NotRecoverable, plan_recovery
+from reft.load.transfer import allgather_bytes, execute, gather_inventories, recover
+from reft.snapshot.plan import Section
+from reft.store.arena import Arena
+from reft.store.label import Label
+from reft.topology import Coordinate, Degrees, Topology
+
+from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, without
+
+WORLD_SIZE = 4
+RING = Fleet(place(Degrees(1, 4, 1), "single"), scale=50, block_bytes=1024)
+GRID = Fleet(place(Degrees(2, 2, 1), "replica"), scale=20, block_bytes=512)
+DEAD = Coordinate(0, 3, 0)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job's memory and what happens to it.
+
+    Attributes:
+        labels: versions in memory, by slot.
+        lost: nodes whose directories are gone; empty ones replace them.
+        topology: new placement if it is not just the replacement.
+    """
+
+    fleet: Fleet = RING
+    labels: tuple[Label, ...] = (NEW,)
+    lost: tuple[str, ...] = ()
+    topology: Topology | None = None
+
+    @property
+    def placement(self) -> Topology:
+        return self.topology or without(self.fleet.topology, self.lost)
+
+
+# Every coordinate runs on another node and under another rank than before.
+_MOVED = Topology(Degrees(1, 4, 1), Degrees(1, 4, 1).coordinates()[::-1], ("n0", "n1", "n3", "n2"))
+SCENARIOS = {
+    "nothing_lost": Scenario(),
+    "node_lost": Scenario(lost=("n2",)),
+    "node_of_two_lost": Scenario(GRID, lost=("n1",)),
+    "coordinates_moved": Scenario(topology=_MOVED),
+    "corrupt_at_source": Scenario(lost=("n2",)),
+    "corrupt_locally": Scenario(),
+    "corrupt_on_the_way": Scenario(lost=("n2",)),
+    "older_version": Scenario(labels=(OLD, NEW), lost=("n2",)),
+    "beyond_tolerance": Scenario(lost=("n1", "n2")),
+    "arena_vanished": Scenario(),
+    "sink_fails": Scenario(lost=("n2",)),
+    "prepare_fails": Scenario(lost=("n2",)),
+    "injected_raise": Scenario(lost=("n2",)),
+    "whole_plan_executed": Scenario(lost=("n2",)),
+    "peer_killed": Scenario(lost=("n2",)),
+}
+
+
+class Rank:
+    """What this rank restores in one scenario, compared with what the job had."""
+
+    def __init__(self, root: Path, name: str, rank: int) -> None:
+        self.scenario = SCENARIOS[name]
+        self.topology = self.scenario.placement
+        self.rank = rank
+        self.at = self.topology.coordinates[rank]
+        self.node = self.topology.nodes[rank]
+        self.job_dir = root / name / self.node
+        self.images: dict[Section, np.ndarray] = {}
+        self.calls = 0
+        self.prepared = 0
+        self.addresses: set[int] = set()
+
+    def inventories(self):
+        leader = self.topology.local_ranks(self.node)[0] == self.rank
+        mine = take_inventory(self.job_dir, self.node, SECRET) if leader else None
+        return gather_inventories(mine, SECRET)
+
+    def prepare(self, host: bytes) -> None:
+        self.prepared += 1
+        self.images[Section.HOST] = np.frombuffer(host, np.uint8)
+        for section in (Section.REPLICATED, Section.OWNED):
+            nbytes = self.scenario.fleet.image_bytes(self.at, section)
+            self.images[section] = np.zeros(nbytes, np.uint8)
+
+    def sink(self, fetch, data: torch.Tensor) -> None:
+        self.calls += 1
+        assert fetch.key.section is not Section.HOST
+        self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
+
+    def recover(self, **options):
+        defaults = {"prepare": self.prepare, "sink": self.sink, "window_bytes": 4096, "timeout_secs": 30.0}
+        arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, **defaults, **options}
+        return recover(self.inventories(), self.topology, self.rank, **arguments)
+
+    def report(self, outcome) -> dict[str, object]:
+        if isinstance(outcome, NotRecoverable):
+            return {"refused": str(outcome), "calls": self.calls, "prepared": self.prepared}
+        fleet, label = self.scenario.fleet, outcome.label
+        return {
+            "label": [label.incarnation, label.step],
+            "equal": all(np.array_equal(self.images[s], fleet.image(self.at, s, label)) for s in Section),
+            "bytes_from": dict(outcome.stats.bytes_from),
+            "planned": outcome.plan.bytes_from_at(self.at),
+            "total": outcome.plan.bytes_from,
+            "buffer_bytes": outcome.stats.buffer_bytes,
+            "waves": outcome.stats.waves,
+            "repaired": [str(r) for r in outcome.repaired],
+            "in_transit": [r.in_transit for r in outcome.repaired],
+            "rounds": outcome.rounds,
+            "prepared": self.prepared,
+            "text": str(outcome),
+        }
+
+
+def attempt(action) -> dict[str, object]:
+    """Run what has to fail."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return {
+            "error": type(error).__name__,
+            "is_transfer_error": isinstance(error, TransferError),
+            "message": str(error),
+            "secs": time.monotonic() - began,
+        }
+    return {"error": None}
+
+
+def flip_on_the_way(me: Rank) -> None:
+    """After the sources were verified, before the blocks are sent: n1 damages what it is about to send."""
+    me_prepare = me.prepare
+
+    def prepare(host: bytes) -> None:
+        if me.node == "n1" and me.prepared == 0:
+            damage(me.job_dir / "rank0-slot0.arena", Section.REPLICATED, member=1)
+        me_prepare(host)
+
+    me.prepare = prepare
+
+
+def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
+    """Flip one byte of one block."""
+    with Arena.open(path, SECRET, writable=True) as arena:
+        header = arena.header()
+        entry = next(
+            e
+            for e in header.entries
+            if (e.key.section, e.key.member, e.key.index) == (section, member, index)
+        )
+        arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
+
+
+def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
+    me = Rank(root, name, rank)
+    if name == "corrupt_on_the_way":
+        flip_on_the_way(me)
+    if name == "arena_vanished":
+        found = me.inventories()
+        if me.node == "n3":
+            (me.job_dir / "rank0-slot0.arena").unlink()
+        me.inventories = lambda: found
+    if name == "whole_plan_executed":
+        return execute_whole(me)
+    faults = {
+        "injected_raise": FaultConfig(point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=1, action="raise"),
+        "peer_killed": FaultConfig(
+            point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=DEAD.dp, action="kill"
+        ),
+    }
+    if name in faults:
+        plan = FaultPlan([faults[name]], me.at)
+        return {**attempt(lambda: me.recover(faults=plan)), "calls": me.calls}
+
+    def fail(*_: object) -> None:
+        raise ValueError("no room for this block")
+
+    if name in ("sink_fails", "prepare_fails"):
+        broken = {name.removesuffix("_fails"): fail} if rank == 1 else {}
+        return attempt(lambda: me.recover(**broken))
+    return me.report(me.recover())
+
+
+def execute_whole(me: Rank) -> dict[str, object]:
+    """``execute`` alone, host section included; a missing arena of a server must not hang its peers."""
+    found = me.inventories()
+    plan = plan_recovery(found, me.topology, job_id=JOB)
+    seen: dict[Section, int] = dict.fromkeys(Section, 0)
+
+    def sink(fetch, data: torch.Tensor) -> None:
+        seen[fetch.key.section] += fetch.nbytes
+
+    here = [i for i in found if i.node == me.node and me.node != "n1"]
+    arenas = {k: a for i in here for k, a in open_arenas(me.job_dir, i, SECRET).items()}
+    result = execute(plan, me.topology, me.rank, arenas, sink, window_bytes=10**6)
+    close_arenas(arenas)
+    return {
+        "seen": {str(k): v for k, v in seen.items()},
+        "bad": sorted({source.node for source in result.bad}),
+        "moved": result.stats.bytes_from,
+        "planned": plan.bytes_from_at(me.at),
+    }
+
+
+def messages(rank: int) -> dict[str, object]:
+    mine = bytes([rank]) * (0 if rank == 2 else 1000 * rank + 1)
+    gathered = allgather_bytes(mine)
+    expected = [b"" if r == 2 else bytes([r]) * (1000 * r + 1) for r in range(WORLD_SIZE)]
+    stranger = take_inventory(Path("/nonexistent"), f"n{rank}", SECRET)
+    secret = b"z" * 32 if rank == 3 else SECRET
+    refused = attempt(lambda: gather_inventories(stranger, secret))
+    return {"equal": gathered == expected, "refused": refused["error"]}
+
+
+def main() -> None:
+    root, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root / 'rendezvous'}",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=60),
+    )
+    results: dict[str, object] = {}
+    for name in ["messages", *SCENARIOS]:
+        results[name] = messages(rank) if name == "messages" else run_scenario(root, name, rank)
+        (root / f"result-{rank}.json").write_text(json.dumps(results))
+
+
+def prepare_memory(root: Path) -> None:
+    """Write the memory of every scenario, as the surviving nodes hold it."""
+    for name, scenario in SCENARIOS.items():
+        for slot, label in enumerate(scenario.labels):
+            for at in scenario.fleet.topology.coordinates:
+                if scenario.fleet.topology.node_of(at) not in scenario.lost:
+                    scenario.fleet.write_arena(root / name, at, label, slot)
+    arena = "rank0-slot0.arena"
+    damage(root / "corrupt_at_source" / "n1" / arena, Section.REPLICATED, member=1)
+    damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)
+    damage(root / "corrupt_locally" / "n0" / arena, Section.HOST, member=0)
+    # Both sources of a block of the newer version: only the older one is whole.
+    for node, slot in (("n0", 1), ("n1", 1)):
+        damage(root / "older_version" / node / f"rank0-slot{slot}.arena", Section.REPLICATED, member=1)
+
+
+if __name__ == "__main__":
+    main()
