@@ -1,0 +1,78 @@
+"""The reft block: what is refused, and what the message says to write."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reft.cli import main
+from reft.config import explain, load_config, parse_block
+from reft.errors import ConfigError
+
+
+def test_p10_an_absent_block_is_off() -> None:
+    assert not load_config({"train_batch_size": 8}).enabled
+    assert not load_config(None).enabled
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"enabeld": True}, 'did you mean "enabled"'),
+        ({"persist": {"directory": "/x"}}, "persist.directory: unknown key"),
+        ({"persist": {"interval_steps": 5}}, 'needs "dir"'),
+        ({"interval_steps": 2, "persist": {"dir": "/x", "interval_steps": 5}}, "multiple of 2"),
+        ({"protection": "none", "copies": 1}, 'remove "copies"'),
+        ({"copies": 0}, '"protection": "none"'),
+        ({"arenas": 1}, "greater than or equal to 2"),
+        ({"block_bytes": 5000}, "write a multiple of 4096, for example 4096"),
+        ({"copies": "many"}, "found 'many'"),
+        ({"job_id": "a/b"}, "job_id"),
+        ({"faults": [{"point": "never", "step": 1}]}, "before_copy"),
+    ],
+)
+def test_bad_blocks_are_refused_with_a_message_that_helps(block: dict, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_block(block)
+    assert said in str(caught.value)
+    assert "reft config --explain" in str(caught.value)
+
+
+def test_a_block_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match='"enabled": true'):
+        load_config({"reft": True})
+
+
+def test_the_environment_names_memory_and_job() -> None:
+    config = parse_block({}, {"REFT_MEMORY_DIR": "/mem", "TORCHELASTIC_RUN_ID": "run7"})
+    assert str(config.job_memory_dir) == "/mem/run7"
+    assert parse_block({"job_id": "mine"}, {"REFT_JOB_ID": "other"}).job_id == "mine"
+
+
+def test_persisting_gets_an_arena_of_its_own() -> None:
+    assert parse_block({}).arena_count == 2
+    assert parse_block({"persist": {"dir": "/x"}}).arena_count == 3
+    assert parse_block({"arenas": 2, "persist": {"dir": "/x"}}).arena_count == 2
+
+
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--explain", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)
+    assert {k["key"] for k in keys} >= {"enabled", "persist.dir", "faults[].point"}
+    assert all(k["meaning"] for k in keys)
+    assert next(k for k in explain() if k.key.endswith("_secs")).unit == "seconds"
+
+
+def test_config_check(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text('{"reft": {"enabled": true}}')
+    bad.write_text('{"reft": {"enabledd": true}}')
+    assert main(["config", "--check", str(good)]) == 0
+    assert main(["config", "--check", str(bad)]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_wrong_use_exits_with_2() -> None:
+    assert main(["config"]) == 2
+    assert main(["no-such-command"]) == 2

@@ -1,0 +1,76 @@
+"""P4: the tolerance is computed from the real placement."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.errors import LayoutError
+from reft.protect.placement import group_tolerance, place_group, tolerance
+from reft.topology import Coordinate, Degrees, Topology, ring_order
+
+node_lists = st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=7)
+
+
+@given(node_lists)
+def test_the_ring_visits_every_member_once(nodes: list[str]) -> None:
+    assert sorted(ring_order(nodes)) == list(range(len(nodes)))
+
+
+@given(node_lists)
+def test_ring_neighbours_sit_on_distinct_nodes_where_that_is_possible(nodes: list[str]) -> None:
+    ring = ring_order(nodes)
+    most = max(nodes.count(n) for n in nodes)
+    if len(nodes) > 1 and 2 * most <= len(nodes):
+        for at, member in enumerate(ring):
+            assert nodes[member] != nodes[ring[(at + 1) % len(ring)]]
+
+
+@given(node_lists, st.integers(0, 3))
+def test_p4_the_tolerance_is_tight(nodes: list[str], copies: int) -> None:
+    """Every loss of that many nodes leaves a holder of each shard; some loss of one more does not."""
+    placement = place_group(nodes, copies)
+    claimed = group_tolerance(nodes, placement)
+    distinct = sorted(set(nodes))
+
+    def survives(lost: tuple[str, ...]) -> bool:
+        return all(any(nodes[h] not in lost for h in placement.holders_of(m)) for m in range(len(nodes)))
+
+    assert all(survives(lost) for lost in combinations(distinct, claimed))
+    if claimed + 1 <= len(distinct):
+        assert not all(survives(lost) for lost in combinations(distinct, claimed + 1))
+
+
+def test_p4_one_member_per_node_survives_k_losses() -> None:
+    for count in range(2, 10):
+        for copies in range(count):
+            nodes = [f"n{i}" for i in range(count)]
+            assert group_tolerance(nodes, place_group(nodes, copies)) == copies
+
+
+def test_p4_members_on_one_node_survive_nothing() -> None:
+    assert group_tolerance(["A", "A"], place_group(["A", "A"], 1)) == 0
+    assert group_tolerance(["A"], place_group(["A"], 1)) == 0
+
+
+def test_p4_the_job_survives_what_its_weakest_group_survives() -> None:
+    degrees = Degrees(2, 2, 1)
+    topology = Topology(degrees, degrees.coordinates(), ("A", "B", "C", "C"))
+    assert tolerance(topology, copies=1) == 0
+
+
+@given(node_lists, st.integers(0, 3))
+def test_holders_and_kept_agree(nodes: list[str], copies: int) -> None:
+    placement = place_group(nodes, copies)
+    for member in range(len(nodes)):
+        assert placement.kept_by(member)[0] == member
+        for kept in placement.kept_by(member):
+            assert member in placement.holders_of(kept)
+
+
+def test_ranks_that_do_not_form_a_grid_are_refused() -> None:
+    with pytest.raises(LayoutError, match="every coordinate"):
+        Topology(Degrees(1, 2, 1), (Coordinate(0, 0, 0), Coordinate(0, 0, 0)), ("A", "B"))
