@@ -196,6 +196,7 @@ class Session:
             identity=ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
             frozen=frozen,
             limit_bytes=limit // local_world_size() if limit is not None else None,
+            local_world_size=local_world_size(),
         )
         self.worker = SnapshotWorker(
             control=self.control,
@@ -315,8 +316,11 @@ class Session:
     def _committed(self, request: SnapshotRequest) -> None:
         if self.is_rank_zero:
             self.record.note_commit(request.label)
-        self.daemon.notify_commit(request.label, self.coordinate, self.stats.to_json())
-        self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs[-1])
+        stats = self.stats.to_json()
+        self.daemon.notify_commit(request.label, self.coordinate, stats)
+        # With the counters: a rank that is killed leaves no "closed" event.
+        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "stall_secs_median")}
+        self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs[-1], **told)
 
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.notify_skip(step, cause, self.stats.to_json())

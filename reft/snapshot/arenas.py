@@ -166,6 +166,7 @@ class ArenaSet:
         frozen: slots that hold the version being recovered; not written until a newer one is
             committed globally (P3).
         limit_bytes: most bytes that this rank's arenas may take; None means what is free.
+        local_world_size: ranks on this node; rank 0 frees what ranks that are no more left behind.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class ArenaSet:
         identity: ArenaIdentity,
         frozen: Mapping[int, Label],
         limit_bytes: int | None,
+        local_world_size: int = 1,
     ) -> None:
         self._job_dir = job_dir
         self._local_rank = local_rank
@@ -186,6 +188,8 @@ class ArenaSet:
         self._identity = identity
         self._frozen = dict(frozen)
         self._limit_bytes = limit_bytes
+        self._local_world_size = local_world_size
+        self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self._slots = SlotTable(count, frozen)
         self._refusals = 0
@@ -242,12 +246,28 @@ class ArenaSet:
         self._slots.sealed(filling.slot)
         self._slots.committed(filling.slot)
         filling.arena.unlock()
+        self._remove_leftovers()
 
     def abort(self, filling: Filling) -> None:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
         true state of that step, and a recovery may use it if every member's bytes are there."""
         self._slots.aborted(filling.slot)
         filling.arena.unlock()
+
+    def _remove_leftovers(self) -> None:
+        """Free the arenas that an earlier incarnation with more slots or more ranks left here. Only
+        after a commit: until then one of them may hold the version that was recovered (P3)."""
+        if self._leftovers_removed:
+            return
+        self._leftovers_removed = True
+        mine = {arena_name(self._local_rank, slot) for slot in range(self._count)}
+        ranks = range(self._local_world_size) if self._local_rank == 0 else ()
+        others = tuple(arena_name(r, 0).removesuffix("0.arena") for r in ranks if r != self._local_rank)
+        for path in self._job_dir.glob("*.arena"):
+            own = path.name.startswith(arena_name(self._local_rank, 0).removesuffix("0.arena"))
+            orphan = self._local_rank == 0 and not path.name.startswith(others)
+            if path.name not in mine and (own or orphan):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Forget the mappings; the files stay."""
@@ -304,6 +324,7 @@ def frozen_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) ->
         if isinstance(arena, Arena):
             with arena:
                 header = arena.header()
-                if path.name.startswith(prefix) and header is not None and header.label == label:
+                holds = header is not None and header.state.whole and header.label == label
+                if holds and path.name.startswith(prefix):
                     frozen[int(path.stem.removeprefix(prefix))] = label
     return frozen

@@ -305,6 +305,7 @@ class SnapshotWorker:
             if request.cancelled:
                 return None, "not started before the next optimizer step"
             request.started = True
+        filling: Filling | None = None
         try:
             self._faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
             began = time.perf_counter()
@@ -312,7 +313,9 @@ class SnapshotWorker:
             self._copy(request.images, request, filling)
             self._stats.copy_secs.append(time.perf_counter() - began)
             return filling, None
-        except (ReftError, OSError, MemoryError) as error:
+        except (ReftError, OSError, RuntimeError, MemoryError) as error:
+            if filling is not None:
+                self._arenas.abort(filling)
             return None, f"{type(error).__name__}: {error}"
 
     def _copy(self, images: LiveImages, request: SnapshotRequest, filling: Filling) -> None:
@@ -340,7 +343,7 @@ class SnapshotWorker:
             return True, None
         except TransferError:
             raise
-        except (ReftError, OSError, MemoryError) as error:
+        except (ReftError, OSError, RuntimeError, MemoryError) as error:
             return False, f"{type(error).__name__}: {error}"
 
     def _exchange(self, filling: Filling) -> None:

@@ -98,8 +98,14 @@ def run(rank: int, root: str, port: int, scenario: str) -> None:
 
 
 def scenario_protocol(rank: int, root: Path) -> dict[str, object]:
-    """Good versions, a version that one rank cannot take, one that one rank cannot seal."""
-    faults = (FaultConfig(point=FaultPoint.AFTER_SEAL, step=5, pp=0, dp=1, action="raise"),)
+    """Good versions, one that a rank cannot take, one that breaks off while a rank copies it, one that
+    a rank cannot seal."""
+    faults = (
+        FaultConfig(point=FaultPoint.DURING_COPY, step=4, pp=1, dp=1, action="raise"),
+        FaultConfig(point=FaultPoint.AFTER_SEAL, step=5, pp=0, dp=1, action="raise"),
+    )
+    (root / f"node{rank}").mkdir(mode=0o700)
+    (root / f"node{rank}" / "rank0-slot5.arena").touch()  # left by a run that kept more versions
     me = Rank(rank, root, faults)
     outcome: dict[int, bool] = {}
     for step in range(1, 8):

@@ -1,0 +1,1 @@
+"""Versions in host memory: arenas, the commit rules, job directories, inspection."""

@@ -1,0 +1,489 @@
+"""Arena: one version's bytes of one rank, in a file in host memory that outlives its processes.
+
+The file is mapped by the trainer that writes it and by whoever reads it (daemon, `reft inspect`,
+the next incarnation). Its header (:mod:`reft.store.header`) says whose version it is and how far it
+got; every change of state is one record, readable as the older state if it is torn at any byte.
+
+Promises kept here: WRITING is on record before any data byte is overwritten, and the record of
+the version that is overwritten is wiped (P3); no reader that pinned an arena sees it change; every
+block carries the checksum of its bytes (P5); all memory is allocated and touched at creation (P9).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from weakref import WeakSet
+
+from reft.errors import ArenaError
+from reft.store.files import free_bytes, hold_directory, new_file, remove_idle_file, reopen, touch_pages
+from reft.store.header import (
+    MAGIC,
+    PAGE_BYTES,
+    ArenaHeader,
+    ArenaState,
+    Entry,
+    Geometry,
+    Record,
+    RecordKind,
+    TornRecordError,
+    checksum,
+    decode_geometry,
+    encode_geometry,
+    encode_header,
+    encode_record,
+    newest_record,
+    pack_entries,
+)
+
+__all__ = [
+    "Arena",
+    "ArenaHeader",
+    "ArenaState",
+    "Entry",
+    "arena_name",
+    "checksum",
+    "free_bytes",
+    "reserved_bytes",
+    "scan",
+]
+
+logger = logging.getLogger(__name__)
+
+ARENA_SUFFIX = ".arena"
+_READ_ATTEMPTS = 5
+"""A reader may meet both header copies in change only if the writer is faster than it, twice."""
+
+_open_arenas: WeakSet[Arena] = WeakSet()
+
+
+def arena_name(local_rank: int, slot: int) -> str:
+    """File name of an arena. It says nothing about its content: identity is in the header."""
+    return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
+
+
+def reserved_bytes(data_bytes: int, max_entries: int) -> int:
+    """Bytes of memory that an arena of this size takes, header included."""
+    return Geometry.of(data_bytes, max_entries).file_bytes
+
+
+class Arena:
+    """An open arena file. Make one with :meth:`create` or :meth:`open`.
+
+    One process writes an arena at a time, from one thread; any number may read. A version goes
+    through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it.
+
+    Locks are `flock` on a file description of their own: a crash releases them, and processes
+    forked from the holder (data loader workers) do not keep them. Every writable arena also holds
+    its directory shared, which is how others know that the job is alive.
+    """
+
+    def __init__(self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool) -> None:
+        """Map an open file; takes over neither ``fd`` nor its closing. Use :meth:`create`/:meth:`open`."""
+        self._lock_fd = -1
+        self._directory_fd = -1
+        self._lock: int | None = None
+        self.path = path
+        self.writable = writable
+        self._secret = secret
+        self._geometry = geometry
+        self._unlock_after_write = False
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
+        self._view = memoryview(self._map)
+        self._data = self._view[geometry.data_offset : geometry.file_bytes]
+        try:
+            self._lock_fd = reopen(path, fd, writable)
+            if writable:
+                self._directory_fd = hold_directory(path.parent)
+        except BaseException:
+            self.close()
+            raise
+        _open_arenas.add(self)
+
+    @classmethod
+    def create(cls, path: Path, data_bytes: int, max_entries: int, secret: bytes) -> Arena:
+        """Open ``path`` for writing, with all its memory allocated and touched.
+
+        An existing arena of exactly this size keeps its content. Any other file of this name is
+        replaced by an EMPTY arena, whatever it holds: to discard it is the caller's decision.
+
+        Args:
+            path: file in a directory of this job.
+            data_bytes: size of the data region.
+            max_entries: blocks that the table must be able to hold.
+            secret: the job's secret.
+
+        Raises:
+            OutOfMemoryError: if it does not fit; no file is left behind.
+            ArenaError: if another process is writing the existing file.
+        """
+        geometry = Geometry.of(data_bytes, max_entries)
+        arena = cls._existing(path, geometry, secret)
+        if arena is None:
+            remove_idle_file(path)
+            arena = cls._new(path, geometry, secret)
+        try:
+            arena._touch_pages()
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    @classmethod
+    def _existing(cls, path: Path, geometry: Geometry, secret: bytes) -> Arena | None:
+        try:
+            arena = cls.open(path, secret, writable=True)
+        except FileNotFoundError:
+            return None
+        except ArenaError as error:
+            logger.warning("%s; it is replaced by an empty arena", error)
+            return None
+        if arena._geometry == geometry:
+            return arena
+        arena.close()
+        return None
+
+    @classmethod
+    def _new(cls, path: Path, geometry: Geometry, secret: bytes) -> Arena:
+        fd = new_file(path, geometry.file_bytes)
+        try:
+            os.pwrite(fd, encode_geometry(geometry, secret), 0)
+            empty = encode_record(RecordKind.HEADER, 1, encode_header(None, b""), secret)
+            os.pwrite(fd, empty, geometry.copy_offset(0))
+            return cls(path, fd, geometry, secret, writable=True)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(
+        cls, path: Path, secret: bytes | None, writable: bool = False, job_id: str | None = None
+    ) -> Arena:
+        """Map an existing arena.
+
+        Args:
+            path: the file.
+            secret: the job's secret; None reads without checking who wrote it (never for restoring).
+            writable: map for writing; needs the secret.
+            job_id: refuse the versions of any other job.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ArenaError: if it is foreign, torn, truncated, of another job or of a later format; the
+                message says which.
+        """
+        if writable and secret is None:
+            raise ArenaError(f"{path}: opened for writing without the job's secret; give the secret")
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            geometry = _read_geometry(fd, path, secret)
+            arena = cls(path, fd, geometry, secret, writable)
+        finally:
+            os.close(fd)
+        try:
+            header = arena._newest().header
+            if job_id is not None and header is not None and header.job_id != job_id:
+                raise ArenaError(f"holds a version of job {header.job_id!r}; expected job {job_id!r}")
+        except ArenaError as error:
+            arena.close()
+            raise ArenaError(f"{path}: header: {error}") from error
+        return arena
+
+    # ---- content ----
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of the data region."""
+        return self._geometry.data_bytes
+
+    @property
+    def max_entries(self) -> int:
+        """Blocks that the table can hold."""
+        return self._geometry.max_entries
+
+    @property
+    def file_bytes(self) -> int:
+        """Memory that the arena takes."""
+        return self._geometry.file_bytes
+
+    @property
+    def data(self) -> memoryview:
+        """The data region, writable if the arena was opened so. Views keep the mapping alive."""
+        return self._data
+
+    def header(self) -> ArenaHeader | None:
+        """What the arena holds, read anew from memory; None if it is EMPTY or unreadable."""
+        try:
+            return self._newest().header
+        except ArenaError:
+            return None
+
+    @property
+    def state(self) -> ArenaState:
+        """State on record; EMPTY also where the header is unreadable."""
+        header = self.header()
+        return ArenaState.EMPTY if header is None else header.state
+
+    def read_block(self, entry: Entry) -> memoryview:
+        """Bytes of a block, unchecked: a view into the mapping.
+
+        Raises:
+            ArenaError: if the entry points outside the data region.
+        """
+        self._check_bounds(entry)
+        return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
+
+    def verify(self, entry: Entry) -> bool:
+        """Whether the bytes in memory still match the checksum taken when they were copied (P5)."""
+        return checksum(self.read_block(entry)) == entry.checksum
+
+    # ---- transitions ----
+
+    def begin(self, header: ArenaHeader) -> None:
+        """Record that a version is being written, *before* any byte of data is overwritten.
+
+        Takes the exclusive lock if the caller does not hold it, until :meth:`seal` or :meth:`clear`.
+        ``header.state`` and ``header.entries`` are ignored.
+
+        Raises:
+            ArenaError: if a reader has pinned the arena, or it is not open for writing.
+        """
+        if self._lock != fcntl.LOCK_EX:
+            if not self.try_lock_exclusive():
+                raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
+            self._unlock_after_write = True
+        writing = replace(header, state=ArenaState.WRITING, entries=(), sealed_unix_secs=0.0)
+        self._record(writing, b"")
+        self._wipe_older()
+
+    def seal(self, entries: Sequence[Entry], sealed_unix_secs: float | None = None) -> None:
+        """Record that the data region holds the whole version and its checksums.
+
+        Args:
+            entries: every stored block.
+            sealed_unix_secs: time to record; now by default.
+
+        Raises:
+            ArenaError: if no version is being written, an entry lies outside the data region, or the
+                table has no room.
+        """
+        header = self._in_state(ArenaState.WRITING, "sealed")
+        if len(entries) > self.max_entries:
+            raise ArenaError(
+                f"{self.path}: {len(entries)} blocks to seal, but room was reserved for "
+                f"{self.max_entries}; create the arena anew with a larger max_entries"
+            )
+        for entry in entries:
+            self._check_bounds(entry)
+        now = time.time() if sealed_unix_secs is None else sealed_unix_secs
+        sealed = replace(header, state=ArenaState.SEALED, sealed_unix_secs=now, entries=())
+        self._record(sealed, pack_entries(entries))
+        self._release_own_lock()
+
+    def commit(self) -> None:
+        """Record that every rank sealed this version (learned by the second vote).
+
+        Raises:
+            ArenaError: if the arena is not SEALED.
+        """
+        header = self._in_state(ArenaState.SEALED, "committed")
+        self._record(replace(header, state=ArenaState.COMMITTED), self._newest().table)
+
+    def clear(self) -> None:
+        """Record that the arena holds nothing."""
+        self._record(None, b"")
+        self._wipe_older()
+        self._release_own_lock()
+
+    # ---- locks ----
+
+    def try_lock_exclusive(self) -> bool:
+        """Keep readers and other writers out; False if there are some. A shared lock is given up."""
+        if self._lock == fcntl.LOCK_EX:
+            return True
+        self.unlock()
+        return self._flock(fcntl.LOCK_EX, blocking=False)
+
+    def lock_shared(self, blocking: bool = False) -> bool:
+        """Pin the content: no writer may begin until :meth:`unlock`. False if one is writing."""
+        if self._lock == fcntl.LOCK_SH:
+            return True
+        self.unlock()
+        return self._flock(fcntl.LOCK_SH, blocking)
+
+    def unlock(self) -> None:
+        """Give up the lock, if any is held."""
+        self._unlock_after_write = False
+        if self._lock is not None and self._lock_fd >= 0:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        self._lock = None
+
+    def close(self) -> None:
+        """Release locks and this object's part in the mapping.
+
+        The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
+        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory.
+        """
+        self._drop_descriptors()
+        self._data = self._view = memoryview(b"")
+        self._map = None
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._drop_descriptors()
+
+    def __repr__(self) -> str:
+        return f"Arena({str(self.path)!r}, data_bytes={self.data_bytes}, writable={self.writable})"
+
+    # ---- inside ----
+
+    def _newest(self) -> Record:
+        size = self._geometry.copy_bytes
+        starts = (self._geometry.copy_offset(0), self._geometry.copy_offset(1))
+        for attempt in range(_READ_ATTEMPTS):
+            try:
+                return newest_record([self._view[s : s + size] for s in starts], self._secret)
+            except TornRecordError:
+                if attempt == _READ_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _record(self, header: ArenaHeader | None, table: bytes) -> None:
+        """Store a new state over the older copy; the newer one stays as it is until this is whole."""
+        if not self.writable or self._secret is None:
+            raise ArenaError(f"{self.path}: open for reading; open it with writable=True to change it")
+        newest = self._newest()
+        payload = encode_header(header, table)
+        record = encode_record(RecordKind.HEADER, newest.sequence + 1, payload, self._secret)
+        if len(record) > self._geometry.copy_bytes:
+            raise ArenaError(
+                f"{self.path}: a header of {len(record)} bytes does not fit the {self._geometry.copy_bytes} "
+                f"reserved; shorten job_id or node, or reserve more entries"
+            )
+        self._store(self._geometry.copy_offset(1 - newest.index), record)
+
+    def _wipe_older(self) -> None:
+        """Invalidate the older copy: damage to the newer one must not bring back a block table whose
+        data is being overwritten."""
+        older = 1 - self._newest().index
+        self._store(self._geometry.copy_offset(older), bytes(len(MAGIC)))
+
+    def _store(self, offset: int, data: bytes) -> None:
+        """The only place where header bytes are changed."""
+        self._view[offset : offset + len(data)] = data
+
+    def _touch_pages(self) -> None:
+        assert self._map is not None
+        touch_pages(self._map, self.path)
+
+    def _in_state(self, expected: ArenaState, verb: str) -> ArenaHeader:
+        header = self._newest().header
+        found = ArenaState.EMPTY if header is None else header.state
+        if header is None or found is not expected:
+            raise ArenaError(f"{self.path}: is {found} and cannot be {verb}; expected it to be {expected}")
+        return header
+
+    def _check_bounds(self, entry: Entry) -> None:
+        end = entry.arena_offset + entry.nbytes
+        if entry.arena_offset < 0 or entry.nbytes < 0 or end > self.data_bytes:
+            raise ArenaError(
+                f"{self.path}: block {entry.key} lies at [{entry.arena_offset}, {end}), outside the data "
+                f"region of {self.data_bytes} bytes"
+            )
+
+    def _flock(self, operation: int, blocking: bool) -> bool:
+        if self._lock_fd < 0:
+            raise ArenaError(f"{self.path}: closed, or inherited by a forked process; open it again")
+        try:
+            fcntl.flock(self._lock_fd, operation if blocking else operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._lock = operation
+        return True
+
+    def _release_own_lock(self) -> None:
+        if self._unlock_after_write:
+            self.unlock()
+
+    def _drop_descriptors(self) -> None:
+        for name in ("_lock_fd", "_directory_fd"):
+            fd = getattr(self, name)
+            setattr(self, name, -1)
+            if fd >= 0:
+                with suppress(OSError):
+                    os.close(fd)
+        self._lock = None
+
+
+def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
+    """Open every arena of a job directory for reading.
+
+    Args:
+        job_dir: the job's directory on this node.
+        secret: the job's secret.
+        job_id: refuse the versions of any other job.
+
+    Returns:
+        Per arena file, in name order, the open arena or the reason why it cannot be read. The caller
+        closes the arenas.
+    """
+    found: list[tuple[Path, Arena | str]] = []
+    for path in sorted(job_dir.glob(f"*{ARENA_SUFFIX}")):
+        try:
+            found.append((path, Arena.open(path, secret, job_id=job_id)))
+        except FileNotFoundError:
+            continue
+        except ArenaError as error:
+            found.append((path, str(error)))
+    return found
+
+
+def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        raise ArenaError(f"{path}: not a regular file")
+    try:
+        geometry = decode_geometry(memoryview(os.pread(fd, PAGE_BYTES, 0)), secret)
+    except TornRecordError as error:
+        raise ArenaError(f"{path}: not an arena, or its first page is damaged ({error})") from error
+    except ArenaError as error:
+        raise ArenaError(f"{path}: {error}") from error
+    if info.st_size != geometry.file_bytes:
+        raise ArenaError(
+            f"{path}: has {info.st_size} bytes, expected {geometry.file_bytes}: truncated or extended "
+            f"after it was made; its content is lost"
+        )
+    return geometry
+
+
+def _forget_locks_in_child() -> None:
+    for arena in list(_open_arenas):
+        arena._drop_descriptors()
+
+
+os.register_at_fork(after_in_child=_forget_locks_in_child)

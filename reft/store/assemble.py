@@ -1,0 +1,148 @@
+"""The process that turns staged images into checkpoint files: ``python -m reft.store.assemble``.
+
+It is a process of its own because it needs torch and DeepSpeed, which the node daemon does without,
+and because it may be slow: it runs at low priority, sees no device and dies with whoever started it.
+It reads one JSON request on standard input, and says why it failed on standard error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.errors import PersistError, ReftError
+from reft.snapshot.plan import Section
+from reft.store.label import Label
+from reft.store.staging import Part, StagedImages, WorkDir, read_record, write_record
+from reft.topology import Coordinate
+
+logger = logging.getLogger(__name__)
+
+ERROR_PREFIX = "reft.store.assemble: "
+NO_DEVICE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of the process: it must neither touch a device nor take the trainer's cores."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class AssembleRequest:
+    """Which files to make.
+
+    Attributes:
+        root: the working directory.
+        job_id: job whose state it is.
+        incarnation: of the version.
+        step: of the version.
+        secret: the job's secret, in hex.
+        coordinates: (pp, dp, tp) whose files are made.
+        niceness: added to the priority of the process.
+        parent: process to die with.
+    """
+
+    root: str
+    job_id: str
+    incarnation: int
+    step: int
+    secret: str
+    coordinates: tuple[tuple[int, int, int], ...]
+    niceness: int
+    parent: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AssembleRequest:
+        content = json.loads(text)
+        content["coordinates"] = tuple(tuple(c) for c in content["coordinates"])
+        return cls(**content)
+
+
+def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) -> None:
+    """Make the checkpoint files of ``coordinates`` and put their ``done`` records.
+
+    The parts of every sharding group concerned must be there.
+
+    Raises:
+        PersistError: if what was staged is not whole, or cannot be turned into a checkpoint.
+        OSError: if it cannot be written.
+    """
+    for coordinate in coordinates:
+        own = read_part(work, coordinate, secret)
+        group = [Coordinate(coordinate.pp, d, coordinate.tp) for d in range(own.degrees.dp)]
+        images = StagedImages(work, coordinate, [read_part(work, c, secret) for c in group])
+        try:
+            files = _write_files(work, coordinate, images)
+        finally:
+            images.close()
+        content = {"files": files, "coordinate": [coordinate.pp, coordinate.dp, coordinate.tp]}
+        write_record(work.done(coordinate), content, secret)
+
+
+def _write_files(work: WorkDir, coordinate: Coordinate, images: StagedImages) -> dict[str, list[int]]:
+    from reft.state.blob import DecodedBlob
+    from reft.state.deepspeed_format import Template, write_checkpoint, write_recovery_scripts
+
+    blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
+    template = Template.decode(blob.template)
+    if template.recovery_scripts:
+        write_recovery_scripts(work.scripts)
+    written = write_checkpoint(template, images.read, blob.state, work.root, coordinate)
+    return {name: [file.nbytes, file.checksum] for name, file in written.items()}
+
+
+def read_part(work: WorkDir, coordinate: Coordinate, secret: bytes) -> Part:
+    """The record of a coordinate's image file, which must be there and of this version."""
+    content = read_record(work.part(coordinate), secret)
+    if content is None:
+        raise PersistError(f"{work.part(coordinate)}: is gone; the checkpoint was given up by another node")
+    part = Part.from_json(content)
+    if (part.coordinate, part.label) != (coordinate, work.label):
+        raise PersistError(
+            f"{work.part(coordinate)}: is of {part.coordinate} at {part.label}; expected {coordinate} at "
+            f"{work.label}"
+        )
+    return part
+
+
+def _die_with(parent: int) -> None:
+    """A killed daemon takes this process along."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> int:
+    """Serve the request on standard input; exit status 0 if all files are made."""
+    request = AssembleRequest.from_json(sys.stdin.read())
+    _die_with(request.parent)
+    os.nice(request.niceness)
+    work = WorkDir(Path(request.root), request.job_id, Label(request.incarnation, request.step))
+    try:
+        assemble(work, [Coordinate(*c) for c in request.coordinates], bytes.fromhex(request.secret))
+    except (ReftError, OSError) as error:
+        _report(error)
+        return 1
+    return 0
+
+
+def _report(error: Any) -> None:
+    sys.stderr.write(ERROR_PREFIX + " ".join(str(error).split()) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

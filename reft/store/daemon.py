@@ -1,0 +1,249 @@
+"""The node daemon: one process per node, started by ``reft launch`` before the trainers.
+
+It outlives trainers, watches their arenas, writes committed versions to storage in the background and
+says how the node is. Commits do not depend on it: killed, it costs nothing but a warning (P6), and
+the launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
+launcher alone knows whether the job ended well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from reft.config import ReftConfig
+from reft.errors import AuthenticationError, PersistError, ReftError
+from reft.store.jobdir import JobDir
+from reft.store.label import Label
+from reft.store.persist import persist_label
+from reft.store.persister import Persister, PersistFunction, committed_labels
+from reft.store.status import NodeStatus
+from reft.store.wire import Channel, listen
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+_POLL_SECS = 1.0
+_STATUS_SECS = 0.2
+_IDLE_CONNECTION_SECS = 3600.0
+_HANDSHAKE_SECS = 5.0
+
+
+class Daemon:
+    """The daemon of one node.
+
+    Args:
+        job_dir: the job's memory on this node.
+        launcher_pid: process whose end ends the daemon; 0: none.
+        persist: writes one version to storage; see :mod:`reft.store.persister`.
+    """
+
+    def __init__(
+        self,
+        job_dir: JobDir,
+        launcher_pid: int = 0,
+        persist: PersistFunction = persist_label,
+    ) -> None:
+        self._job_dir = job_dir
+        self._launcher_pid = launcher_pid
+        facts = {
+            "pid": os.getpid(),
+            "launcher_pid": launcher_pid,
+            "node": job_dir.node,
+            "job_id": job_dir.job_id,
+            "started_unix_secs": time.time(),
+        }
+        self.status = NodeStatus(job_dir.path, facts)
+        self.persister = Persister(job_dir, self.status, persist)
+        self._workers: dict[int, float] = {}
+        self._incarnation = 0
+        self._ended = threading.Event()
+        self._look = threading.Event()
+        self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+            "ping": lambda _: os.getpid(),
+            "status": lambda _: self.status.snapshot(),
+            "hello": self._hello,
+            "workers": self._set_workers,
+            "configure": self._configure,
+            "committed": self._committed,
+            "skipped": self._skipped,
+            "persist": self._persist,
+            "flush": self._flush,
+            "shutdown": self._shutdown,
+        }
+
+    def run(self) -> int:
+        """Serve until told to end, by SIGTERM, a message, or the launcher's end; returns the exit code."""
+        listener = listen(self._job_dir.path)
+        self._job_dir.record_daemon()
+        self._recall_config()
+        threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self.persister.start()
+        while not self._ended.wait(_STATUS_SECS):
+            self.status.write_if_changed()
+            if self._launcher_pid and os.getppid() != self._launcher_pid:
+                logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
+                self._kill_orphans()
+                break
+        self.persister.close()
+        self.status.write_if_changed()
+        return 0
+
+    def end(self) -> None:
+        """End soon; what is being written to storage is abandoned, what is there stays."""
+        self._ended.set()
+
+    # -- what is in memory -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look at the arenas when told of a commit, and now and then in case nobody told."""
+        while not self._ended.is_set():
+            self._look.wait(_POLL_SECS)
+            self._look.clear()
+            try:
+                newest = max(committed_labels(self._job_dir), default=None)
+            except (OSError, ReftError):
+                logger.debug("the arenas cannot be listed", exc_info=True)
+                continue
+            if newest is not None:
+                self.status.committed(newest)
+                # What an earlier start of the job left is not this one's to persist: its other parts
+                # may be gone, and waiting for them would hold up the versions that follow.
+                if newest.incarnation == self._incarnation:
+                    self.persister.offer(newest)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                logger.error("the daemon's socket failed: %s", error)
+                self.end()
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.closing(connection):
+            try:
+                connection.settimeout(_HANDSHAKE_SECS)
+                channel = Channel(connection, self._job_dir.secret, server=True)
+                connection.settimeout(_IDLE_CONNECTION_SECS)
+                while True:
+                    channel.send(self._answer(channel.receive()))
+            except AuthenticationError as error:
+                logger.warning("refused a connection: %s", error)
+            except (OSError, EOFError):
+                pass
+            except ValueError as error:
+                logger.warning("dropped a connection that sent no valid message: %s", error)
+
+    def _answer(self, message: Any) -> dict[str, Any]:
+        name = message.get("op") if isinstance(message, dict) else None
+        operation = self._operations.get(str(name))
+        if operation is None:
+            return {"ok": False, "error": f"unknown operation {name!r}; known: {sorted(self._operations)}"}
+        try:
+            return {"ok": True, "result": operation(message)}
+        except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    def _hello(self, message: Mapping[str, Any]) -> None:
+        self.status.trainer(int(message["local_rank"]), pid=int(message["pid"]))
+
+    def _set_workers(self, message: Mapping[str, Any]) -> int:
+        """The launcher's trainers: process groups to end if it is killed."""
+        self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
+        self.status.update(workers=sorted(self._workers))
+        return len(self._workers)
+
+    def _configure(self, message: Mapping[str, Any]) -> None:
+        config = ReftConfig.model_validate(message["config"])
+        if config == self.persister.config:
+            return
+        self.persister.configure(config)
+        with contextlib.suppress(OSError):
+            path = self._job_dir.path / CONFIG_FILE
+            draft = path.with_suffix(".tmp")
+            draft.write_text(config.model_dump_json())
+            draft.replace(path)
+
+    def _recall_config(self) -> None:
+        """A daemon started in place of a killed one knows what to persist before a trainer says so."""
+        with contextlib.suppress(OSError, ValueError):
+            text = (self._job_dir.path / CONFIG_FILE).read_text()
+            self.persister.configure(ReftConfig.model_validate_json(text))
+
+    def _committed(self, message: Mapping[str, Any]) -> None:
+        label = Label(*map(int, message["label"]))
+        self._incarnation = max(self._incarnation, label.incarnation)
+        self.status.committed(label)
+        self.persister.offer(label)
+        self._look.set()
+
+    def _skipped(self, message: Mapping[str, Any]) -> None:
+        self.status.skip(int(message["step"]), str(message["cause"]))
+
+    def _persist(self, message: Mapping[str, Any]) -> str:
+        label = Label(*map(int, message["label"]))
+        return self.persister.persist_and_wait(label, float(message["wait_secs"]))
+
+    def _flush(self, message: Mapping[str, Any]) -> str | None:
+        """Persist the newest committed version, if there is a directory and it is not there yet."""
+        newest = max(committed_labels(self._job_dir), default=None)
+        if newest is None or not self.persister.wants(newest):
+            return None
+        return self.persister.persist_and_wait(newest, float(message["wait_secs"]))
+
+    def _shutdown(self, _: Mapping[str, Any]) -> None:
+        # The answer is sent before the main thread looks again.
+        threading.Timer(0.05, self.end).start()
+
+    def _kill_orphans(self) -> None:
+        for pid, create_time in self._workers.items():
+            if _create_time(pid) in (0.0, create_time):
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+def _create_time(pid: int) -> float:
+    """Start time of a process; 0 if it has ended."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """``python -m reft.store.daemon``, started by the launcher; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="reft daemon", description=__doc__)
+    parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
+    parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")
+    options = parser.parse_args(list(argv))
+    logging.basicConfig(level=logging.INFO, format="[reft daemon %(process)d] %(message)s")
+    try:
+        daemon = Daemon(JobDir.open(options.job_dir), options.launcher_pid)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: daemon.end())
+        return daemon.run()
+    except (ReftError, OSError) as error:
+        logger.error("the node daemon cannot run: %s", error)
+        return 2 if isinstance(error, PersistError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""Files of arenas: allocation, replacement, descriptions for locks. Linux only."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from reft.errors import ArenaError, OutOfMemoryError
+from reft.store.header import PAGE_BYTES
+
+_STEP_BYTES = 256 * 2**20
+"""Allocate and touch in steps, so that signals and other threads get their turn."""
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that may still be allocated in ``directory``: the file system's and the machine's limit."""
+    stats = os.statvfs(directory)
+    free = stats.f_bavail * stats.f_frsize
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(free, int(line.split()[1]) * 1024)
+    return free
+
+
+def allocate(fd: int, path: Path, nbytes: int) -> None:
+    """Allocate the whole file, so that no later write can fail for want of memory (P9)."""
+    try:
+        for start in range(0, nbytes, _STEP_BYTES):
+            os.posix_fallocate(fd, start, min(_STEP_BYTES, nbytes - start))
+    except OSError as error:
+        if error.errno not in _NO_MEMORY:
+            raise
+        os.ftruncate(fd, 0)
+        raise out_of_memory(path, nbytes) from error
+
+
+def new_file(path: Path, nbytes: int) -> int:
+    """Create ``path`` with all its memory allocated; returns a descriptor.
+
+    Raises:
+        OutOfMemoryError: if it does not fit; no file is left behind.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    if nbytes > free_bytes(path.parent):
+        raise out_of_memory(path, nbytes)
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_MEMORY:
+            raise
+        raise out_of_memory(path, nbytes) from error
+    try:
+        os.fchmod(fd, 0o600)
+        allocate(fd, path, nbytes)
+    except BaseException:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return fd
+
+
+def touch_pages(mapping: mmap.mmap, path: Path) -> None:
+    """Fault every page into a writable mapping, so that the first snapshot runs at full speed."""
+    total = len(mapping)
+    for start in range(0, total, _STEP_BYTES):
+        length = min(_STEP_BYTES, total - start)
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise out_of_memory(path, total) from error
+            touch_by_hand(mapping, start, length)
+
+
+def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
+    """What MADV_POPULATE_WRITE does, for kernels without it; changes no byte."""
+    pages = np.frombuffer(mapping, np.uint8, length, start)[::PAGE_BYTES]
+    np.bitwise_or(pages, 0, out=pages)
+
+
+def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"{path}: {wanted} bytes ({wanted / 2**20:.1f} MiB) of memory wanted, "
+        f"{free_bytes(path.parent)} free; "
+        f"make {path.parent} larger or choose another memory_dir, take fewer arenas or copies, or remove "
+        f"orphans with 'reft clean'"
+    )
+
+
+def remove_idle_file(path: Path) -> None:
+    """Remove a file that is about to be replaced. Readers keep the old one until they close it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError:
+        path.unlink()
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ArenaError(
+            f"{path}: another process is writing it; end that process, or use another job_id"
+        ) from error
+    finally:
+        os.close(fd)
+    path.unlink(missing_ok=True)
+
+
+def reopen(path: Path, fd: int, writable: bool) -> int:
+    """A second file description of the same file, for locks: the mapping keeps a duplicate of ``fd``,
+    which forked processes would inherit together with its lock."""
+    mode = os.O_RDWR if writable else os.O_RDONLY
+    try:
+        lock_fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from error
+    if not os.path.sameopenfile(fd, lock_fd):
+        os.close(lock_fd)
+        raise ArenaError(f"{path}: replaced by another process while it was opened; open it again")
+    return lock_fd
+
+
+def hold_directory(directory: Path) -> int:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise ArenaError(f"{directory}: is being removed (reft clean); start the job again") from error
+    return fd

@@ -1,0 +1,435 @@
+"""Writing a version from the memory of its nodes into a DeepSpeed checkpoint, without the trainers.
+
+Every node runs :func:`persist_label` for the same version; they meet in one working directory on the
+shared file system (:mod:`reft.store.staging`) and nowhere else:
+
+1. each node pins its arenas and writes the *own* blocks of its coordinates, comparing every block with
+   the checksum taken when it was copied; then the arenas are free again;
+2. when the parts of a sharding group are there, the nodes that hold its coordinates turn them into
+   DeepSpeed's files, in a process of low priority (:mod:`reft.store.assemble`);
+3. when all files are there, the node of coordinate (0, 0, 0) gives the directory its name and switches
+   ``latest`` (:mod:`reft.store.publish`).
+
+Whatever fails, fails alone: an error is raised for the caller to count, training and the checkpoints
+that are already there are not touched (P6).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from reft.config import FaultPoint, ReftConfig
+from reft.errors import PersistError, ReftError
+from reft.faults import FaultPlan, kill_this_node
+from reft.snapshot.plan import Section
+from reft.store.arena import Arena
+from reft.store.assemble import ERROR_PREFIX, NO_DEVICE, AssembleRequest, read_part
+from reft.store.header import ArenaHeader
+from reft.store.jobdir import JobDir
+from reft.store.label import Label
+from reft.store.persisted import (
+    FileRecord,
+    PersistedInfo,
+    file_checksum,
+    latest_persisted,
+    list_persisted,
+    tag_of,
+    verify_persisted,
+)
+from reft.store.publish import publish, refuse_stale, remove_debris
+from reft.store.staging import (
+    Part,
+    SourceBlock,
+    WorkDir,
+    stage_image,
+    write_record,
+)
+from reft.store.waiting import (
+    LEADER,
+    GivenUpElsewhereError,
+    PersistOptions,
+    PersistProgress,
+    Wait,
+    published,
+)
+from reft.topology import Coordinate, Degrees
+
+__all__ = [
+    "FileRecord",
+    "PersistOptions",
+    "PersistProgress",
+    "PersistedInfo",
+    "VersionSource",
+    "file_checksum",
+    "latest_persisted",
+    "list_persisted",
+    "persist_label",
+    "verify_persisted",
+    "write_version",
+]
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10
+_KEEP_LONGER = "write less often, or keep one more version in memory (reft.arenas)"
+
+
+@dataclass(frozen=True)
+class VersionSource:
+    """The part of a version that one process writes.
+
+    Attributes:
+        job_id: job whose state it is.
+        label: the version.
+        degrees: parallel degrees of the job.
+        layouts: layout hash of every coordinate in ``blocks``.
+        blocks: own blocks of every coordinate that is written here: its shard of the replicated
+            image, its owned and its host image, whole.
+        secret: authenticates the records that the writing processes exchange.
+        node: this node, for messages.
+    """
+
+    job_id: str
+    label: Label
+    degrees: Degrees
+    layouts: Mapping[Coordinate, str]
+    blocks: Mapping[Coordinate, Sequence[SourceBlock]]
+    secret: bytes
+    node: str
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process names the checkpoint in the end."""
+        return LEADER in self.blocks
+
+
+def persist_label(
+    job_dir: JobDir,
+    label: Label,
+    config: ReftConfig,
+    *,
+    stop: threading.Event | None = None,
+    progress: Callable[[PersistProgress], None] = lambda progress: None,
+) -> Path:
+    """Write this node's part of a committed version, and wait until the checkpoint is complete.
+
+    To be called on every node of the job for the same version. The arenas that hold it are pinned
+    only while they are read.
+
+    Args:
+        job_dir: the job's memory on this node.
+        label: the version.
+        config: for ``persist`` and ``faults``.
+        stop: set to give up.
+        progress: told what happens.
+
+    Returns:
+        Directory of the checkpoint.
+
+    Raises:
+        PersistError: if the checkpoint was not written; says what to change.
+    """
+    if config.persist.dir is None:
+        raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
+    options = PersistOptions(
+        directory=config.persist.dir,
+        keep=config.persist.keep,
+        timeout_secs=config.persist.timeout_secs,
+        stop=stop or threading.Event(),
+        progress=progress,
+    )
+    with ExitStack() as pins:
+        source = _pin(job_dir, label, pins)
+        return write_version(source, options, unpin=pins.close, reach=_fault_points(config, source)).path
+
+
+def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordinate], None]:
+    plans = {
+        c: FaultPlan(config.faults, c, source.label.incarnation, lambda: kill_this_node(config.memory_dir))
+        for c in source.blocks
+    }
+    return lambda coordinate: plans[coordinate].reach(FaultPoint.DURING_PERSIST, source.label.step)
+
+
+def _explained(error: OSError, directory: Path) -> PersistError:
+    where = error.filename or directory
+    return PersistError(
+        f"{where}: {error.strerror or error}; make room in {directory} or make it writable, or set "
+        f"persist.dir to another directory that every node sees"
+    )
+
+
+# --- what this node has ----------------------------------------------------------------------------
+
+
+def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
+    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed."""
+    held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
+    problems: list[str] = []
+    for path, arena in job_dir.scan():
+        if isinstance(arena, str):
+            problems.append(arena)
+            continue
+        pins.callback(arena.close)
+        header = arena.header()
+        if header is None or header.label != label or header.coordinate in held:
+            continue
+        pinned = arena.lock_shared()
+        now = arena.header()  # what was read before the lock may be gone
+        if not pinned or now is None or now.label != label or not now.state.whole:
+            raise PersistError(f"{path}: {label} is being overwritten; {_KEEP_LONGER}")
+        held[now.coordinate] = (arena, now)
+    if not held:
+        found = f" ({'; '.join(problems)})" if problems else ""
+        raise PersistError(f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}")
+    return VersionSource(
+        job_id=job_dir.job_id,
+        label=label,
+        degrees=next(header.degrees for _, header in held.values()),
+        layouts={c: header.layout for c, (_, header) in held.items()},
+        blocks={c: _own_blocks(arena, header) for c, (arena, header) in held.items()},
+        secret=job_dir.secret,
+        node=job_dir.node,
+    )
+
+
+def _own_blocks(arena: Arena, header: ArenaHeader) -> list[SourceBlock]:
+    return [
+        SourceBlock(
+            key=entry.key,
+            start_bytes=entry.start_bytes,
+            image_bytes=entry.image_bytes,
+            checksum=entry.checksum,
+            data=arena.read_block(entry),
+            origin=str(arena.path),
+        )
+        for entry in header.entries
+        if entry.owner
+    ]
+
+
+# --- the protocol ----------------------------------------------------------------------------------
+
+
+def write_version(
+    source: VersionSource,
+    options: PersistOptions,
+    *,
+    unpin: Callable[[], None] = lambda: None,
+    reach: Callable[[Coordinate], None] = lambda coordinate: None,
+) -> PersistedInfo:
+    """Write this process's part of a version and see the checkpoint through to its name.
+
+    Args:
+        source: the blocks this process has.
+        options: where and how.
+        unpin: called as soon as the blocks are not read any more.
+        reach: called in the middle of writing the blocks of each coordinate.
+
+    Returns:
+        The finished checkpoint.
+
+    Raises:
+        PersistError: if it was not written. A failing leader leaves no working directory behind;
+            other nodes leave the reason in it.
+    """
+    work = WorkDir.of(options.directory, source.job_id, source.label)
+    try:
+        present = published(work)
+        if present is not None:
+            return present
+        refuse_stale(options.directory, source.job_id, source.label)
+        return _write(work, source, options, unpin, reach)
+    except OSError as error:
+        if isinstance(error, ReftError):
+            raise
+        raise _explained(error, options.directory) from error
+
+
+def _write(
+    work: WorkDir,
+    source: VersionSource,
+    options: PersistOptions,
+    unpin: Callable[[], None],
+    reach: Callable[[Coordinate], None],
+) -> PersistedInfo:
+    try:
+        _open_work_dir(work, source)
+        _stage(work, source, options, reach)
+        unpin()
+        Wait(work, source.secret, options).for_parts(_groups(source))
+        _assemble(work, source, options)
+        options.progress(PersistProgress("assembled"))
+        if source.leads:
+            return _finish(work, source, options)
+        return Wait(work, source.secret, options).for_name()
+    except BaseException as error:
+        _give_up(work, source, error)
+        raise
+
+
+def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
+    # One level is made, as DeepSpeed does. A missing parent is a file system that is not mounted.
+    with suppress(FileExistsError):
+        work.root.parent.mkdir()
+    if source.leads:
+        remove_debris(work)
+    work.staging.mkdir(parents=True, exist_ok=True)
+    work.failed(source.node).unlink(missing_ok=True)
+
+
+def _stage(
+    work: WorkDir, source: VersionSource, options: PersistOptions, reach: Callable[[Coordinate], None]
+) -> None:
+    total = sum(len(b.data) for blocks in source.blocks.values() for b in blocks)
+    written = 0
+
+    def on_block(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if options.stop.is_set():
+            raise PersistError(f"{work.label}: writing was stopped")
+        options.progress(PersistProgress("staging", written, total))
+
+    for coordinate, blocks in source.blocks.items():
+        staged = stage_image(work.image(coordinate), _halfway(blocks, partial(reach, coordinate)), on_block)
+        part = Part(
+            coordinate=coordinate,
+            degrees=source.degrees,
+            label=source.label,
+            layout=source.layouts[coordinate],
+            image_bytes=_image_bytes(blocks),
+            blocks=staged,
+        )
+        write_record(work.part(coordinate), part.to_json(), source.secret)
+    options.progress(PersistProgress("staged", written, total))
+
+
+def _halfway(blocks: Sequence[SourceBlock], reach: Callable[[], None]) -> Iterable[SourceBlock]:
+    for i, block in enumerate(blocks):
+        if i == len(blocks) // 2:
+            reach()
+        yield block
+
+
+def _image_bytes(blocks: Sequence[SourceBlock]) -> dict[Section, int]:
+    sizes: dict[Section, int] = {}
+    for block in blocks:
+        if sizes.setdefault(block.key.section, block.image_bytes) != block.image_bytes:
+            raise PersistError(
+                f"{block.origin}: blocks of the {block.key.section} section name images of "
+                f"{block.image_bytes} and {sizes[block.key.section]} bytes; the arena's table is wrong"
+            )
+    return sizes
+
+
+def _groups(source: VersionSource) -> list[Coordinate]:
+    """Every coordinate whose part is needed to assemble the files of this process's coordinates."""
+    groups = sorted({(c.pp, c.tp) for c in source.blocks})
+    return [Coordinate(pp, dp, tp) for pp, tp in groups for dp in range(source.degrees.dp)]
+
+
+def _assemble(work: WorkDir, source: VersionSource, options: PersistOptions) -> None:
+    request = AssembleRequest(
+        root=str(work.root),
+        job_id=source.job_id,
+        incarnation=source.label.incarnation,
+        step=source.label.step,
+        secret=source.secret.hex(),
+        coordinates=tuple((c.pp, c.dp, c.tp) for c in source.blocks),
+        niceness=_NICENESS,
+        parent=os.getpid(),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reft.store.assemble"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **NO_DEVICE},
+    )
+    try:
+        stderr = _communicate(process, request.to_json(), options.stop)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise PersistError(f"{work.label}: {_reason(process.returncode, stderr)}")
+
+
+def _communicate(process: subprocess.Popen[str], request: str, stop: threading.Event) -> str:
+    text: str | None = request
+    while True:
+        try:
+            return process.communicate(text, timeout=0.2)[1]
+        except subprocess.TimeoutExpired:
+            text = None
+            if stop.is_set():
+                raise PersistError("writing was stopped while checkpoint files were made") from None
+
+
+def _reason(code: int, stderr: str) -> str:
+    said = [line.removeprefix(ERROR_PREFIX) for line in stderr.splitlines() if line.startswith(ERROR_PREFIX)]
+    if said:
+        return said[-1]
+    tail = " / ".join(stderr.strip().splitlines()[-3:]) or "it said nothing"
+    return f"the process that makes the checkpoint files ended with status {code}: {tail}"
+
+
+def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> PersistedInfo:
+    wait = Wait(work, source.secret, options)
+    everyone = source.degrees.coordinates()
+    wait.for_parts(everyone)
+    files: dict[str, FileRecord] = {}
+    writers: Counter[str] = Counter()
+    for content in wait.for_files(everyone):
+        files.update({name: FileRecord(*record) for name, record in content["files"].items()})
+        writers.update(list(content["files"]))
+    twice = [name for name, count in writers.items() if count > 1]
+    if twice:
+        raise PersistError(
+            f"{len(twice)} checkpoint files would be written by several ranks ({', '.join(twice[:3])}); "
+            f'remove "use_node_local_storage" from the "checkpoint" block of the DeepSpeed configuration'
+        )
+    info = PersistedInfo(
+        directory=options.directory,
+        tag=tag_of(source.label),
+        job_id=source.job_id,
+        label=source.label,
+        degrees=source.degrees,
+        created_unix_secs=time.time(),
+        layouts={str(c): read_part(work, c, source.secret).layout for c in everyone},
+        files=files,
+    )
+    publish(work, info, options.keep, lambda phase: options.progress(PersistProgress(phase)))
+    return info
+
+
+def _give_up(work: WorkDir, source: VersionSource, error: BaseException) -> None:
+    """Leave no debris, and tell the others why: they need not wait for what will not come."""
+    if source.leads:
+        shutil.rmtree(work.root, ignore_errors=True)
+        return
+    for coordinate in source.blocks:
+        # The record first: where it is, the others read the image.
+        for path in (work.part(coordinate), work.image(coordinate)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+    if not isinstance(error, GivenUpElsewhereError):
+        with suppress(OSError):
+            content = {"node": source.node, "error": f"{type(error).__name__}: {error}"}
+            write_record(work.failed(source.node), content, source.secret)

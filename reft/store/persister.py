@@ -1,0 +1,219 @@
+"""When the daemon writes versions to storage, and what it does when storage fails.
+
+One thread writes one version at a time. A version is due when its step is a multiple of
+``persist.interval_steps``, on every node the same; while storage fails, each due version is tried for
+as long as it is in memory, then the next one: training goes on, and the status says since when the
+checkpoints are stale.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Protocol
+
+from reft.config import ReftConfig
+from reft.errors import PersistError, ReftError
+from reft.store.arena import Arena, ArenaState
+from reft.store.jobdir import JobDir
+from reft.store.label import Label
+from reft.store.persist import PersistProgress, persist_label
+from reft.store.status import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_CLOSE_SECS = 5.0
+
+
+class PersistFunction(Protocol):
+    """Writes this node's part of a version and returns the finished checkpoint's path."""
+
+    def __call__(
+        self,
+        job_dir: JobDir,
+        label: Label,
+        config: ReftConfig,
+        *,
+        stop: threading.Event,
+        progress: Callable[[PersistProgress], None],
+    ) -> Path: ...
+
+
+class Persister:
+    """The daemon's writer.
+
+    Args:
+        job_dir: the job's memory on this node.
+        status: where success and failure are told.
+        persist: writes one version, raises PersistError, ArenaError or OSError.
+    """
+
+    def __init__(self, job_dir: JobDir, status: NodeStatus, persist: PersistFunction = persist_label) -> None:
+        self._job_dir = job_dir
+        self._status = status
+        self._persist = persist
+        self._changed = threading.Condition()
+        self._due: Label | None = None
+        self._asked: dict[Label, Future[str]] = {}
+        self._retry_at = 0
+        self._closing = False
+        self._stop = threading.Event()
+        self.config: ReftConfig | None = None
+
+    def configure(self, config: ReftConfig) -> None:
+        with self._changed:
+            self.config = config
+            self._changed.notify()
+        directory = config.persist.dir
+        self._status.update_persist(
+            dir=str(directory) if directory is not None else None,
+            interval_steps=config.persist.interval_steps,
+        )
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="persist", daemon=True).start()
+
+    def close(self) -> None:
+        """Give up what is being written, waiting a few seconds at most for it to be tidied up."""
+        with self._changed:
+            self._closing = True
+            self._stop.set()
+            for future in self._asked.values():
+                future.cancel()
+            self._changed.notify()
+            self._changed.wait_for(lambda: self._status.persist.writing is None, timeout=_CLOSE_SECS)
+
+    def offer(self, label: Label) -> None:
+        """A version is committed in memory; takes it if it is due and newer."""
+        with self._changed:
+            writing = self._status.persist.writing
+            if writing is not None and writing.incarnation < label.incarnation:
+                # The job restarted: parts that other nodes owe to the old version will never come.
+                self._stop.set()
+            interval = self.config.persist.interval_steps if self.config else 0
+            known = self._due or self._status.persist.last
+            if interval and label.step % interval == 0 and (known is None or label > known):
+                self._due = label
+                self._changed.notify()
+
+    def wants(self, label: Label) -> bool:
+        """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
+        last = self._status.persist.last
+        return bool(self.config and self.config.persist.dir is not None) and (last is None or label > last)
+
+    def persist_and_wait(self, label: Label, timeout_secs: float) -> str:
+        """Persist ``label`` next, whether due or not; several callers share one attempt.
+
+        Raises:
+            PersistError: it failed, or took too long.
+        """
+        if self.config is None or self.config.persist.dir is None:
+            raise PersistError(
+                'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
+            )
+        with self._changed:
+            if self._status.persist.last == label and self._status.persist.last_path is not None:
+                return self._status.persist.last_path
+            future = self._asked.setdefault(label, Future())
+            self._changed.notify()
+        try:
+            return future.result(timeout_secs)
+        except FutureTimeout as error:
+            raise PersistError(f"{label} was not on storage after {timeout_secs:.1f} s") from error
+
+    # -- the writing thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._asked or self._due is not None)
+                if self._closing:
+                    return
+                asked = min(self._asked) if self._asked else None
+                label = asked or self._due
+                config = self.config
+                assert label is not None
+                assert config is not None
+                self._stop = threading.Event()
+                self._status.update_persist(writing=label, attempts=self._status.persist.attempts + 1)
+            self._attempt(label, config)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _attempt(self, label: Label, config: ReftConfig) -> None:
+        try:
+            path = self._persist(self._job_dir, label, config, stop=self._stop, progress=self._tell_progress)
+        except (ReftError, OSError) as error:
+            self._failed(label, error)
+        except Exception as error:
+            logger.exception("persisting %s failed unexpectedly", label)
+            self._failed(label, error)
+        else:
+            self._succeeded(label, str(path))
+
+    def _tell_progress(self, progress: PersistProgress) -> None:
+        self._status.update_persist(phase=progress.phase)
+
+    def _succeeded(self, label: Label, path: str) -> None:
+        if self._status.persist.stale_since_step is not None:
+            logger.warning("checkpoints are written again: %s is in %s", label, path)
+        newest = max(label, self._status.persist.last or label)
+        self._status.update_persist(
+            writing=None,
+            phase=None,
+            last=newest,
+            last_path=path,
+            stale_since_step=None,
+            error=None,
+            attempts=0,
+        )
+        with self._changed:
+            self._retry_at = 0
+            if self._due is not None and self._due <= label:
+                self._due = None
+            future = self._asked.pop(label, None)
+        if future is not None and not future.cancelled():
+            future.set_result(path)
+
+    def _failed(self, label: Label, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"
+        persist = self._status.persist
+        if message != persist.error:
+            logger.warning(
+                "%s cannot be persisted to %s: %s; training goes on, it is tried again",
+                label,
+                persist.dir,
+                message,
+            )
+        stale = persist.stale_since_step if persist.stale_since_step is not None else label.step
+        self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
+        with self._changed:
+            future = self._asked.pop(label, None)
+            if future is not None and not future.cancelled():
+                future.set_exception(PersistError(message))
+            if self._due == label and label not in committed_labels(self._job_dir):
+                # Overwritten meanwhile: every node goes on with the next version that is due.
+                self._due = None
+            if self._due is not None and self._due <= label:
+                delay = _RETRY_SECS[min(self._retry_at, len(_RETRY_SECS) - 1)]
+                self._retry_at += 1
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked or self._due != label, timeout=delay
+                )
+
+
+def committed_labels(job_dir: JobDir) -> set[Label]:
+    """The versions that are committed in this node's arenas."""
+    labels = set()
+    for _, arena in job_dir.scan():
+        if isinstance(arena, Arena):
+            with arena:
+                header = arena.header()
+                if header is not None and header.state is ArenaState.COMMITTED:
+                    labels.add(header.label)
+    return labels

@@ -1,0 +1,198 @@
+"""The last act of writing a checkpoint: give it its name, switch ``latest``, remove old ones.
+
+The order is what keeps a checkpoint loadable whatever is killed: all files are on storage before the
+directory gets its name, the name is on storage before ``latest`` says it, and nothing older is removed
+before that. An incarnation older than the one that ``latest`` names is refused: a node that was cut off
+must not overwrite what its successors wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from reft.errors import PersistError
+from reft.store.label import Label
+from reft.store.persisted import (
+    LATEST_NAME,
+    MARKER_NAME,
+    PersistedInfo,
+    latest_tag,
+    list_persisted,
+    missing_files,
+    read_marker,
+)
+from reft.store.staging import WorkDir, sync_directory, write_durably
+
+logger = logging.getLogger(__name__)
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def publish(
+    work: WorkDir, info: PersistedInfo, keep: int, reached: Callable[[str], None] = lambda phase: None
+) -> None:
+    """Make a finished working directory the checkpoint to resume from.
+
+    Args:
+        work: directory whose files are complete and flushed.
+        info: its marker.
+        keep: newest checkpoints of the job to keep.
+        reached: called with ``renaming``, ``renamed`` and ``latest`` as the steps are reached.
+
+    Raises:
+        PersistError: if a newer incarnation has written here, or the name is taken by something that
+            reft did not write.
+        OSError: if it cannot be written.
+    """
+    problems = missing_files(
+        PersistedInfo(**{**vars(info), "directory": work.root.parent, "tag": work.root.name})
+    )
+    if problems:
+        raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")
+    with _locked(info.directory):
+        refuse_stale(info.directory, info.job_id, info.label)
+        _place_scripts(work, info.directory)
+        shutil.rmtree(work.staging)
+        write_durably(work.root / MARKER_NAME, _marker(info))
+        reached("renaming")
+        _rename(work.root, info)
+        reached("renamed")
+        write_durably(info.directory / LATEST_NAME, info.tag.encode())
+        reached("latest")
+        prune(info, keep)
+
+
+def refuse_stale(directory: Path, job_id: str, label: Label) -> None:
+    """Refuse to write where a newer incarnation, or a newer version, of the job has already written.
+
+    Raises:
+        PersistError: naming both.
+    """
+    tag = latest_tag(directory)
+    named = read_marker(directory / tag) if tag else None
+    if named is not None and named.job_id == job_id and label < named.label:
+        raise PersistError(
+            f"{directory}: latest is {named.tag}, {named.label}; writing {label} is refused, as this node "
+            f"runs an older version of the job. If it was cut off, stop it"
+        )
+
+
+def _marker(info: PersistedInfo) -> bytes:
+    import json
+
+    return (json.dumps(info.to_json(), indent=1) + "\n").encode()
+
+
+def _place_scripts(work: WorkDir, directory: Path) -> None:
+    if not work.scripts.is_dir():
+        return
+    for script in sorted(work.scripts.iterdir()):
+        script.replace(directory / script.name)
+
+
+def _rename(source: Path, info: PersistedInfo) -> None:
+    target = info.path
+    if target.exists() or target.is_symlink():
+        _check_replaceable(info)
+        aside = info.directory / f".{info.tag}.{os.getpid()}.replaced"
+        if not _exchange(source, target):
+            # Without an atomic exchange the old one stays loadable under its name aside.
+            target.rename(aside)
+            source.rename(target)
+        else:
+            source.rename(aside)
+        sync_directory(info.directory)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        source.rename(target)
+        sync_directory(info.directory)
+
+
+def _check_replaceable(info: PersistedInfo) -> None:
+    present = read_marker(info.path)
+    if present is None:
+        raise PersistError(
+            f"{info.path} exists and was not written by reft; remove it, or give persist.dir a directory "
+            f"of its own"
+        )
+    if present.job_id == info.job_id and info.label < present.label:
+        raise PersistError(
+            f"{info.path} holds {present.label}; writing {info.label} is refused, as it is older"
+        )
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two directories in one step; False where kernel or file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    done = renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_RENAME_EXCHANGE))
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(a))
+
+
+def prune(info: PersistedInfo, keep: int) -> None:
+    """Remove all but the ``keep`` newest checkpoints of the job, and what is left of interrupted work.
+
+    Only directories with reft's marker are touched, and never the one that ``latest`` names.
+    """
+    mine = list_persisted(info.directory, info.job_id)
+    spared = {latest_tag(info.directory), *(i.tag for i in mine[-keep:])}
+    for old in mine:
+        if old.tag not in spared:
+            logger.info("removing %s", old.path)
+            remove_checkpoint(old.path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint directory, marker first: what is left of an interrupted removal is not taken
+    for a checkpoint."""
+    try:
+        # Without the marker nothing would remove the rest, so it changes its name first.
+        doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.removed.tmp")
+        path.rename(doomed)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+        return
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_debris(work: WorkDir) -> None:
+    """Remove what interrupted attempts of this job left: older working directories and half-removed
+    checkpoints. For the coordinating node only, before an attempt."""
+    for other, label in work.others():
+        if label < work.label:
+            shutil.rmtree(other.root, ignore_errors=True)
+    for path in work.root.parent.glob(".*.removed.tmp"):
+        with suppress(PersistError):
+            info = read_marker(path)
+            if info is None or info.job_id == work.job_id:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep two incarnations from publishing at once, where the file system has locks."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.info("%s: no locks on this file system (%s)", directory, error.strerror)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,150 @@
+"""Messages between trainers, tools and the node daemon: msgpack frames with a keyed MAC (P11).
+
+Both sides prove that they know the job's secret by answering the other's challenge, before anything
+else is read. Every later frame carries a MAC over its direction, its number and its bytes, so that it
+can be neither forged nor replayed nor reordered. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from reft.errors import AuthenticationError
+
+SOCKET_NAME = "daemon.sock"
+MAX_FRAME_BYTES = 16 * 2**20
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">Q")
+
+
+class Channel:
+    """An authenticated, ordered stream of messages over a connected socket.
+
+    Args:
+        connection: connected; its timeout bounds every read and write.
+        secret: the job's secret.
+        server: which side this is.
+
+    Raises:
+        AuthenticationError: the other side does not know the secret.
+        OSError: the connection broke or timed out.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, server: bool) -> None:
+        self._socket = connection
+        self._outgoing = b"s" if server else b"c"
+        self._incoming = b"c" if server else b"s"
+        self._sent = 0
+        self._received = 0
+        self._key = self._handshake(secret)
+
+    def _handshake(self, secret: bytes) -> bytes:
+        mine = os.urandom(_NONCE_BYTES)
+        self._socket.sendall(mine)
+        theirs = self._read_exactly(_NONCE_BYTES)
+        self._socket.sendall(_mac(secret, b"proof", self._outgoing, mine, theirs))
+        proof = self._read_exactly(_MAC_BYTES)
+        if not hmac.compare_digest(proof, _mac(secret, b"proof", self._incoming, theirs, mine)):
+            raise AuthenticationError(
+                "the other side of the daemon's socket does not know this job's secret: it belongs to "
+                "another job or run; check the job id and the 'secret' file next to the socket"
+            )
+        return _mac(secret, b"session", *sorted((mine, theirs)))
+
+    def send(self, message: Any) -> None:
+        """Send one message; raises ValueError if it is too large."""
+        body: bytes = msgpack.packb(message, use_bin_type=True)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
+        mac = _mac(self._key, self._outgoing, _NUMBER.pack(self._sent), body)
+        self._sent += 1
+        self._socket.sendall(_LENGTH.pack(len(body)) + mac + body)
+
+    def receive(self) -> Any:
+        """The next message; raises EOFError when the other side has ended the connection."""
+        (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise AuthenticationError(
+                f"frame of {length} bytes announced; at most {MAX_FRAME_BYTES} are read"
+            )
+        mac = self._read_exactly(_MAC_BYTES)
+        body = self._read_exactly(length)
+        if not hmac.compare_digest(mac, _mac(self._key, self._incoming, _NUMBER.pack(self._received), body)):
+            raise AuthenticationError("a message on the daemon's socket was changed, repeated or reordered")
+        self._received += 1
+        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+
+    def _read_exactly(self, nbytes: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < nbytes:
+            part = self._socket.recv(nbytes - len(parts))
+            if not part:
+                raise EOFError("the daemon's socket was closed by the other side")
+            parts += part
+        return bytes(parts)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(_LENGTH.pack(len(p)) + p for p in parts), sha256).digest()
+
+
+def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:
+    """Connect to the daemon of ``job_dir``.
+
+    Raises:
+        OSError: no daemon answers.
+        AuthenticationError: it is not this job's.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_secs)
+    try:
+        with _ShortPath(job_dir) as path:
+            connection.connect(path)
+        return Channel(connection, secret, server=False)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def listen(job_dir: Path) -> socket.socket:
+    """Listen on the daemon's socket of ``job_dir``, mode 0600; replaces a dead daemon's."""
+    (job_dir / SOCKET_NAME).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    old_mask = os.umask(0o177)
+    try:
+        with _ShortPath(job_dir) as path:
+            listener.bind(path)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(old_mask)
+    listener.listen(64)
+    return listener
+
+
+class _ShortPath:
+    """A name for the socket that fits ``sun_path`` (108 bytes), however deep the directory is."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = job_dir
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._job_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._fd}/{SOCKET_NAME}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
