@@ -41,17 +41,18 @@ def test_p3_a_version_is_committed_by_all_ranks_or_by_none(tmp_path: Path) -> No
             "1": True,
             "2": True,
             "3": False,
-            "4": True,
+            "4": False,
             "5": False,
             "6": True,
             "7": True,
         }
         assert result["stats"]["committed_step"] == 7
         assert result["stats"]["stale_since_step"] is None
-        assert result["stats"]["taken"] == 6  # version 5 was copied by all, sealed by all but one
+        assert result["stats"]["taken"] == 5  # version 5 was copied by all, sealed by all but one
     for rank in range(4):
         versions = _versions(tmp_path, rank)
         assert set(versions) == {6, 7}
+        assert not (tmp_path / f"node{rank}" / "rank0-slot5.arena").exists()
         _check_content(versions[7], rank, 7)
 
 
