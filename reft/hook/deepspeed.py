@@ -19,6 +19,7 @@ from typing import Any
 
 from reft.config import load_config, parse_block
 from reft.errors import ConfigError
+from reft.hook.cpu import avoid_build_at_start
 from reft.hook.restore import Restorer
 from reft.hook.session import ClientState, Session
 
@@ -34,6 +35,7 @@ def install() -> None:
 
     if getattr(deepspeed, _INSTALLED, False):
         return
+    avoid_build_at_start()
     original = deepspeed.initialize
 
     @functools.wraps(original)

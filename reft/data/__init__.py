@@ -1,0 +1,1 @@
+"""Where training is in its data: an order that can be resumed."""

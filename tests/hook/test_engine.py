@@ -1,0 +1,91 @@
+"""The hook on DeepSpeed's plain engine, in real processes: P1, P8, P10, and what users are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).with_name("engine_job.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    root = tmp_path_factory.mktemp("hook")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(JOB), str(root)],
+            env={
+                **clean,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(JOB.parents[2]),
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        logs = [r.communicate(timeout=240)[0] for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+    for r, log in zip(ranks, logs, strict=True):
+        assert r.returncode == 0, log[-4000:]
+    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_p10_without_the_block_nothing_is_touched(results: list[dict]) -> None:
+    assert all(r["inert"] and r["off"] and r["installed"] for r in results)
+
+
+def test_a_fresh_job_loads_nothing_and_commits_every_step(results: list[dict]) -> None:
+    assert all(r["fresh"] == [None, None] and r["committed"] == 8 for r in results)
+
+
+def test_p8_memory_gives_back_the_newest_state_bit_for_bit(results: list[dict]) -> None:
+    for r in results:
+        path, client, step, incarnation = r["resumed"]
+        assert path == "memory:hook/8"
+        assert client == {"epoch": 3, "step": 8}
+        assert (step, incarnation) == (8, 2)
+        assert r["equal_after_memory"]
+
+
+def test_a_client_state_key_reft_never_saw_is_explained(results: list[dict]) -> None:
+    assert all("reft.attach(engine, client_state=" in r["missing_key"] for r in results)
+
+
+def test_an_explicit_tag_goes_back_and_starts_a_new_incarnation(results: list[dict]) -> None:
+    for r in results:
+        assert r["rolled_back"] == ["global_step5", 5, 3]
+        assert r["equal_after_disk"], "random states come back from the file beside the checkpoint"
+
+
+def test_the_checkpoint_loads_without_reft(results: list[dict]) -> None:
+    assert all(r["without_reft"] == ["global_step5", 5] for r in results)
+
+
+def test_training_over_a_recoverable_version_is_refused(results: list[dict]) -> None:
+    assert all("without calling engine.load_checkpoint" in r["careless"] for r in results)
+
+
+def test_a_job_that_lost_everything_is_not_started_from_scratch(results: list[dict]) -> None:
+    for r in results:
+        assert "cannot be recovered and no checkpoint is on disk" in r["lost"]
+        assert "reft clean --job hook --force" in r["lost"]

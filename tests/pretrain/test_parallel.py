@@ -1,0 +1,163 @@
+"""One model, every layout: the same initial weights, losses and updates.
+
+All layouts train one after the other in a single launch of four processes; the reference is a
+second implementation in double precision, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reft.data.sampler import ResumableSampler
+from reft.pretrain.options import parse
+from reft.pretrain.samples import open_samples
+from reft.pretrain.tokenizer import ByteTokenizer
+from tests.pretrain import reference
+from tests.pretrain.conftest import run_bounded
+
+WORKER = Path(__file__).with_name("worker.py")
+STEPS = 3
+BATCH = 8
+LR, CLIP = 0.5, 0.2
+SHAPE = ["--layers", "3", "--hidden", "32", "--ffn", "48", "--seq", "16", "--seed", "11"]
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": LR}},
+    "scheduler": None,
+    "gradient_clipping": CLIP,
+}
+
+# name: (micro-batch, micro-batches, options); plain gradient descent shows any error of the clipped norm.
+LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
+    "dp4": (1, 2, []),
+    "pp2-dp2": (2, 2, ["--pp", "2"]),
+    "data-first": (2, 2, ["--pp", "2", "--rank-order", "data-pipe-model"]),
+    "tp2-dp2": (2, 2, ["--tp", "2"]),
+    "pp2-tp2": (2, 4, ["--pp", "2", "--tp", "2"]),
+    "model-first": (2, 4, ["--pp", "2", "--tp", "2", "--rank-order", "model-data-pipe"]),
+    "recomputed": (2, 2, ["--pp", "2", "--checkpoint-activations"]),
+    "tied-pp2-dp2": (2, 2, ["--tied", "--pp", "2"]),
+    "tied-pp2-tp2": (2, 4, ["--tied", "--pp", "2", "--tp", "2"]),
+}
+# Adam, every number format: saved half-way, loaded into a new engine, gone on with.
+FORMATS: dict[str, tuple[str, list[str]]] = {
+    "fp32": ("AdamW", ["--tied"]),
+    "fp32-zero1": ("DeepSpeedZeroOptimizer", ["--zero", "1"]),
+    "bf16-zero1": ("BF16_Optimizer", ["--zero", "1", "--dtype", "bf16"]),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "sgd.json").write_text(json.dumps(SGD))
+    base = [*SHAPE, "--data", str(text_folder), "--cache-dir", str(folder / "cache"), "--steps", str(STEPS)]
+    sgd = [*base, "--deepspeed-config", str(folder / "sgd.json")]
+    cases = [
+        {
+            "name": name,
+            "argv": [*sgd, "--micro-batch", str(micro), "--micro-batches", str(count), *options],
+            "steps": STEPS,
+        }
+        for name, (micro, count, options) in LAYOUTS.items()
+    ]
+    cases += [
+        {
+            "name": name,
+            "argv": [*base, "--pp", "2", "--warmup", "2", *options],
+            "steps": STEPS,
+            "resume_from": 1,
+        }
+        for name, (_, options) in FORMATS.items()
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    command += [str(WORKER), str(folder / "cases.json"), str(folder)]
+    done = run_bounded(command, 240, folder)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {
+        case["name"]: [torch.load(folder / f"{case['name']}-{r}.pt", weights_only=False) for r in range(4)]
+        for case in cases
+    } | {"folder": folder}  # type: ignore[dict-item]
+
+
+def whole(ranks: list[dict[str, Any]], when: str) -> dict[str, torch.Tensor]:
+    """Full weights of replica 0, tensor slices put together."""
+    slices: dict[str, dict[int, torch.Tensor]] = {}
+    dims: dict[str, int] = {}
+    for rank in ranks:
+        if rank["at"].dp == 0:
+            dims |= rank["shards"]
+            for name, value in rank[when].items():
+                slices.setdefault(name, {})[rank["at"].tp] = value
+    return {
+        name: torch.cat([parts[t] for t in sorted(parts)], dim=dims[name]) if name in dims else parts[0]
+        for name, parts in slices.items()
+    }
+
+
+def batches(folder: Path, text_folder: Path) -> list[torch.Tensor]:
+    samples = open_samples([text_folder], ByteTokenizer(), folder / "cache", 16)
+    sampler = ResumableSampler(len(samples), seed=11, micro_batch=BATCH)
+    return [torch.stack([torch.from_numpy(samples[int(i)]) for i in next(sampler)]) for _ in range(STEPS)]
+
+
+def test_initial_weights_are_the_same_in_every_layout(results) -> None:
+    for tied in (False, True):
+        names = [name for name in LAYOUTS if name.startswith("tied") == tied]
+        first = whole(results[names[0]], "initial")
+        for name in names[1:]:
+            other = whole(results[name], "initial")
+            assert first.keys() == other.keys()
+            assert all(torch.equal(first[key], other[key]) for key in first), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_and_clipped_updates_equal_one_process_in_double_precision(
+    results, text_folder: Path, tied: bool
+) -> None:
+    config = parse([*SHAPE, *(["--tied"] if tied else [])]).model_config()
+    names = [name for name in LAYOUTS if name.startswith("tied") == tied]
+    data = batches(results["folder"], text_folder)
+    losses, final = reference.train_sgd(data, whole(results[names[0]], "initial"), config, LR, CLIP)
+    for name in names:
+        assert results[name][0]["losses"] == pytest.approx(losses, rel=2e-6), name
+        for key, value in whole(results[name], "final").items():
+            torch.testing.assert_close(value.double(), final[key], rtol=1e-4, atol=3e-6, msg=f"{name} {key}")
+
+
+def test_what_should_be_equal_is_bit_identical(results) -> None:
+    for name in [*LAYOUTS, *FORMATS]:
+        ranks = results[name]
+        assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks), name
+        for a in ranks:
+            for b in ranks:
+                slices = a["shards"].keys() if a["at"].tp != b["at"].tp else set()
+                for key in a["final"].keys() & b["final"].keys() - slices:
+                    # Replicas, norms on all tensor ranks, tied weights on both stages.
+                    assert torch.equal(a["final"][key], b["final"][key]), (name, key, a["at"], b["at"])
+
+
+def test_the_order_of_ranks_and_recomputation_change_no_bit(results) -> None:
+    for one, other in (("pp2-dp2", "data-first"), ("pp2-dp2", "recomputed"), ("pp2-tp2", "model-first")):
+        assert results[one][0]["losses"] == results[other][0]["losses"]
+        before, after = whole(results[one], "final"), whole(results[other], "final")
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert [r["at"].dp for r in results["data-first"]] == [0, 0, 1, 1]
+    assert [r["at"].tp for r in results["model-first"]] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_checkpoint_goes_on_with_the_same_losses(results, name: str) -> None:
+    for rank in results[name]:
+        assert rank["optimizer"] == FORMATS[name][0]
+        assert rank["resumed_losses"] == rank["losses"]
+        assert rank["path"] is not None
+        assert all(torch.equal(rank["final"][k], rank["resumed_final"][k]) for k in rank["final"])
+        # Each stage's replica 0 wrote its own part: after one step of three.
+        assert rank["state"]["data"]["consumed"] == rank["consumed"] // STEPS
