@@ -117,7 +117,7 @@ class ReftConfig(_Block):
     grace_secs: float = Field(
         25.0, gt=0, description="after SIGTERM or Ctrl-C: time to finish the step, commit and persist"
     )
-    persist: PersistConfig = Field(PersistConfig(), description="checkpoints on storage")
+    persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 
     @model_validator(mode="after")

@@ -57,7 +57,7 @@ class JobRecord:
 
 
 def _connect(endpoint: str) -> Any:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, _, port = endpoint.rpartition(":")
     try:
