@@ -87,9 +87,10 @@ def _register_pass_through() -> None:
 
 
 def _register_memory_commands() -> None:
-    from reft import cli_memory
+    from reft import cli_job, cli_memory
 
     cli_memory.register(app)
+    cli_job.register(app)
 
 
 _register_pass_through()

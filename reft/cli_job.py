@@ -1,0 +1,117 @@
+"""``reft status`` and ``reft persist``: a running job's node, and a dead job's memory onto disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from reft.cli_memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
+from reft.store.jobdir import JobDir, is_running, read_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the ``reft`` command."""
+    app.command("status")(status_command)
+    app.command("persist")(persist_command)
+
+
+def status_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+    """What the node's daemon knows: newest commit, stale since which step, newest checkpoint on disk."""
+    nodes = [_node_status(path) for path in find_memory(memory_dir, job)]
+    if as_json:
+        typer.echo(json.dumps(nodes, indent=2, default=str))
+    else:
+        for node in nodes:
+            _show_status(node)
+    if not all(_is_well(node) for node in nodes):
+        raise typer.Exit(EXIT_NOT_WELL)
+
+
+def persist_command(
+    out: Annotated[Path, typer.Option("--out", help="directory of DeepSpeed checkpoints to write to")],
+    memory_dir: MemoryDirs = None,
+    job: Job = None,
+    keep: Annotated[int, typer.Option(min=1, help="newest checkpoints of the job to keep there")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
+
+    Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
+    """
+    from reft.load.offline import persist_offline
+
+    screen = Console(stderr=True)
+    result = persist_offline(
+        find_memory(memory_dir, job),
+        out,
+        keep=keep,
+        progress=lambda progress: screen.print(f"  {progress}", markup=False, highlight=False),
+    )
+    info = result.checkpoint
+    facts = {
+        "checkpoint": str(info.path),
+        "tag": info.tag,
+        "step": info.label.step,
+        "bytes_from": result.plan.bytes_from,
+        "corrupt_blocks_replaced": result.corrupt_blocks,
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        typer.echo(
+            f"wrote step {info.label.step} to {info.path}; engine.load_checkpoint({str(out)!r}) loads it"
+        )
+        if result.corrupt_blocks:
+            typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
+
+
+def _node_status(path: Path) -> dict[str, Any]:
+    """The daemon's last word, and whether it still runs."""
+    directory = JobDir.open(path)
+    daemon = read_json(path / "daemon.json")
+    return {
+        "job_id": directory.job_id,
+        "node": directory.node,
+        "memory": str(path),
+        "daemon_runs": daemon is not None and is_running(daemon),
+        "status": directory.read_status(),
+    }
+
+
+def _is_well(node: dict[str, Any]) -> bool:
+    status = node["status"] or {}
+    persist = status.get("persist") or {}
+    stale = status.get("stale_since_step") is not None or persist.get("stale_since_step") is not None
+    return bool(node["daemon_runs"]) and status.get("last_committed") is not None and not stale
+
+
+def _show_status(node: dict[str, Any]) -> None:
+    status = node["status"] or {}
+    persist = status.get("persist") or {}
+    table = Table(title=f"job {node['job_id']}, node {node['node']}", show_header=False)
+    table.add_row("daemon", "runs" if node["daemon_runs"] else "does not run")
+    table.add_row("newest commit", _label(status.get("last_committed")))
+    table.add_row("snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause")))
+    table.add_row(
+        "skipped", ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none"
+    )
+    table.add_row("on disk", _label(persist.get("last")) if persist.get("dir") else "not configured")
+    if persist.get("dir"):
+        table.add_row("persist", _staleness(persist.get("stale_since_step"), persist.get("error")))
+    if updated := status.get("updated_unix_secs"):
+        table.add_row("as of", f"{max(0.0, time.time() - updated):.0f} s ago")
+    Console().print(table, markup=False)
+
+
+def _label(value: dict[str, int] | None) -> str:
+    return "none" if value is None else f"step {value['step']} (incarnation {value['incarnation']})"
+
+
+def _staleness(since: int | None, cause: str | None) -> str:
+    return "up to date" if since is None else f"STALE since step {since}: {cause}"
