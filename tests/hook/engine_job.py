@@ -77,7 +77,7 @@ def main(root: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     os.environ["REFT_NODE_ID"] = f"node{rank}"
     block = {"enabled": True, "job_id": "hook", "memory_dir": str(root / f"memory{rank}")}
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"deepspeed": deepspeed.__version__}
 
     # P10: without the block the engine is as DeepSpeed made it, also after install().
     plain = make(None)

@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
             env={
                 **clean,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(JOB.parents[2]),
+                "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(JOB.parents[2])) if p),
                 "RANK": str(rank),
                 "LOCAL_RANK": "0",
                 "WORLD_SIZE": "2",
