@@ -1,0 +1,308 @@
+"""One adapter per optimizer class that DeepSpeed gives under ZeRO stage 0 and 1.
+
+=============================  ==================================================  ==================
+class                          when (DeepSpeed 0.16 to 0.19)                       optimizer state is
+=============================  ==================================================  ==================
+torch / DeepSpeed / client     fp32, ZeRO-0                                        replicated
+``FP16_Optimizer``             fp16 or (0.17 on) bf16, ZeRO-0, FusedAdam           replicated
+``FP16_UnfusedOptimizer``      fp16 or (0.17 on) bf16, ZeRO-0, others              replicated
+``BF16_Optimizer``             bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
+                               pipeline; (to 0.17) ZeRO-0 accumulating in fp32
+``DeepSpeedZeroOptimizer``     ZeRO-1: fp32, fp16, bf16 accumulating in bf16       owned
+=============================  ==================================================  ==================
+
+All share one shape: the model's own parameters (frozen ones too) are replicated; below them sits a
+torch optimizer whose parameters are the model's own, fp32 masters, or this rank's partition of them.
+``master`` tensors are what that optimizer updates. The exact class is looked up: a subclass may hold
+more, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+
+from reft.errors import LayoutError
+from reft.state import cpu_adam
+from reft.state.catalogue import Manifest, SectionImage
+from reft.state.optimizer import OptimizerState
+from reft.state.support import check_engine, check_optimizer, class_path, refuse, refuse_class
+
+_LOSS_SCALE = (
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+    "min_loss_scale",
+    "min_scale",
+    "delayed_shift",
+    "cur_hysteresis",
+    "consecutive_hysteresis",
+    "dynamic_loss_scale",
+)
+
+
+class StateAdapter:
+    """Everything of an engine's model and optimizer, as images and host values.
+
+    Args:
+        engine: a DeepSpeed engine.
+    """
+
+    owned: ClassVar[bool]
+    """Whether masters and optimizer state are this rank's partition (else equal on all DP peers)."""
+
+    attributes: ClassVar[tuple[str, ...]] = (
+        "overflow",
+        "clip_grad",
+        "custom_loss_scaler",
+        "external_loss_scale",
+    )
+    """Attributes of the wrapper that change while training or that its checkpoints hold."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.wrapper = engine.optimizer
+        self.state = OptimizerState(self._innermost())
+        self.check()
+        self._module_params = [p for _, p in engine.module.named_parameters()]
+
+    def _innermost(self) -> Any:
+        return self.wrapper.optimizer
+
+    def check(self) -> None:
+        """Refuse what this class may hold but the adapter does not know."""
+        check_optimizer(self.state.optimizer)
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def images(self) -> tuple[SectionImage, SectionImage]:
+        """``(replicated, owned)`` views of the live tensors; build again when :meth:`signature`
+        changes."""
+        model: list[tuple[str, torch.Tensor]] = [
+            (f"model.{name}", p) for name, p in self.engine.module.named_parameters()
+        ]
+        known = {id(p) for _, p in model}
+        masters = [(name, p) for name, p in self.state.masters() if id(p) not in known]
+        optimizer = [*masters, *self.state.tensors()]
+        if self.owned:
+            return SectionImage(model), SectionImage(optimizer)
+        return SectionImage([*model, *optimizer]), SectionImage([])
+
+    def signature(self) -> Hashable:
+        """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
+        return tuple((p.data_ptr(), p.numel()) for p in self._module_params), self.state.pointers()
+
+    def host_state(self) -> dict[str, Any]:
+        """What is not in the images, encodable. Taken at a step boundary."""
+        return {
+            "wrapper": class_path(self.wrapper),
+            "optimizer": class_path(self.state.optimizer),
+            "param_groups": self.state.param_groups(),
+            "layout": self.state.layout(),
+            "state": self.state.values(),
+            "extra": self.state.extra(),
+            "attributes": {
+                name: value
+                for name, value in vars(self.wrapper).items()
+                if name in self.attributes and _is_host(value)
+            },
+            "loss_scale": self._loss_scale(),
+        }
+
+    def _scale_holder(self) -> Any:
+        """The object with the loss scale's fields: up to 0.17 the fp16 wrappers themselves."""
+        for name in ("loss_scaler", "loss_scale_config"):
+            holder = vars(self.wrapper).get(name)
+            if holder is not None:
+                return holder
+        return self.wrapper
+
+    def _loss_scale(self) -> dict[str, Any]:
+        fields = vars(self._scale_holder())
+        return {name: fields[name] for name in _LOSS_SCALE if name in fields and _is_host(fields[name])}
+
+    # -- restore ---------------------------------------------------------------------------------
+
+    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+        """Give the optimizer the state entries that the snapshot has, so that the images match.
+
+        Args:
+            manifest: of the snapshot.
+            host_state: what :meth:`host_state` returned when it was taken.
+
+        Returns:
+            Images whose bytes are to be written.
+
+        Raises:
+            LayoutError: the running job has other tensors or another optimizer.
+        """
+        self._check_same(host_state)
+        section = manifest.owned if self.owned else manifest.replicated
+        self.state.materialise(host_state["layout"], {spec.name: spec for spec in section})
+        self.state.restore_values(host_state["state"], host_state["extra"])
+        images = self.images()
+        manifest.check(images)
+        return images
+
+    def _check_same(self, host_state: dict[str, Any]) -> None:
+        for what, live in (("wrapper", self.wrapper), ("optimizer", self.state.optimizer)):
+            if host_state[what] != class_path(live):
+                raise LayoutError(
+                    f"the snapshot was taken with the {what} {host_state[what]}, the running job has "
+                    f"{class_path(live)}; use the DeepSpeed configuration that took the snapshot"
+                )
+
+    def finish(self, host_state: dict[str, Any]) -> None:
+        """After the bytes are in place: hyper-parameters, counters, loss scale, links. May be called
+        again."""
+        self.state.restore_groups(host_state["param_groups"])
+        self.state.restore_values(host_state["state"], host_state["extra"])
+        self.restore_caches(host_state)
+
+    def restore_caches(self, host_state: dict[str, Any]) -> None:
+        """The part of :meth:`finish` that DeepSpeed's own ``load_checkpoint`` leaves out."""
+        for name, value in host_state["attributes"].items():
+            setattr(self.wrapper, name, value)
+        holder = self._scale_holder()
+        for name, value in host_state["loss_scale"].items():
+            if name in vars(holder):
+                setattr(holder, name, value)
+        cpu_adam.replay(self.state, class_path(self.state.optimizer))
+        self._link()
+
+    def _link(self) -> None:
+        """Make what the wrapper caches about masters and state point to the live tensors."""
+
+
+class PlainAdapter(StateAdapter):
+    """fp32 without ZeRO: the engine's optimizer is the torch optimizer itself."""
+
+    owned = False
+    attributes = ()
+
+    def _innermost(self) -> Any:
+        return self.wrapper
+
+    def _loss_scale(self) -> dict[str, Any]:
+        return {}
+
+
+class FP16UnfusedAdapter(StateAdapter):
+    """``FP16_UnfusedOptimizer``: an fp32 master per parameter, equal on all DP peers."""
+
+    owned = False
+
+
+class FP16Adapter(StateAdapter):
+    """``FP16_Optimizer``: one flat fp32 master per group, equal on all DP peers.
+
+    Which parts of the flat gradient count towards the norm is found in the first step that does not
+    overflow, from the gradients there are in that step, and kept for good. A resumed run would find it
+    in another step, so it is part of the state.
+    """
+
+    owned = False
+    attributes = (*StateAdapter.attributes, "has_executed_step")
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._masks: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+
+    def host_state(self) -> dict[str, Any]:
+        return {**super().host_state(), "grad_norm_masks": self._host_masks()}
+
+    def _host_masks(self) -> list[torch.Tensor]:
+        """Copies of the masks, made once: reading them from a device would wait for it."""
+        live = self.wrapper.flatten_grad_norm_mask_list
+        seen = self._masks[0]
+        if len(seen) != len(live) or any(a is not b for a, b in zip(seen, live, strict=True)):
+            self._masks = (list(live), [mask.detach().to("cpu", copy=True) for mask in live])
+        return self._masks[1]
+
+    def restore_caches(self, host_state: dict[str, Any]) -> None:
+        super().restore_caches(host_state)
+        device = self.wrapper.fp32_groups_flat[0].device
+        self.wrapper.flatten_grad_norm_mask_list = [
+            mask.to(device, copy=True) for mask in host_state["grad_norm_masks"]
+        ]
+
+
+class _PartitionedAdapter(StateAdapter):
+    """Wrappers that give each DP peer a flat partition, and each model parameter a link to its
+    fragments of the partition and of its optimizer state."""
+
+    owned = True
+
+    def _link(self) -> None:
+        self.wrapper._link_all_hp_params()
+        self.wrapper._hp_optimizer_states_linked = False
+        if self.state.ready():
+            self.wrapper._lazy_init_hp_params_optimizer_state()
+
+
+class BF16Adapter(_PartitionedAdapter):
+    """``BF16_Optimizer``, which partitions over DP under ZeRO-0 too."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.wrapper.using_real_optimizer:
+            raise refuse_class(self.state.optimizer)
+
+
+class ZeroAdapter(_PartitionedAdapter):
+    """``DeepSpeedZeroOptimizer`` at stage 1. The partition is restored whole, padding included, in
+    whatever order ``round_robin_gradients`` gave it."""
+
+    attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
+
+    def check(self) -> None:
+        path = class_path(self.wrapper)
+        if self.wrapper.partition_gradients:
+            raise refuse(f"{path} at ZeRO stage 2", "set zero_optimization.stage to 1")
+        if self.wrapper.cpu_offload:
+            raise refuse(f"{path} with CPU offload", "remove zero_optimization.offload_optimizer")
+        if vars(self.wrapper).get("zenflow"):
+            raise refuse(f"{path} with ZenFlow", "remove zero_optimization.zenflow")
+        if vars(self.wrapper).get("torch_autocast_gradscaler") is not None:
+            raise refuse(f"{path} with torch.amp.GradScaler", "use bf16 autocast, or fp16.enabled")
+        scaler = class_path(self.wrapper.loss_scaler)
+        if scaler not in _LOSS_SCALERS:
+            raise refuse(f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers")
+        super().check()
+
+
+_LOSS_SCALERS = tuple(
+    f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler")
+)
+
+_ADAPTERS: dict[str, type[StateAdapter]] = {
+    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": FP16Adapter,
+    "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": FP16UnfusedAdapter,
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": BF16Adapter,
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": ZeroAdapter,
+}
+
+
+def adapter_for(engine: Any) -> StateAdapter:
+    """The adapter of ``engine``.
+
+    Raises:
+        UnsupportedStateError: the engine or its optimizer holds state reft does not know; names the
+            class and what to change.
+    """
+    check_engine(engine)
+    adapter = _ADAPTERS.get(class_path(engine.optimizer))
+    if adapter is None:
+        if not isinstance(engine.optimizer, torch.optim.Optimizer):
+            raise refuse_class(engine.optimizer)
+        adapter = PlainAdapter
+    return adapter(engine)
+
+
+def _is_host(value: Any) -> bool:
+    """Not on a device: reading it would stall the training thread until the device is idle."""
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"

@@ -1,0 +1,280 @@
+"""Live tensors seen as the bytes of a section of the stage image.
+
+A :class:`SectionImage` lays the memory of a list of tensors end to end, each at a multiple of 64
+bytes, and copies any byte range of that image out of, or into, the live tensors. It holds views, never
+copies, and it never rebinds a tensor: optimizers keep views into flat buffers that a rebound ``.data``
+would cut loose.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from reft.errors import LayoutError, UnsupportedStateError
+from reft.state import codec
+
+ALIGNMENT_BYTES = 64
+"""Every tensor starts at a multiple of this in its image (as shard and block boundaries do)."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What must be equal between the tensor that was copied and the one that is restored.
+
+    Attributes:
+        name: unique within the section.
+        dtype: torch's name without the module, such as ``bfloat16``.
+        shape: sizes.
+        stride: strides in elements; the bytes are stored in memory order, so they decide which byte
+            is which element.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = vars(torch).get(self.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"{self.name} has dtype {self.dtype}, unknown to torch {torch.__version__}")
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of both sections of one rank, in image order."""
+
+    replicated: tuple[TensorSpec, ...]
+    owned: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, images: tuple[SectionImage, SectionImage]) -> Manifest:
+        """The manifest of ``(replicated, owned)``."""
+        return cls(images[0].specs, images[1].specs)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Bytes for the host section (computed once)."""
+        return codec.encode({s: [_spec_fields(t) for t in getattr(self, s)] for s in ("replicated", "owned")})
+
+    def encode(self) -> bytes:
+        return self.encoded
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Manifest:
+        fields = codec.decode(data)
+        return cls(*(tuple(_spec(f) for f in fields[s]) for s in ("replicated", "owned")))
+
+    def check(self, images: tuple[SectionImage, SectionImage]) -> None:
+        """Refuse images that are not exactly what this manifest describes.
+
+        Raises:
+            LayoutError: names the first tensor that differs.
+        """
+        found = Manifest.of(images)
+        for section in ("replicated", "owned"):
+            _check_section(section, getattr(self, section), getattr(found, section))
+
+
+def _spec_fields(spec: TensorSpec) -> list[Any]:
+    return [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
+
+
+def _spec(fields: list[Any]) -> TensorSpec:
+    return TensorSpec(fields[0], fields[1], tuple(fields[2]), tuple(fields[3]))
+
+
+def _check_section(section: str, wanted: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> None:
+    for w, f in zip(wanted, found, strict=False):
+        if w != f:
+            raise LayoutError(
+                f"the {section} section of the snapshot has {w} (stride {w.stride}) where the running job "
+                f"has {f} (stride {f.stride}); start the job with the model, optimizer and parallel degrees "
+                f"that took the snapshot"
+            )
+    if len(wanted) != len(found):
+        extra = (wanted if len(wanted) > len(found) else found)[min(len(wanted), len(found))]
+        raise LayoutError(
+            f"the {section} section of the snapshot has {len(wanted)} tensors, the running job {len(found)}; "
+            f"the first without a partner is {extra}"
+        )
+
+
+class SectionImage:
+    """The logical bytes of a section: live tensors laid end to end, each 64-byte aligned.
+
+    Memory that appears twice (tied parameters, views of one storage) is stored once, under the name
+    of the largest tensor, the first of equals. Safe to use from a thread other than the one that
+    trains, as far as the bytes themselves are not being written.
+
+    Args:
+        tensors: unique names and live tensors, in an order that every incarnation repeats.
+
+    Raises:
+        UnsupportedStateError: for a tensor that does not fill its memory range (gaps, overlaps,
+            expanded), is sparse, or overlaps another one in part.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        kept = _without_aliases([(name, t.detach()) for name, t in tensors])
+        self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
+        self._views = [_byte_view(t) for _, t in kept]
+        offsets, end = [], 0
+        for view in self._views:
+            offsets.append(end)
+            end += -(-view.numel() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.offsets: tuple[int, ...] = tuple(offsets)
+        self.nbytes: int = end
+        # Only tensors with bytes take part in copying; several zero-size ones may share an offset.
+        self._parts = [(o, v) for o, v in zip(offsets, self._views, strict=True) if v.numel()]
+        self._starts = [o for o, _ in self._parts]
+
+    def read_into(self, start: int, out: torch.Tensor) -> None:
+        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0."""
+        position, stop = self._range(start, out)
+        for offset, view in self._overlapping(start, stop):
+            begin, end = max(start, offset), min(stop, offset + view.numel())
+            out[position - start : begin - start].zero_()
+            out[begin - start : end - start].copy_(view[begin - offset : end - offset])
+            position = end
+        out[position - start :].zero_()
+
+    def write_from(self, start: int, data: torch.Tensor) -> None:
+        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``."""
+        _, stop = self._range(start, data)
+        for offset, view in self._overlapping(start, stop):
+            begin, end = max(start, offset), min(stop, offset + view.numel())
+            view[begin - offset : end - offset].copy_(data[begin - start : end - start])
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """``(offset,)`` of the tensor's first element in the image, or None.
+
+        The tensor must lie within the memory of one member; its element with strides ``s`` then is at
+        ``offset + itemsize * sum(index * s)``. A zero-size tensor has no place: None.
+        """
+        extent = _extent_bytes(tensor)
+        if not extent:
+            return None
+        address = tensor.data_ptr()
+        starts, parts = self._addresses.get(str(tensor.device), ([], []))
+        at = bisect_right(starts, address) - 1
+        if at < 0:
+            return None
+        offset, view = parts[at]
+        inside = address + extent <= starts[at] + view.numel()
+        return (offset + address - starts[at],) if inside else None
+
+    @cached_property
+    def _addresses(self) -> dict[str, tuple[list[int], list[tuple[int, torch.Tensor]]]]:
+        """Per device: addresses of the members, ascending, and the members."""
+        by_device: dict[str, tuple[list[int], list[tuple[int, torch.Tensor]]]] = {}
+        for part in sorted(self._parts, key=lambda p: p[1].data_ptr()):
+            starts, parts = by_device.setdefault(str(part[1].device), ([], []))
+            starts.append(part[1].data_ptr())
+            parts.append(part)
+        return by_device
+
+    def _range(self, start: int, data: torch.Tensor) -> tuple[int, int]:
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise ValueError(f"found a {data.dtype} tensor of {data.dim()} dimensions; expected 1-D uint8")
+        stop = start + data.numel()
+        if start < 0 or stop > self.nbytes:
+            raise ValueError(f"bytes [{start}, {stop}) are not within the image of {self.nbytes} bytes")
+        return start, stop
+
+    def _overlapping(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+        first = max(0, bisect_right(self._starts, start) - 1)
+        last = bisect_right(self._starts, stop - 1) if stop > start else first
+        return [(o, v) for o, v in self._parts[first:last] if o < stop and o + v.numel() > start]
+
+
+def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Every byte once: tensors that lie within another one of the list are dropped."""
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"the tensor name {name!r} appears twice; names must be unique in a section")
+        seen.add(name)
+        _check_dense(name, tensor)
+    sized = [(i, t) for i, (_, t) in enumerate(tensors) if t.numel()]
+    # By address; of those that start together the longest first, then the earliest.
+    sized.sort(key=lambda p: (str(p[1].device), p[1].data_ptr(), -_extent_bytes(p[1]), p[0]))
+    dropped: set[int] = set()
+    device, end, owner = None, 0, ""
+    for i, tensor in sized:
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor)
+        if tensor.device == device and start < end:
+            if stop > end:
+                raise UnsupportedStateError(
+                    f"the tensors {owner} and {tensors[i][0]} share a part of their memory; expected them "
+                    f"to be apart or one within the other: give one of them memory of its own"
+                )
+            dropped.add(i)
+        else:
+            device, end, owner = tensor.device, stop, tensors[i][0]
+    return [t for i, t in enumerate(tensors) if i not in dropped]
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise UnsupportedStateError(
+            f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}; expected a "
+            f"plain torch.Tensor"
+        )
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_conj():
+        raise UnsupportedStateError(
+            f"{name} is a {tensor.dtype} tensor with layout {tensor.layout} on {tensor.device}; expected a "
+            f"dense tensor with memory of its own"
+        )
+    if not _is_dense(tensor):
+        raise UnsupportedStateError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, which leave gaps "
+            f"in its memory or visit a byte twice; make it contiguous"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one range of memory, each byte once (in any order of dimensions)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element, 0 for a tensor without elements."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as 1-D uint8, in memory order."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

@@ -1,0 +1,409 @@
+"""DeepSpeed's checkpoint files, written from a snapshot instead of from a live engine.
+
+While training runs, each rank records once what ``engine.save_checkpoint`` would write there, as a
+*template* (:mod:`reft.state.template`) that travels in the host block of every version. Whoever holds
+the images and host blocks of a version, be it the node daemon or a tool after the job's death, fills
+the templates in and gets the files that ``save_checkpoint`` would have written at that very step: plain
+DeepSpeed loads them without reft.
+
+Every rank records its own files only, as DeepSpeed distributes them: the first replica the model files,
+each replica its ZeRO partition. A version is recoverable only with the host block of every rank, so the
+templates of a lost node are never missing where its state is not.
+
+Beside DeepSpeed's files lies one file per rank with the host state (random state, data position,
+buffers), which DeepSpeed does not look at and reft restores bit-exactly from (P8).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+
+from reft.errors import PersistError, UnsupportedStateError
+from reft.state import codec
+from reft.state.catalogue import SectionImage
+from reft.state.per_step import PerStepValues, client_state, shape_of
+from reft.state.template import HostState, ReadSection, Rebuilder, TemplateBuilder
+from reft.topology import Coordinate
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE_FORMAT = 1
+HOST_FILE_MAGIC = b"REFTHOST1"
+_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+_NOWHERE = Path("/nonexistent/reft-template")
+_TAG = "template"
+
+
+@dataclass(frozen=True)
+class Template:
+    """The checkpoint files of one rank without the bytes.
+
+    Attributes:
+        files: node tree of every file, by name within the tag directory.
+        client_files: files whose top level takes up the user's client state.
+        recovery_scripts: whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory.
+        shape: which values the host state must have (:func:`reft.state.per_step.shape_of`).
+        versions: DeepSpeed and torch that the engine ran on.
+    """
+
+    files: Mapping[str, list[Any]]
+    client_files: tuple[str, ...]
+    recovery_scripts: bool
+    shape: bytes
+    versions: Mapping[str, str]
+
+    def encode(self) -> bytes:
+        content = {
+            "format": TEMPLATE_FORMAT,
+            "files": dict(self.files),
+            "client_files": list(self.client_files),
+            "recovery_scripts": self.recovery_scripts,
+            "shape": self.shape,
+            "versions": dict(self.versions),
+        }
+        return zlib.compress(codec.encode(content), 6)
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Template:
+        """Inverse of :meth:`encode`.
+
+        Raises:
+            PersistError: if ``data`` is empty (the engine's checkpoint could not be described), damaged
+                or of a later format.
+        """
+        if not data:
+            raise PersistError(
+                "the version carries no checkpoint template: the engine holds something reft cannot write as "
+                "a DeepSpeed checkpoint (the trainer's log names it). Recovery from memory is not affected"
+            )
+        try:
+            content = codec.decode(zlib.decompress(data))
+            found = content["format"]
+            if found > TEMPLATE_FORMAT:
+                raise PersistError(
+                    f"the template has format {found}; this reft reads format {TEMPLATE_FORMAT}"
+                )
+            return cls(
+                files=content["files"],
+                client_files=tuple(content["client_files"]),
+                recovery_scripts=content["recovery_scripts"],
+                shape=content["shape"],
+                versions=content["versions"],
+            )
+        except (zlib.error, codec.DecodeError, KeyError, TypeError) as error:
+            raise PersistError(f"the checkpoint template cannot be read: {error!r}") from error
+
+
+# --- capturing -------------------------------------------------------------------------------------
+
+
+def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], host_state: HostState) -> bytes:
+    """Record what ``engine.save_checkpoint`` would write on this rank.
+
+    No file is made, no tensor is copied and no collective is entered, so a rank may do this by itself
+    between two steps. Needed once per layout, not once per step.
+
+    Args:
+        engine: a DeepSpeed engine.
+        images: its (replicated, owned) images.
+        host_state: host state captured at the same step.
+
+    Returns:
+        The encoded template.
+
+    Raises:
+        UnsupportedStateError: names the file, the key and the class that reft cannot describe.
+    """
+    recorded = _record(engine)
+    per_step = PerStepValues(engine, host_state)
+    files = {
+        name: TemplateBuilder(name, images, per_step.resolver(content), host_state).build(content)
+        for name, content in recorded.files.items()
+    }
+    import deepspeed
+
+    template = Template(
+        files=files,
+        client_files=tuple(n for n in files if n == recorded.model_file),
+        recovery_scripts=recorded.recovery_scripts,
+        shape=shape_of(host_state),
+        versions={"deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)},
+    )
+    return template.encode()
+
+
+class _RecordingEngine:
+    """Stands in for the engine's checkpoint engine and keeps what it is given."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        self.saved: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes nothing."""
+
+    def create(self, info: Any) -> None:
+        """Begins nothing."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.saved.append((path, state_dict))
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    files: dict[str, Any]
+    model_file: str
+    recovery_scripts: bool
+
+
+def _record(engine: Any) -> _Recorded:
+    if getattr(engine, "has_moe_layers", False):
+        raise UnsupportedStateError(
+            "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; reft "
+            "writes checkpoints of dense models only"
+        )
+    recorder = _RecordingEngine(engine.checkpoint_engine)
+    scripts: list[Any] = []
+    with ExitStack() as swapped:
+        swapped.enter_context(_attribute(engine, "checkpoint_engine", recorder))
+        swapped.enter_context(_attribute(engine, "_copy_recovery_script", scripts.append))
+        swapped.enter_context(_attribute(engine, "_curr_ckpt_path", None))
+        swapped.enter_context(_without_clones())
+        swapped.enter_context(_quiet())
+        engine._save_checkpoint(str(_NOWHERE), _TAG, client_state={})
+        if engine.save_zero_checkpoint:
+            engine._save_zero_checkpoint(str(_NOWHERE), _TAG)
+        model_file = os.path.basename(engine._get_ckpt_name(str(_NOWHERE), _TAG))
+    return _Recorded(
+        files={_relative(path): state_dict for path, state_dict in recorder.saved},
+        model_file=model_file,
+        recovery_scripts=bool(scripts),
+    )
+
+
+def _relative(path: str) -> str:
+    name = os.path.relpath(path, _NOWHERE / _TAG)
+    if name != os.path.basename(name) or name in ("", ".", ".."):
+        raise UnsupportedStateError(
+            f"DeepSpeed would write {path}; expected a file directly in the tag directory {_NOWHERE / _TAG}"
+        )
+    return name
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Shadow an attribute of an instance, and leave the instance as it was found."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def _without_clones() -> Iterator[None]:
+    """Pipeline modules clone their tensors before they hand them out; a template needs the originals.
+
+    The containers are rebuilt as the cloning would, because that is visible in the file: it drops the
+    ``_metadata`` of a module's state dict.
+    """
+    from deepspeed.runtime.pipe import module
+
+    original = module.clone_tensors_for_torch_save
+    module.clone_tensors_for_torch_save = _detach_all
+    try:
+        yield
+    finally:
+        module.clone_tensors_for_torch_save = original
+
+
+def _detach_all(item: Any, device: Any = None) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.detach()
+    if isinstance(item, (list, tuple)):
+        return type(item)(_detach_all(v) for v in item)
+    if isinstance(item, dict):
+        return type(item)({k: _detach_all(v) for k, v in item.items()})
+    return item
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed would announce that it saves a checkpoint."""
+    from deepspeed.utils import logger as deepspeed_logger
+
+    before = deepspeed_logger.disabled
+    deepspeed_logger.disabled = True
+    try:
+        yield
+    finally:
+        deepspeed_logger.disabled = before
+
+
+# --- rebuilding ------------------------------------------------------------------------------------
+
+
+def rebuild(template: Template, read: ReadSection, host_state: HostState) -> Iterator[tuple[str, Any]]:
+    """State dicts of one rank's files at the version that ``read`` and ``host_state`` hold.
+
+    Args:
+        template: what that rank recorded.
+        read: gives bytes of that rank's images; tensors are views of what it returns.
+        host_state: that rank's captured host state.
+
+    Yields:
+        File name within the tag directory and what DeepSpeed would have given to ``torch.save``.
+
+    Raises:
+        PersistError: if template, images and host state do not fit together.
+    """
+    if shape_of(host_state) != template.shape:
+        raise PersistError(
+            "the host state has other values than the checkpoint template was made for (parameter groups, "
+            "optimizer state or scheduler were added since); the next version of another layout renews it"
+        )
+    for name, node in template.files.items():
+        state_dict = Rebuilder(read, host_state).build(node)
+        if name in template.client_files:
+            state_dict.update(client_state(host_state))
+        yield name, state_dict
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """Length and xxh3_64 of a file, computed while it was written."""
+
+    nbytes: int
+    checksum: int
+
+
+def write_checkpoint(
+    template: Template, read: ReadSection, host_state: HostState, directory: Path, coordinate: Coordinate
+) -> dict[str, WrittenFile]:
+    """Write one rank's files into a tag directory: DeepSpeed's, and the host state beside them.
+
+    Every file appears under its name only when it is complete and flushed to storage.
+
+    Returns:
+        What was written, by name.
+
+    Raises:
+        PersistError: if template, images and host state do not fit together.
+        OSError: if it cannot be written.
+    """
+    written = {}
+    for name, state_dict in rebuild(template, read, host_state):
+        written[name] = _write_file(directory / name, lambda file, sd=state_dict: torch.save(sd, file))
+        del state_dict
+    name = host_file_name(coordinate)
+    written[name] = _write_file(directory / name, lambda file: file.write(encode_host_state(host_state)))
+    return written
+
+
+class _HashingFile:
+    """A file open for writing that keeps the checksum of what goes through it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = xxhash.xxh3_64()
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        self.nbytes += view.nbytes
+        self._file.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_file(path: Path, write: Any) -> WrittenFile:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with temporary.open("wb", buffering=2**20) as file:
+            hashing = _HashingFile(file)
+            write(hashing)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    return WrittenFile(hashing.nbytes, hashing.digest.intdigest())
+
+
+def write_recovery_scripts(directory: Path) -> None:
+    """Copy the scripts that DeepSpeed puts beside its ZeRO checkpoints."""
+    import deepspeed.utils
+
+    source = Path(deepspeed.utils.__file__).parent
+    directory.mkdir(exist_ok=True)
+    for name in _RECOVERY_SCRIPTS:
+        if (source / name).is_file():
+            target = directory / name
+            shutil.copyfile(source / name, target)
+            target.chmod(target.stat().st_mode | stat.S_IEXEC)
+
+
+# --- host files ------------------------------------------------------------------------------------
+
+
+def host_file_name(coordinate: Coordinate) -> str:
+    """Name of a rank's host state within a tag directory. DeepSpeed's patterns do not match it."""
+    return f"reft_host-{coordinate}.msgpack"
+
+
+def encode_host_state(host_state: HostState) -> bytes:
+    """Content of a host file: magic, checksum, encoded state."""
+    body = codec.encode(dict(host_state))
+    return HOST_FILE_MAGIC + xxhash.xxh3_64_digest(body) + body
+
+
+def write_host_file(path: Path, host_state: HostState) -> None:
+    """Write a rank's host state; the file appears when it is complete and flushed."""
+    _write_file(path, lambda file: file.write(encode_host_state(host_state)))
+
+
+def read_host_file(path: Path) -> dict[str, Any]:
+    """Read a rank's host state back, verified (P5).
+
+    Raises:
+        FileNotFoundError: if there is none.
+        PersistError: if it is damaged.
+    """
+    data = path.read_bytes()
+    body = data[len(HOST_FILE_MAGIC) + 8 :]
+    digest = data[len(HOST_FILE_MAGIC) : len(HOST_FILE_MAGIC) + 8]
+    if not data.startswith(HOST_FILE_MAGIC) or xxhash.xxh3_64_digest(body) != digest:
+        raise PersistError(
+            f"{path}: {len(data)} bytes that are not a whole host file of reft; restore it from a copy, or "
+            f"remove it to resume without random state and data position"
+        )
+    state: dict[str, Any] = codec.decode(body)
+    return state

@@ -1,0 +1,194 @@
+"""The host state of one rank: all of a version that is not in the images.
+
+Captured on the training thread at a step boundary, after the engine's own counters have moved:
+``engine.step()`` counts the micro step last, so a hook inside it is too early.
+
+Layout of the captured dict (paths into it are part of the stored checkpoint templates)::
+
+    engine        counters: global_steps, global_samples, skipped_steps, micro_steps, ...
+    lr_scheduler  its state_dict(), or None
+    last_lr       ``_last_lr`` of DeepSpeed's schedulers, which their state_dict leaves out
+    adapter       StateAdapter.host_state()
+    buffers       every module buffer by name, non-persistent ones too
+    schedules     progressive layer drop, curriculum, random-LTD, data sampler, where enabled
+    rng           capture_rng()
+    client        what the user's client_state() returned
+    data          data position
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from reft.errors import LayoutError
+from reft.state.adapters import StateAdapter, adapter_for
+from reft.state.rng import capture_rng, restore_rng
+
+logger = logging.getLogger(__name__)
+
+_COUNTERS = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "micro_steps",
+    "gas_boundary_ctr",
+    "_unmanaged_backward_count",
+    "_step_applied",
+    "_global_grad_norm",
+)
+
+
+def capture_host_state(
+    engine: Any, adapter: StateAdapter, client_state: Mapping[str, Any] | None, data_state: Any
+) -> dict[str, Any]:
+    """Capture the host state.
+
+    Parts that belong to schedulers and to the user may alias live objects: encode the result before
+    the next step.
+
+    Args:
+        engine: the live engine, at a step boundary.
+        adapter: of the engine.
+        client_state: what the user wants to have restored; any encodable values.
+        data_state: the data position, encodable.
+    """
+    scheduler = engine.lr_scheduler
+    return {
+        "engine": {n: vars(engine)[n] for n in _COUNTERS if n in vars(engine) and _is_host(vars(engine)[n])},
+        "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "last_lr": getattr(scheduler, "_last_lr", None),
+        "adapter": adapter.host_state(),
+        "buffers": _buffers(engine.module),
+        "schedules": {name: get() for name, (get, _) in _schedules(engine).items()},
+        "rng": capture_rng(),
+        "client": dict(client_state) if client_state is not None else None,
+        "data": data_state,
+    }
+
+
+def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]) -> None:
+    """Restore a decoded host state; the images must have been written.
+
+    Client state and data position are left to the caller; random generators come last, so that
+    nothing here advances them.
+    """
+    adapter.finish(state["adapter"])
+    _restore_counters(engine, state["engine"])
+    _restore_scheduler(engine, state)
+    _restore_rest(engine, state)
+
+
+def restore_data_free_state(engine: Any, state: dict[str, Any]) -> None:
+    """After DeepSpeed's own ``load_checkpoint``: restore what its files do not hold, no tensor of the
+    images among it. ``state`` must be of the step that was loaded."""
+    if state["engine"]["global_steps"] != engine.global_steps:
+        raise LayoutError(
+            f"the host state is of step {state['engine']['global_steps']}, the checkpoint of step "
+            f"{engine.global_steps}; expected both from one save"
+        )
+    adapter_for(engine).restore_caches(state["adapter"])
+    _restore_counters(engine, state["engine"])
+    _restore_scheduler(engine, state)
+    _restore_rest(engine, state)
+
+
+def _is_host(value: Any) -> bool:
+    """Not on a device: reading it would stall the training thread until the device is idle."""
+    return not (isinstance(value, torch.Tensor) and value.device.type != "cpu")
+
+
+def _restore_counters(engine: Any, counters: dict[str, Any]) -> None:
+    for name, value in counters.items():
+        if name in vars(engine):
+            setattr(engine, name, value)
+
+
+def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
+    scheduler, saved = engine.lr_scheduler, state["lr_scheduler"]
+    if (scheduler is None) != (saved is None):
+        raise LayoutError(
+            f"the snapshot {'has no' if saved is None else 'has a'} learning-rate scheduler, the running job "
+            f"{'none' if scheduler is None else 'has one'}; use the configuration that took the snapshot"
+        )
+    if scheduler is None:
+        return
+    scheduler.load_state_dict(saved)
+    if state["last_lr"] is not None:
+        scheduler._last_lr = state["last_lr"]
+
+
+def _restore_rest(engine: Any, state: dict[str, Any]) -> None:
+    _restore_buffers(engine.module, state["buffers"])
+    schedules = _schedules(engine)
+    for name, saved in state["schedules"].items():
+        if name not in schedules:
+            raise LayoutError(
+                f"the snapshot has the state of {name}, which the running job has not enabled; use the "
+                f"configuration that took the snapshot"
+            )
+        schedules[name][1](saved)
+    restore_rng(state["rng"])
+
+
+# --- buffers -------------------------------------------------------------------------------------
+# Forward passes change them (running statistics, caches), so they cannot be copied behind training.
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: b.detach().to("cpu", copy=True) for name, b in module.named_buffers()}
+
+
+def _restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    live = dict(module.named_buffers())
+    for name, value in saved.items():
+        buffer = live.get(name)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:
+            _set_buffer(module, name, value, buffer)
+
+
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor, live: torch.Tensor | None) -> None:
+    """A cache that had grown, or was filled after construction: nothing else refers to it."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = None
+    if owner is None or leaf not in owner._buffers:
+        raise LayoutError(
+            f"the snapshot has the buffer {name} of shape {tuple(value.shape)}, which the running model does "
+            f"not have; start the job with the model that took the snapshot"
+        )
+    device = live.device if live is not None else next(module.parameters()).device
+    owner._buffers[leaf] = value.to(device, copy=True)
+
+
+# --- schedules of data efficiency ------------------------------------------------------------------
+
+
+def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Reader and writer of every schedule the engine uses. Which exist differs between versions."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+    own = vars(engine)
+    drop = own.get("progressive_layer_drop")
+    if drop is not None:
+        found["progressive_layer_drop"] = (
+            lambda: drop.current_theta,
+            lambda theta: setattr(drop, "current_theta", theta),
+        )
+    curriculum = own.get("curriculum_scheduler_legacy")
+    if curriculum is not None:
+        found["curriculum"] = (curriculum.get_state, curriculum.set_state)
+    token_drop = own.get("random_ltd_scheduler")
+    if token_drop is not None:
+        found["random_ltd"] = (token_drop.state_dict, token_drop.load_state_dict)
+    sampler = getattr(own.get("training_dataloader"), "data_sampler", None)
+    if sampler is not None and hasattr(sampler, "load_state_dict") and engine.curriculum_learning_enabled():
+        found["data_sampler"] = (sampler.state_dict, sampler.load_state_dict)
+    return found

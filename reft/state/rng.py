@@ -1,0 +1,124 @@
+"""Every random generator of a rank: Python, NumPy, torch CPU, the current device, and the trackers by
+which DeepSpeed's activation checkpointing and Megatron keep tensor-parallel dropout apart (trap 7)."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from reft.errors import LayoutError, UnsupportedStateError
+
+logger = logging.getLogger(__name__)
+
+_MEGATRON = (
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.mpu.random",
+    "megatron.mpu.random",
+)
+_DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of all generators, encodable; no generator is advanced."""
+    version, words, gauss = random.getstate()
+    return {
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": _capture_device(),
+        "trackers": {name: _capture_tracker(name, tracker) for name, tracker in _trackers()},
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put all generators where :func:`capture_rng` found them.
+
+    Raises:
+        LayoutError: the snapshot has the generator of a tracker this process does not use.
+    """
+    python = state["python"]
+    random.setstate((python["version"], tuple(int(w) for w in python["words"]), python["gauss"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None:
+        _restore_device(state["device"])
+    trackers = dict(_trackers())
+    for name, states in state["trackers"].items():
+        if name in trackers:
+            _restore_tracker(trackers[name], states)
+        elif states:
+            raise LayoutError(
+                f"the snapshot has the random states {sorted(states)} of {name}, which this process has not "
+                f"imported; start the job as it was started when the snapshot was taken"
+            )
+
+
+def _capture_device() -> dict[str, Any] | None:
+    accelerator = _accelerator()
+    if accelerator is None:
+        return None
+    return {"name": accelerator.device_name(), "state": accelerator.get_rng_state().cpu()}
+
+
+def _restore_device(saved: dict[str, Any]) -> None:
+    accelerator = _accelerator()
+    name = accelerator.device_name() if accelerator is not None else "cpu"
+    if accelerator is None or name != saved["name"]:
+        raise LayoutError(
+            f"the snapshot has the random state of a {saved['name']} device, this process runs on {name}; "
+            f"resume on the kind of device that took the snapshot"
+        )
+    accelerator.set_rng_state(saved["state"])
+
+
+def _accelerator() -> Any:
+    """DeepSpeed's accelerator if it is not the CPU (whose generator is torch's own)."""
+    module = sys.modules.get("deepspeed.accelerator")
+    if module is None:
+        return None
+    accelerator = module.get_accelerator()
+    return None if accelerator.device_name() == "cpu" else accelerator
+
+
+def _trackers() -> Iterator[tuple[str, Any]]:
+    """Trackers of the modules that are imported; nothing is imported here."""
+    seen: list[Any] = []
+    for name in (_DEEPSPEED, *_MEGATRON):
+        getter = getattr(sys.modules.get(name), "get_cuda_rng_tracker", None)
+        tracker = getter() if getter is not None else None
+        if tracker is not None and not any(tracker is s for s in seen):
+            seen.append(tracker)
+            yield name, tracker
+
+
+def _capture_tracker(name: str, tracker: Any) -> dict[str, torch.Tensor]:
+    captured = {}
+    for key, state in tracker.get_states().items():
+        # Graph-safe trackers keep generators instead of their states.
+        value = state.get_state() if isinstance(state, torch.Generator) else state
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedStateError(
+                f"the tracker of {name} keeps {key!r} as "
+                f"{type(value).__module__}.{type(value).__qualname__}; expected a state tensor or a "
+                f"torch.Generator"
+            )
+        captured[key] = value.detach().to("cpu", copy=True)
+    return captured
+
+
+def _restore_tracker(tracker: Any, states: dict[str, torch.Tensor]) -> None:
+    live = tracker.get_states()
+    restored: dict[str, Any] = {}
+    for key, value in states.items():
+        if isinstance(live.get(key), torch.Generator):
+            live[key].set_state(value)
+            restored[key] = live[key]
+        else:
+            restored[key] = value.clone()
+    tracker.set_states(restored)

@@ -1,0 +1,326 @@
+"""Templates: a state dict with its tensor bytes and its per-step values taken out.
+
+What ``engine.save_checkpoint`` would hand to ``torch.save`` is turned into a tree of small tagged
+lists that :mod:`reft.state.codec` can store: tensors become places in a section image, values that
+change every step become paths into the captured host state, objects of a closed list of classes become
+their fields. Filling in the bytes and the host state of any later version of the same layout gives the
+state dict of that version. Nothing is pickled here, and nothing but the listed classes is ever made
+from a template (P11).
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from reft.errors import PersistError, UnsupportedStateError
+from reft.snapshot.plan import Section
+from reft.state import codec
+from reft.state.catalogue import SectionImage
+
+Node = list[Any]
+Path = tuple[Any, ...]
+HostState = Mapping[str, Any]
+
+_CONTAINERS: Final[dict[str, type]] = {c.__name__: c for c in (dict, OrderedDict, list, tuple)}
+
+_CLASSES: Final = (
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+)
+"""Objects that DeepSpeed itself puts into its checkpoints; all of them are their ``__dict__``."""
+
+_ENUM_PACKAGES: Final = ("deepspeed", "torch")
+
+
+class _Kind(enum.StrEnum):
+    """Tags of the nodes. Part of the stored format: append, never rename."""
+
+    VALUE = "value"
+    HOST = "host"
+    DICT = "dict"
+    LIST = "list"
+    TUPLE = "tuple"
+    TENSOR = "tensor"
+    EMPTY_TENSOR = "empty"
+    OBJECT = "object"
+    ENUM = "enum"
+
+
+class ReadSection(Protocol):
+    """Bytes ``[start, start + nbytes)`` of a section's image, checked; the view may be written to."""
+
+    def __call__(self, section: Section, start: int, nbytes: int) -> memoryview: ...
+
+
+Resolve = Callable[[Path, Any], Path | None]
+"""Where in the host state the value at a path of the state dict comes from; None if it is constant."""
+
+
+@dataclass(frozen=True)
+class TemplateBuilder:
+    """Turns a recorded state dict into nodes.
+
+    Attributes:
+        file: name of the checkpoint file, for messages.
+        images: the live (replicated, owned) images that its tensors are views of.
+        resolve: finds the per-step values.
+        host_state: what ``resolve`` points into; every reference is checked against it.
+    """
+
+    file: str
+    images: tuple[SectionImage, SectionImage]
+    resolve: Resolve
+    host_state: HostState
+
+    def build(self, value: Any, path: Path = ()) -> Node:
+        """The node of ``value``.
+
+        Raises:
+            UnsupportedStateError: names the file, the key path and the class that is not known.
+        """
+        host_path = self.resolve(path, value)
+        if host_path is not None:
+            return self._host(value, path, host_path)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if type(value) in _CONTAINERS.values():
+            return self._container(value, path)
+        if isinstance(value, enum.Enum):
+            return self._enum(value, path)
+        if _class_name(value) in _CLASSES:
+            return [str(_Kind.OBJECT), _class_name(value), self._fields(value, path)]
+        return self._value(value, path)
+
+    def _fields(self, value: Any, path: Path) -> list[Any]:
+        return [[name, self.build(v, (*path, name))] for name, v in getattr(value, "__dict__", {}).items()]
+
+    def _container(self, value: Any, path: Path) -> Node:
+        if isinstance(value, (list, tuple)):
+            return [type(value).__name__, [self.build(v, (*path, i)) for i, v in enumerate(value)]]
+        items = [[self._value(k, path), self.build(v, (*path, k))] for k, v in value.items()]
+        # A module's OrderedDict carries ``_metadata``, which torch.save keeps.
+        return [str(_Kind.DICT), type(value).__name__, items, self._fields(value, path)]
+
+    def _value(self, value: Any, path: Path) -> Node:
+        try:
+            codec.encode(value)
+        except UnsupportedStateError as error:
+            raise UnsupportedStateError(
+                f"{self._where(path)} is of class {_class_name(value)}, which reft cannot rebuild in a "
+                f"checkpoint written from memory: {error}"
+            ) from error
+        return [str(_Kind.VALUE), value]
+
+    def _enum(self, value: enum.Enum, path: Path) -> Node:
+        cls = type(value)
+        if cls.__module__.partition(".")[0] not in _ENUM_PACKAGES or value.name not in cls.__members__:
+            raise UnsupportedStateError(
+                f"{self._where(path)} is {value!r} of class {_class_name(value)}; expected an enum of "
+                f"{' or '.join(_ENUM_PACKAGES)}, or a plain value"
+            )
+        return [str(_Kind.ENUM), cls.__module__, cls.__qualname__, value.name]
+
+    def _host(self, value: Any, path: Path, host_path: Path) -> Node:
+        try:
+            held = look_up(self.host_state, host_path)
+        except (KeyError, IndexError, TypeError) as error:
+            raise UnsupportedStateError(
+                f"{self._where(path)} changes every step, but the host state has no {_spell(host_path)}"
+            ) from error
+        if not same_value(held, value):
+            raise UnsupportedStateError(
+                f"{self._where(path)} is {_brief(value)}, but the captured host state says {_brief(held)} at "
+                f"{_spell(host_path)}; expected the same value of the same type"
+            )
+        return [str(_Kind.HOST), list(host_path)]
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> Node:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedStateError(
+                f"{self._where(path)} is a tensor of class {_class_name(tensor)}; expected torch.Tensor"
+            )
+        form = [
+            str(tensor.dtype).removeprefix("torch."),
+            list(tensor.shape),
+            list(tensor.stride()),
+            bool(tensor.requires_grad),
+            type(tensor) is torch.nn.Parameter,
+            self._fields(tensor, path),
+        ]
+        if not tensor.numel():
+            return [str(_Kind.EMPTY_TENSOR), form]
+        for section, image in zip((Section.REPLICATED, Section.OWNED), self.images, strict=True):
+            found = image.locate(tensor)
+            if found is not None:
+                return [str(_Kind.TENSOR), str(section), found[0], form]
+        raise UnsupportedStateError(
+            f"{self._where(path)} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is neither "
+            f"part of the snapshot's images nor of the captured host state; register it as a parameter or "
+            f"a buffer, or put it into the client state"
+        )
+
+    def _where(self, path: Path) -> str:
+        return f"{self.file}: {_spell(path)}"
+
+
+class Rebuilder:
+    """Fills nodes with the bytes and the host state of one version.
+
+    Tensors of equal place share their memory, as DeepSpeed's do; no other storage is shared, so that
+    ``torch.save`` writes exactly the bytes of each tensor.
+
+    Args:
+        read: gives image bytes.
+        host_state: decoded host state of the rank that would have written the file.
+    """
+
+    def __init__(self, read: ReadSection, host_state: HostState) -> None:
+        self._read = read
+        self._host_state = host_state
+        self._storages: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def build(self, node: Node) -> Any:
+        """The value of ``node``.
+
+        Raises:
+            PersistError: if the node is of an unknown kind or class, or does not fit the host state.
+        """
+        make = _MAKE.get(node[0])
+        if make is None:
+            raise PersistError(
+                f"the template has a node of kind {node[0]!r}; was it written by a newer reft?"
+            )
+        return make(self, *node[1:])
+
+    def _host(self, path: list[Any]) -> Any:
+        try:
+            return look_up(self._host_state, tuple(path))
+        except (KeyError, IndexError, TypeError) as error:
+            raise PersistError(
+                f"the host state of the version has no {_spell(tuple(path))}, which its checkpoint template "
+                f"refers to"
+            ) from error
+
+    def _dict(self, container: str, items: list[list[Node]], attributes: list[Any]) -> Any:
+        made = _CONTAINERS[container]((self.build(k), self.build(v)) for k, v in items)
+        for name, node in attributes:
+            setattr(made, name, self.build(node))
+        return made
+
+    def _object(self, name: str, fields: list[Any]) -> Any:
+        if name not in _CLASSES:
+            raise PersistError(f"the template names the class {name}; expected one of {', '.join(_CLASSES)}")
+        module, _, attribute = name.rpartition(".")
+        cls = getattr(importlib.import_module(module), attribute)
+        made = cls.__new__(cls)
+        vars(made).update((field, self.build(node)) for field, node in fields)
+        return made
+
+    def _enum(self, module: str, qualname: str, name: str) -> enum.Enum:
+        cls: Any = None
+        if module.partition(".")[0] in _ENUM_PACKAGES:
+            cls = importlib.import_module(module)
+            for part in qualname.split("."):
+                cls = getattr(cls, part, None)
+        if not isinstance(cls, enum.EnumMeta) or name not in cls.__members__:
+            raise PersistError(
+                f"the template names {module}.{qualname}.{name}, which is not an enum member here"
+            )
+        member: enum.Enum = cls.__members__[name]
+        return member
+
+    def _tensor(self, section: str, offset: int, form: list[Any]) -> torch.Tensor:
+        dtype, shape, stride = _dtype(form[0]), form[1], form[2]
+        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        extent = (last + 1) * dtype.itemsize
+        place = (section, offset, extent)
+        if place not in self._storages:
+            view = self._read(Section(section), offset, extent)
+            self._storages[place] = torch.frombuffer(view, dtype=torch.uint8)
+        flat = self._storages[place].view(dtype)
+        return self._finish(flat.as_strided(shape, stride), form)
+
+    def _empty_tensor(self, form: list[Any]) -> torch.Tensor:
+        return self._finish(torch.empty_strided(form[1], form[2], dtype=_dtype(form[0])), form)
+
+    def _finish(self, tensor: torch.Tensor, form: list[Any]) -> torch.Tensor:
+        _, _, _, requires_grad, is_parameter, attributes = form
+        if is_parameter:
+            tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        else:
+            tensor.requires_grad_(requires_grad)
+        for name, node in attributes:
+            setattr(tensor, name, self.build(node))
+        return tensor
+
+
+_MAKE: dict[str, Callable[..., Any]] = {
+    _Kind.VALUE: lambda _, value: value,
+    _Kind.HOST: Rebuilder._host,
+    _Kind.DICT: Rebuilder._dict,
+    _Kind.LIST: lambda self, nodes: [self.build(n) for n in nodes],
+    _Kind.TUPLE: lambda self, nodes: tuple(self.build(n) for n in nodes),
+    _Kind.TENSOR: Rebuilder._tensor,
+    _Kind.EMPTY_TENSOR: Rebuilder._empty_tensor,
+    _Kind.OBJECT: Rebuilder._object,
+    _Kind.ENUM: Rebuilder._enum,
+}
+
+
+def look_up(host_state: HostState, path: Path) -> Any:
+    """Follow keys, indices and, at the end of them, nothing else."""
+    value: Any = host_state
+    for key in path:
+        value = value[key]
+    return value
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Equal types, values and tensor bits, all the way down."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return (
+            isinstance(a, torch.Tensor)
+            and isinstance(b, torch.Tensor)
+            and (a.dtype, a.shape) == (b.dtype, b.shape)
+            and codec.encode(a.detach()) == codec.encode(b.detach())
+        )
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_value(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
+    try:
+        return codec.encode(a) == codec.encode(b)
+    except UnsupportedStateError:
+        return bool(a == b)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise PersistError(f"the template has dtype {name}, unknown to torch {torch.__version__}")
+    return dtype
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _spell(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path) or "the whole of it"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
