@@ -39,6 +39,8 @@ _POLL_SECS = 1.0
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _HANDSHAKE_SECS = 5.0
+_SAME_START_SECS = 2.0
+"""Start times are computed from the boot time, which the clock's corrections move."""
 
 
 class Daemon:
@@ -215,7 +217,10 @@ class Daemon:
 
     def _kill_orphans(self) -> None:
         for pid, create_time in self._workers.items():
-            if _create_time(pid) in (0.0, create_time):
+            now = _create_time(pid)
+            # Its children may live on in its group; the number of an ended one is not given away
+            # while they do.
+            if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
 

@@ -1,0 +1,353 @@
+"""Versions written from the memory of several nodes: complete and verified, or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from reft.config import FaultConfig, FaultPoint, ReftConfig
+from reft.errors import PersistError, UnrecoverableError
+from reft.load.offline import persist_offline
+from reft.snapshot.plan import Section
+from reft.state.deepspeed_format import host_file_name, read_host_file
+from reft.store.arena import Arena
+from reft.store.label import Label
+from reft.store.persist import PersistProgress, latest_persisted, persist_label, verify_persisted
+from reft.store.persisted import latest_tag
+from reft.store.staging import WorkDir
+from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
+from tests.persist.persist_nodes import persist_on_all, spawn_node
+
+V4, V8 = Label(1, 4), Label(1, 8)
+NODES = ["n0", "n1"]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    """Two nodes of a PP2 x DP2 job that hold step 4."""
+    memory = Memory(tmp_path / "memory")
+    memory.write(V4, made_up_images(DEGREES, 4))
+    return memory
+
+
+def check_checkpoint(directory: Path, label: Label) -> None:
+    """Every file is what the version holds, and nothing else is left in the directory."""
+    info = latest_persisted(directory)
+    assert info is not None
+    assert (info.label, info.job_id, info.degrees) == (label, JOB, DEGREES)
+    assert latest_tag(directory) == info.tag
+    assert verify_persisted(directory, info.tag) == []
+    names = {"reft.json"}
+    for at in DEGREES.coordinates():
+        for name, expected in expected_files(at, label.step).items():
+            same(torch.load(info.path / name, weights_only=True), expected)
+            names.add(name)
+        assert read_host_file(info.path / host_file_name(at)) == host_state(at, label.step)
+        names.add(host_file_name(at))
+    assert {p.name for p in info.path.iterdir()} == names
+
+
+def same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            same(found[key], value)
+    else:
+        assert found == expected
+
+
+def no_debris(directory: Path) -> bool:
+    return not [p.name for p in directory.iterdir() if p.name.startswith(".")]
+
+
+def flip(memory: Memory, node: str, arena: str, section: Section, owner: bool) -> None:
+    """Flip a bit in the middle of the first such block of an arena."""
+    job = memory.job_dir(node)
+    with Arena.open(job.path / arena, job.secret, writable=True) as found:
+        header = found.header()
+        assert header is not None
+        entry = next(e for e in header.entries if e.key.section is section and e.owner is owner)
+        found.data[entry.arena_offset + entry.nbytes // 2] ^= 4
+
+
+def test_two_nodes_write_one_checkpoint_and_keep_the_newest(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory, keep=1)
+    assert persist_on_all(memory, V4, config, NODES) == dict.fromkeys(NODES, directory / "global_step4")
+    check_checkpoint(directory, V4)
+    for node in NODES:  # the arenas are free for the next version
+        for _, arena in memory.job_dir(node).scan():
+            assert isinstance(arena, Arena)
+            assert arena.try_lock_exclusive()
+            arena.close()
+    # Written again: it is there already.
+    assert persist_on_all(memory, V4, config, ["n1"]) == {"n1": directory / "global_step4"}
+    memory.write(V8, made_up_images(DEGREES, 8), slot=1)
+    persist_on_all(memory, V8, config, NODES)
+    check_checkpoint(directory, V8)
+    assert no_debris(directory)
+    assert not (directory / "global_step4").exists()
+
+
+def test_killed_while_writing_the_previous_checkpoint_stays(memory: Memory, tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing, between writing and assembling, and before the name is given."""
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory, keep=1)
+    persist_on_all(memory, V4, config, NODES)
+    memory.write(V8, made_up_images(DEGREES, 8), slot=1)
+    fault = FaultConfig(point=FaultPoint.DURING_PERSIST, step=8, pp=0, dp=0)
+    faulty = config.model_copy(update={"faults": (fault,)})
+    for phase, of_leader in (("fault", faulty), ("staged", config), ("assembled", config)):
+        started = [spawn_node(memory, "n0", V8, of_leader, phase)]
+        if phase == "assembled":
+            started.append(spawn_node(memory, "n1", V8, config))
+        assert started[0].wait(60) == -signal.SIGKILL
+        check_checkpoint(directory, V4)
+        for process in started[1:]:
+            process.kill()
+            process.wait(10)
+    # Another attempt on the same nodes succeeds, over what the killed ones left.
+    assert not no_debris(directory)
+    persist_on_all(memory, V8, config, NODES)
+    check_checkpoint(directory, V8)
+    assert no_debris(directory)
+
+
+def test_the_assembling_process_dies_with_the_daemon(memory: Memory, tmp_path: Path) -> None:
+    alone = Memory(tmp_path / "alone", nodes=dict.fromkeys(DEGREES.coordinates(), "n0"))
+    alone.write(V4, made_up_images(DEGREES, 4))
+    process = spawn_node(alone, "n0", V4, alone.config(tmp_path / "checkpoints"))
+    daemon = psutil.Process(process.pid)
+    children = wait_for(daemon.children)
+    assert wait_for(lambda: children[0].nice() == 10 or None)
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    children[0].wait(10)
+    assert latest_persisted(tmp_path / "checkpoints") is None
+
+
+def wait_for(look: Any, limit_secs: float = 60.0) -> Any:
+    deadline = time.monotonic() + limit_secs
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    flip(memory, "n1", "rank0-slot0.arena", Section.OWNED, owner=True)
+    began = time.monotonic()
+    results = persist_on_all(memory, V4, memory.config(directory, timeout_secs=100.0), NODES)
+    assert "owned block 0 of member 1" in str(results["n1"])
+    assert "rank0-slot0.arena does not match the checksum" in str(results["n1"])
+    assert isinstance(results["n0"], PersistError)
+    assert "node n1 gave up: PersistError: owned block 0" in str(results["n0"])
+    assert time.monotonic() - began < 60
+    assert latest_persisted(directory) is None
+    assert no_debris(directory)
+
+
+def test_a_missing_peer_is_named_after_the_timeout(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory, timeout_secs=0.3)
+    with pytest.raises(PersistError, match=r"the part of pp0\.dp1\.tp0, the part of pp1\.dp1\.tp0; check"):
+        persist_label(memory.job_dir("n0"), V4, config)
+    assert no_debris(directory)
+    with pytest.raises(PersistError, match=r"the part of pp0\.dp0\.tp0"):
+        persist_label(memory.job_dir("n1"), V4, config)
+    # What a node without the leader leaves is cleaned up by the next attempt of the leader.
+    assert not no_debris(directory)
+    memory.write(V8, made_up_images(DEGREES, 8), slot=1)
+    with pytest.raises(PersistError):
+        persist_label(memory.job_dir("n0"), V8, config)
+    assert no_debris(directory)
+
+
+def test_arenas_are_free_while_a_node_waits_for_others_and_it_can_be_stopped(
+    memory: Memory, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoints"
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, memory.config(directory), stop=stop)
+        try:
+            wait_for(lambda: len(list(directory.glob(".*/.staging/part-*"))) == 2)
+            wait_for(lambda: all(free_to_write(a) for _, a in memory.job_dir("n0").scan()))
+            assert not waiting.done()
+        finally:
+            stop.set()
+        with pytest.raises(PersistError, match="was stopped"):
+            waiting.result(60)
+    assert no_debris(directory)
+
+
+def free_to_write(arena: Arena | str) -> bool:
+    assert isinstance(arena, Arena)
+    with arena:
+        return arena.try_lock_exclusive()
+
+
+def test_the_newest_version_overtakes_an_older_one(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    WorkDir.of(directory, JOB, Label(2, 1)).staging.mkdir(parents=True)
+    with pytest.raises(PersistError, match=r"overtaken by step 1 \(incarnation 2\)"):
+        persist_label(memory.job_dir("n0"), V4, memory.config(directory))
+
+
+def test_a_version_that_is_gone_is_a_clear_error(memory: Memory, tmp_path: Path) -> None:
+    with pytest.raises(PersistError, match=r"no arena holds step 8 .*write less often"):
+        persist_label(memory.job_dir("n0"), V8, memory.config(tmp_path / "checkpoints"))
+    assert not (tmp_path / "checkpoints").exists()
+    job = memory.job_dir("n0")
+    with Arena.open(job.path / "rank0-slot0.arena", job.secret, writable=True) as arena:
+        assert arena.try_lock_exclusive()  # being overwritten
+        with pytest.raises(PersistError, match=r"is being overwritten; write less often"):
+            persist_label(job, V4, memory.config(tmp_path / "checkpoints"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@contextmanager
+def small_disk(path: Path, options: str) -> Iterator[Path]:
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_is_an_error_without_debris_and_goes_on_when_there_is_room(
+    memory: Memory, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "size=96k") as disk:
+        directory = disk / "checkpoints"
+        config = memory.config(directory)
+        results = persist_on_all(memory, V4, config, NODES)
+        assert all(isinstance(r, PersistError) for r in results.values())
+        assert "No space left on device; make room" in str(results["n0"]) + str(results["n1"])
+        assert latest_persisted(directory) is None
+        leader_cleans_up(memory, config)
+        assert no_debris(directory)
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        persist_on_all(memory, V4, config, NODES)
+        check_checkpoint(directory, V4)
+
+
+def leader_cleans_up(memory: Memory, config: ReftConfig) -> None:
+    """A node that failed after the leader had gone may have left its files; the next attempt removes them."""
+    if not no_debris(config.persist.dir):  # type: ignore[arg-type]
+        memory.write(V8, made_up_images(DEGREES, 8), slot=1)
+        with pytest.raises(PersistError):
+            persist_label(memory.job_dir("n0"), V8, config)
+
+
+def test_a_read_only_or_missing_directory_is_an_error(memory: Memory, tmp_path: Path) -> None:
+    with pytest.raises(PersistError, match="No such file or directory; make room"):
+        persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "not" / "there"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PersistError):
+        persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "file"))
+    with small_disk(tmp_path / "disk", "ro") as disk:
+        for directory in (disk, disk / "checkpoints"):
+            with pytest.raises(PersistError, match="Read-only file system; make room"):
+                persist_label(memory.job_dir("n0"), V4, memory.config(directory))
+
+
+def test_a_file_size_limit_is_an_error(memory: Memory, tmp_path: Path) -> None:
+    """Stands in for a full disk where none can be mounted."""
+    directory = tmp_path / "checkpoints"
+    process = spawn_node(memory, "n0", V4, memory.config(directory))
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "PersistError" in stderr
+    assert "File too large" in stderr
+    assert no_debris(directory)
+
+
+def test_records_of_another_job_are_refused(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory, timeout_secs=0.2)
+    with pytest.raises(PersistError):
+        persist_label(memory.job_dir("n1"), V4, config)
+    work = WorkDir.of(directory, JOB, V4)
+    part = next(work.staging.glob("failed-*.json"))
+    part.write_text(part.read_text().replace("n1", "n7"))
+    with pytest.raises(Exception, match="does not carry the job's secret"):
+        persist_label(memory.job_dir("n0"), V4, config)
+
+
+# --- without the job's processes --------------------------------------------------------------------
+
+
+def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
+    memory: Memory, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "memory" / "n0")
+    seen: list[str] = []
+
+    def progress(at: PersistProgress) -> None:
+        seen.append(at.phase)
+
+    directory = tmp_path / "checkpoints"
+    result = persist_offline([memory.job_dir("n1").path], directory, progress=progress)
+    assert result.corrupt_blocks == 0
+    check_checkpoint(directory, V4)
+    assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
+
+
+def test_offline_a_corrupt_block_is_replaced_by_its_copy(memory: Memory, tmp_path: Path) -> None:
+    flip(memory, "n0", "rank0-slot0.arena", Section.REPLICATED, owner=True)
+    flip(memory, "n1", "rank1-slot0.arena", Section.HOST, owner=True)
+    directory = tmp_path / "checkpoints"
+    result = persist_offline([memory.job_dir(n).path for n in NODES], directory)
+    assert result.corrupt_blocks == 2
+    check_checkpoint(directory, V4)
+
+
+def test_offline_beyond_tolerance_says_what_is_missing(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "memory", copies=0)
+    memory.write(V4, made_up_images(DEGREES, 4))
+    shutil.rmtree(tmp_path / "memory" / "n0")
+    with pytest.raises(UnrecoverableError, match=r"pp0\.dp0\.tp0"):
+        persist_offline([memory.job_dir("n1").path], tmp_path / "checkpoints")
+    other = Memory(tmp_path / "other", job_id="job-b")
+    other.write(V4, made_up_images(DEGREES, 4))
+    with pytest.raises(PersistError, match="expected those of one job"):
+        persist_offline([memory.job_dir("n1").path, other.job_dir("n0").path], tmp_path / "checkpoints")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_version_without_a_template_says_so(memory: Memory, tmp_path: Path) -> None:
+    from reft.state import codec
+
+    images = made_up_images(DEGREES, 8)
+    broken = {}
+    for at, rank in images.items():
+        blob = {**codec.decode(rank.host), "template": b""}
+        broken[at] = type(rank)(rank.replicated, rank.owned, codec.encode(blob))
+    memory.write(V8, broken, slot=1)
+    with pytest.raises(PersistError, match="carries no checkpoint template"):
+        persist_offline([memory.job_dir(n).path for n in NODES], tmp_path / "checkpoints")
+    assert no_debris(tmp_path / "checkpoints")

@@ -1,0 +1,214 @@
+"""Naming a checkpoint: at every instant one loadable checkpoint, never an older one over a newer one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reft.errors import PersistError
+from reft.store.label import Label
+from reft.store.persisted import (
+    FileRecord,
+    PersistedInfo,
+    file_checksum,
+    latest_persisted,
+    latest_tag,
+    list_persisted,
+    tag_of,
+    verify_persisted,
+)
+from reft.store.publish import publish, remove_debris
+from reft.store.staging import WorkDir
+from reft.topology import Degrees
+
+JOB = "job-a"
+
+
+def prepare(directory: Path, label: Label, job_id: str = JOB) -> tuple[WorkDir, PersistedInfo]:
+    """A finished working directory."""
+    work = WorkDir.of(directory, job_id, label)
+    work.scripts.mkdir(parents=True)
+    (work.scripts / "zero_to_fp32.py").write_text("# script")
+    (work.root / "mp_rank_00_model_states.pt").write_text(f"state of {label} of {job_id}")
+    files = {
+        p.name: FileRecord(p.stat().st_size, file_checksum(p)) for p in work.root.iterdir() if p.is_file()
+    }
+    info = PersistedInfo(directory, tag_of(label), job_id, label, Degrees(1, 1, 1), time.time(), {}, files)
+    return work, info
+
+
+def write(
+    directory: Path,
+    label: Label,
+    *,
+    keep: int = 2,
+    job_id: str = JOB,
+    reached: Callable[[str], None] = lambda phase: None,
+) -> None:
+    publish(*prepare(directory, label, job_id), keep, reached)
+
+
+def state_of(info: PersistedInfo | None) -> str:
+    assert info is not None
+    assert verify_persisted(info.directory, info.tag) == []
+    return (info.path / "mp_rank_00_model_states.pt").read_text()
+
+
+def write_and_die(directory: Path, label: Label, phase: str) -> None:
+    """Publish in a process of its own that is killed (SIGKILL) at ``phase``."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write(
+                directory,
+                label,
+                keep=1,
+                reached=lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == phase else None,
+            )
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_what_was_published_is_found_and_verified(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4))
+    info = latest_persisted(tmp_path)
+    assert state_of(info) == "state of step 4 (incarnation 1) of job-a"
+    assert info is not None
+    assert (info.label, info.tag, latest_tag(tmp_path)) == (Label(1, 4), "global_step4", "global_step4")
+    assert sorted(p.name for p in info.path.iterdir()) == ["mp_rank_00_model_states.pt", "reft.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step4", "latest", "zero_to_fp32.py"]
+    marker = json.loads((info.path / "reft.json").read_text())
+    assert (marker["job_id"], marker["incarnation"], marker["step"]) == (JOB, 1, 4)
+
+
+@pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
+def test_killed_at_any_point_a_checkpoint_is_left_that_latest_names(tmp_path: Path, phase: str) -> None:
+    write(tmp_path, Label(1, 4), keep=1)
+    write_and_die(tmp_path, Label(1, 8), phase)
+    named = latest_tag(tmp_path)
+    assert named == ("global_step8" if phase == "latest" else "global_step4")
+    assert verify_persisted(tmp_path, named) == []
+    newest = "step 4" if phase == "renaming" else "step 8"
+    assert newest in state_of(latest_persisted(tmp_path))
+    # The next attempt cleans up and goes on.
+    work = WorkDir.of(tmp_path, JOB, Label(1, 12))
+    remove_debris(work)
+    write(tmp_path, Label(1, 12), keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step12", "latest", "zero_to_fp32.py"]
+
+
+@pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
+def test_killed_while_a_later_incarnation_replaces_the_same_step(tmp_path: Path, phase: str) -> None:
+    write(tmp_path, Label(1, 4), keep=1)
+    write_and_die(tmp_path, Label(2, 4), phase)
+    assert latest_tag(tmp_path) == "global_step4"
+    expected = "incarnation 1" if phase == "renaming" else "incarnation 2"
+    assert expected in state_of(latest_persisted(tmp_path))
+    assert verify_persisted(tmp_path, "global_step4") == []
+
+
+def test_where_directories_cannot_be_exchanged_the_one_set_aside_is_found(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4))
+    work, _ = prepare(tmp_path, Label(2, 4))
+    # Killed between the two renames that replace the exchange.
+    (tmp_path / "global_step4").rename(tmp_path / ".global_step4.1234.replaced")
+    assert "incarnation 1" in state_of(latest_persisted(tmp_path))
+    work.root.joinpath(".staging", "scripts", "zero_to_fp32.py").unlink()
+    publish(work, prepare_info(work), 2)
+    assert "incarnation 2" in state_of(latest_persisted(tmp_path))
+
+
+def prepare_info(work: WorkDir) -> PersistedInfo:
+    files = {
+        p.name: FileRecord(p.stat().st_size, file_checksum(p)) for p in work.root.iterdir() if p.is_file()
+    }
+    return PersistedInfo(
+        work.root.parent, tag_of(work.label), JOB, work.label, Degrees(1, 1, 1), time.time(), {}, files
+    )
+
+
+def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 1), job_id="other")
+    (tmp_path / "global_step2").mkdir()
+    (tmp_path / "global_step2" / "mp_rank_00_model_states.pt").write_text("the user's")
+    for step in (3, 4, 5, 6):
+        write(tmp_path, Label(1, step), keep=2)
+    tags = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert tags == ["global_step1", "global_step2", "global_step5", "global_step6"]
+    # A later incarnation that resumed further back replaces everything older, and says so.
+    write(tmp_path, Label(2, 4), keep=2)
+    assert latest_tag(tmp_path) == "global_step4"
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(1, 6), Label(2, 4)]
+
+
+def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path) -> None:
+    write(tmp_path, Label(2, 4))
+    for stale in (Label(1, 4), Label(1, 9), Label(2, 3)):
+        work, info = prepare(tmp_path, stale)
+        with pytest.raises(PersistError, match="refused"):
+            publish(work, info, 2)
+        assert (latest_tag(tmp_path), [i.label for i in list_persisted(tmp_path)]) == (
+            "global_step4",
+            [Label(2, 4)],
+        )
+
+
+def test_what_reft_did_not_write_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "mine.pt").write_text("precious")
+    with pytest.raises(PersistError, match="was not written by reft"):
+        write(tmp_path, Label(1, 4))
+    assert (tmp_path / "global_step4" / "mine.pt").read_text() == "precious"
+
+
+def test_incomplete_working_directories_are_never_published(tmp_path: Path) -> None:
+    work, info = prepare(tmp_path, Label(1, 4))
+    (work.root / "mp_rank_00_model_states.pt").write_text("short")
+    with pytest.raises(PersistError, match="incomplete"):
+        publish(work, info, 2)
+    assert latest_persisted(tmp_path) is None
+
+
+def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4))
+    write(tmp_path, Label(1, 8))
+    state = tmp_path / "global_step8" / "mp_rank_00_model_states.pt"
+    content = bytearray(state.read_bytes())
+    content[3] ^= 1
+    state.write_bytes(content)
+    problems = verify_persisted(tmp_path)
+    assert len(problems) == 1
+    assert "mp_rank_00_model_states.pt: checksum" in problems[0]
+    state.write_bytes(content[:-1])
+    assert latest_persisted(tmp_path, JOB).label == Label(1, 4)  # type: ignore[union-attr]
+    state.unlink()
+    assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
+    assert "No such file" in verify_persisted(tmp_path, "global_step8")[0]
+    (tmp_path / "global_step4" / "reft.json").write_text("{")
+    assert latest_persisted(tmp_path) is None
+    with pytest.raises(PersistError, match="no complete checkpoint"):
+        verify_persisted(tmp_path)
+
+
+def test_labels_of_different_jobs_do_not_compare(tmp_path: Path) -> None:
+    write(tmp_path, Label(9, 90), job_id="old")
+    write(tmp_path, Label(1, 4), job_id="new")
+    assert latest_persisted(tmp_path, "new").job_id == "new"  # type: ignore[union-attr]
+    assert latest_persisted(tmp_path, "old").label == Label(9, 90)  # type: ignore[union-attr]
+    # Unknown job: the one that ``latest`` names.
+    assert latest_persisted(tmp_path).job_id == "new"  # type: ignore[union-attr]
+    (tmp_path / "latest").write_text("global_step90")
+    assert latest_persisted(tmp_path, "third").job_id == "old"  # type: ignore[union-attr]
+
+
+def test_a_missing_directory_holds_nothing(tmp_path: Path) -> None:
+    assert latest_persisted(tmp_path / "none") is None
+    with pytest.raises(PersistError):
+        verify_persisted(tmp_path / "none")
