@@ -1,0 +1,435 @@
+"""The agent of one node: TorchElastic's, but lost peers are free and any node may be replaced.
+
+What differs from ``torchrun``'s agent:
+
+- Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.elastic.exits`);
+  restarts are counted for the whole job (:mod:`reft.elastic.agreement`).
+- Every round gets a store of its own for the trainers. TorchElastic keeps the first one: a replacement
+  waits for its address in vain when the old first node lives, and the survivors call the dead when not.
+- A node that dies while a round forms costs another round, not the job.
+- A lost rendezvous store does not stop healthy trainers; the next round waits for it to come back.
+- A failed group is ended quickly: what counts is in memory already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
+from reft.elastic.exits import ENV_EXIT_DIR, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.errors import ReftError
+
+logger = logging.getLogger(__name__)
+
+_EXCHANGE_SECS = 30.0
+_SETTLE_SECS = 1.0
+"""Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
+_FORM_ATTEMPTS = 10
+
+
+_PROGRESS_SECS = 600.0
+"""Trainers that ran so long have made progress, also where nothing is committed."""
+_GOODBYE_SECS = 5.0
+
+
+class JobEndedError(ReftError, RuntimeError):
+    """The job cannot go on; the message says why and what was kept."""
+
+
+class Observer:
+    """What happens around the trainers; the launcher overrides it."""
+
+    def round_formed(self, agreement: Agreement) -> None:
+        """All nodes are there; the trainers start after this."""
+
+    def workers_started(self, pids: list[int]) -> None: ...
+
+    def state_changed(self, state: str, **facts: Any) -> None: ...
+
+    def newest_commit(self) -> Any:
+        """Something that changes when the job has made progress."""
+
+
+class ReftAgent(LocalElasticAgent):
+    """Starts, watches and restarts the trainers of one node.
+
+    Args:
+        spec: what to run; see TorchElastic.
+        reconnect: makes a new rendezvous handler when the store was lost; raises RendezvousError.
+        card: this node, as it introduces itself to the others.
+        observer: told of what happens.
+        exits_dir: directory where trainers may leave why they ended.
+        free_restarts: restarts because of peers without any progress in between, before they count
+            as own failures.
+        stop_secs: time for trainers to end when a round is over.
+        grace_secs: time for trainers to commit and end when the launcher was told to stop.
+        options: the other arguments of LocalElasticAgent.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        reconnect: Callable[[], RendezvousHandler],
+        card: Card,
+        observer: Observer,
+        exits_dir: Path,
+        free_restarts: int = 10,
+        stop_secs: float = 1.0,
+        grace_secs: Callable[[], float] = lambda: 30.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, **options)
+        self._spec = spec
+        self._reconnect = reconnect
+        self._card = card
+        self._observer = observer
+        self._free_restarts = free_restarts
+        self._stop_secs = stop_secs
+        self._grace_secs = grace_secs
+        self._ended_groups: set[int] = set()
+        self._started_at = 0.0
+        self._exit_root = Path(tempfile.mkdtemp(prefix="exits-", dir=exits_dir))
+        self._exit_dir = self._exit_root
+        self._static_store: Any = None
+        self._static_store_port = 0
+        self._store_lost = False
+        self._joined = 0
+        self._without_progress = 0
+        self._commit_at_start: Any = None
+        self.agreement: Agreement | None = None
+        self.failure: Failure | None = None
+        self.all_ended_well = False
+        self.told_to_stop = False
+        self.hurry = False
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        group = self._worker_group
+        self._initialize_workers(group)
+        while True:
+            time.sleep(self._spec.monitor_interval)
+            result = self._monitor_workers(group)
+            group.state = result.state
+            if result.state is WorkerState.SUCCEEDED:
+                self._observer.state_changed("ended, waiting for other nodes")
+                self._exit_barrier()
+                if self.all_ended_well or not self._nodes_waiting():
+                    return result
+                logger.warning("a peer lost its trainers before it had ended; joining it again")
+                self._restart_workers(group)
+            elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+                if not self._may_restart():
+                    self._stop_workers(group)
+                    group.state = WorkerState.FAILED
+                    return result
+                self._restart_workers(group)
+            elif self._nodes_waiting():
+                logger.warning("a node joins; the trainers restart with it")
+                self._restart_workers(group)
+
+    def _may_restart(self) -> bool:
+        """Judge the failure of this round's trainers; whether another round is worth it."""
+        failure = self.failure or Failure(Cause.OWN, 0, 1, "the trainers cannot be watched any more")
+        alone = self.agreement is not None and len(self.agreement.members) == 1
+        if failure.cause in (Cause.UNCLEAR, Cause.STOPPED) and alone:
+            failure = replace(failure, cause=Cause.OWN)
+        if failure.cause in (Cause.PEER, Cause.STOPPED) and not self._is_free():
+            failure = replace(
+                failure,
+                cause=Cause.OWN,
+                reason=f"{failure.reason} (after {self._free_restarts} free restarts without progress)",
+            )
+        self.failure = failure
+        self._card = replace(self._card, cause=failure.cause)
+        used, allowed = self._card.restarts_used, self._spec.max_restarts
+        if failure.cause is Cause.OWN and used >= allowed:
+            logger.error(
+                "%s; restarts used: %d of %d (--max-restarts): the job ends", failure.reason, used, allowed
+            )
+            return False
+        price = {
+            Cause.OWN: f"uses restart {used + 1} of {allowed}",
+            Cause.UNCLEAR: "the other nodes tell whether it uses a restart",
+        }.get(failure.cause, "a peer vanished: uses no restart")
+        logger.warning("trainers ended: %s; %s", failure.reason, price)
+        return True
+
+    def _is_free(self) -> bool:
+        progressed = (
+            self._observer.newest_commit() != self._commit_at_start
+            or time.monotonic() - self._started_at > _PROGRESS_SECS
+        )
+        self._without_progress = 1 if progressed else self._without_progress + 1
+        return self._without_progress <= self._free_restarts
+
+    def _nodes_waiting(self) -> bool:
+        if self._store_lost:
+            return False
+        try:
+            return bool(self._spec.rdzv_handler.num_nodes_waiting() > 0)
+        except RendezvousConnectionError:
+            self._note_lost_store()
+            return False
+
+    def _note_lost_store(self) -> None:
+        logger.warning(
+            "the rendezvous store does not answer any more. Training goes on; without the store no node can "
+            "be replaced, and a restart waits for it to come back"
+        )
+        self._store_lost = True
+        with suppress(AttributeError):
+            self._spec.rdzv_handler._stop_heartbeats()  # type: ignore[attr-defined]
+
+    # -- forming a round ---------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._observer.state_changed("waiting for nodes")
+        for attempt in range(1, _FORM_ATTEMPTS + 1):
+            if self._store_lost:
+                self._replace_handler()
+            self._forget_trainer_store()
+            try:
+                super()._rendezvous(worker_group)
+                break
+            except (RendezvousClosedError, RendezvousTimeoutError):
+                raise
+            except DuplicateNodeError as error:
+                if self._card.agent in error.refused or attempt == _FORM_ATTEMPTS:
+                    raise
+                logger.warning("a node was refused: %s", error)
+            except (RendezvousError, RuntimeError, TimeoutError) as error:
+                if isinstance(error, ReftError) or attempt == _FORM_ATTEMPTS:
+                    raise
+                self._store_lost = isinstance(error, RendezvousConnectionError)
+                logger.warning(
+                    "a node vanished while the job was forming (%s); once more", _first_line(error)
+                )
+        agreement = self.agreement
+        assert agreement is not None
+        if self._is_static:
+            worker_group.master_port = self._static_store_port  # type: ignore[assignment]
+        if agreement.restarts_used > self._spec.max_restarts:
+            reason = self.failure.reason if self.failure else "on another node"
+            raise JobEndedError(
+                f"restarts used: {agreement.restarts_used}, allowed: {self._spec.max_restarts} "
+                f"(--max-restarts); the last failure: {reason}"
+            )
+        self._observer.round_formed(agreement)
+
+    def _replace_handler(self) -> None:
+        self._spec.rdzv_handler = self._rdzv_handler = self._reconnect()
+        self._store_lost = False
+        logger.warning("the rendezvous store answers again")
+
+    def _forget_trainer_store(self) -> None:
+        """Make TorchElastic serve a new store to the trainers of the next round, under a new port."""
+        handler = self._spec.rdzv_handler
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, name):
+                setattr(handler, name, None)
+
+    @property
+    def _is_static(self) -> bool:
+        return bool(self._spec.rdzv_handler.get_backend() == "static")
+
+    def _serve_static_store(self, store: Any, prefix: str, group_rank: int) -> None:
+        """A new store for the trainers of this round, as :meth:`_forget_trainer_store` has made for
+        the other backends: in the old one they would find the addresses of the dead."""
+        key = f"{prefix}/port"
+        if group_rank == 0:
+            self._static_store = TCPStore(
+                self._spec.master_addr or "", 0, is_master=True, wait_for_workers=False
+            )
+            store.set(key, str(self._static_store.port))
+        store.wait([key], timedelta(seconds=_EXCHANGE_SECS))
+        self._static_store_port = int(store.get(key))
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Exchange cards with the other agents and number the trainers."""
+        # A static rendezvous gives every round the same store; its agents restart in step.
+        prefix = f"reft/card/{self._joined if self._is_static else 0}"
+        if self._is_static:
+            self._serve_static_store(store, prefix, group_rank)
+        store.set(f"{prefix}/{group_rank}", self._card.to_json())
+        keys = [f"{prefix}/{i}" for i in range(group_world_size)]
+        store.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
+        agreement = agree([Card.from_json(store.get(k)) for k in keys])
+        self._joined += 1
+        self.agreement = agreement
+        self._card = self._card.after(agreement)
+        first = agreement.first_ranks[group_rank]
+        return [
+            Worker(
+                local_rank=i,
+                global_rank=first + i,
+                role_rank=first + i,
+                world_size=agreement.world_size,
+                role_world_size=agreement.world_size,
+            )
+            for i in range(spec.local_world_size)
+        ]
+
+    # -- trainers ----------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        assert self.agreement is not None
+        self.failure = None
+        self._exit_dir = self._exit_root / str(self.agreement.round)
+        self._exit_dir.mkdir(mode=0o700, exist_ok=True)
+        os.environ[ENV_EXIT_DIR] = str(self._exit_dir)
+        # TORCHELASTIC_RESTART_COUNT is computed from this, and must be the same on all nodes: older
+        # versions of torch make it part of the keys under which trainers find each other.
+        self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
+        self._commit_at_start = self._observer.newest_commit()
+        self._started_at = time.monotonic()
+        self._ended_groups.clear()
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        self._observer.workers_started([int(pid) for pid in ids.values()])
+        self._observer.state_changed("running", round=self.agreement.round)
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        exits = self._settled_failures()
+        if exits:
+            self.failure = judge(exits)
+            self._end_workers(signal.SIGTERM, self._stop_secs)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED and not exits:
+            # It failed between the two looks; those that TorchElastic ended show its signal.
+            seen = self._failures()
+            exits = {r: e for r, e in seen.items() if e.exit_code != -signal.SIGTERM} or seen
+            self.failure = judge(exits) if exits else None
+        if exits:
+            # Those that the agent ended itself did not fail.
+            failed = {worker_group.workers[rank].global_rank for rank in exits}
+            kept = {rank: f for rank, f in result.failures.items() if rank in failed}
+            result.failures = kept or result.failures
+        return result
+
+    def _settled_failures(self) -> dict[int, WorkerExit]:
+        """Trainers that failed by themselves, once it is clear whose fault it was."""
+        deadline = time.monotonic() + _SETTLE_SECS
+        failures = self._failures()
+        while failures and time.monotonic() < deadline:
+            ended = [f for f in failures.values() if f.exit_code is not None]
+            if len(ended) == self._spec.local_world_size or any(f.cause is Cause.OWN for f in ended):
+                break
+            time.sleep(0.02)
+            failures = self._failures()
+        return failures
+
+    def _failures(self) -> dict[int, WorkerExit]:
+        found = {}
+        for local_rank, process in self._processes().items():
+            code = process.poll()
+            note = ExitNote.read(self._exit_dir, local_rank)
+            if code not in (None, 0) or (note is not None and code is None):
+                found[local_rank] = WorkerExit(code, note)
+        return found
+
+    def _processes(self) -> dict[int, Any]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {local_rank: handler.proc for local_rank, handler in handlers.items()}
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._end_workers(signal.SIGTERM, self._stop_secs)
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        # Told to stop, trainers have the grace to commit what they have.
+        self._end_workers(death_sig, self._grace_secs() if self.told_to_stop else self._stop_secs)
+        super()._shutdown(signal.SIGKILL, *args, **kwargs)
+
+    def _end_workers(self, number: signal.Signals, timeout_secs: float) -> None:
+        """Signal the trainers, wait, and kill what is left of their process groups, once."""
+        processes = {r: p for r, p in self._processes().items() if p.pid not in self._ended_groups}
+        for process in processes.values():
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        deadline = time.monotonic() + timeout_secs
+        while any(p.poll() is None for p in processes.values()):
+            if time.monotonic() > deadline or self.hurry:
+                break
+            time.sleep(0.05)
+        for process in processes.values():
+            # Also where the trainer has ended: its own children may not have.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # Its number may be another group's from now on.
+            self._ended_groups.add(process.pid)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _exit_barrier(self) -> None:
+        """Wait until the trainers of all nodes have ended well, or a node wants another round."""
+        assert self.agreement is not None
+        prefix, size = f"reft/ended/{self.agreement.round}", len(self.agreement.members)
+        store: Any = self._store
+        deadline = time.monotonic() + self._exit_barrier_timeout
+        try:
+            if store.add(prefix, 1) >= size:
+                store.set(f"{prefix}/all", "1")
+            while not store.check([f"{prefix}/all"]):
+                if time.monotonic() > deadline or self._nodes_waiting():
+                    return
+                time.sleep(max(0.1, self._spec.monitor_interval))
+            self.all_ended_well = True
+            _wait_for_goodbyes(store, f"{prefix}/seen", size)
+        except RuntimeError as error:
+            if not self.all_ended_well:
+                logger.warning("cannot ask whether all nodes ended well: %s", _first_line(error))
+
+    def close(self) -> None:
+        """Remove what trainers left."""
+        shutil.rmtree(self._exit_root, ignore_errors=True)
+
+
+def new_agent_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _wait_for_goodbyes(store: Any, key: str, size: int) -> None:
+    """The store may live in this process: others read first that all is well."""
+    deadline = time.monotonic() + _GOODBYE_SECS
+    seen = store.add(key, 1)
+    while seen < size and time.monotonic() < deadline:
+        time.sleep(0.05)
+        seen = store.add(key, 0)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,0 +1,161 @@
+"""What the agents of a round agree on, worked out by each from the same cards.
+
+Every agent lays a :class:`Card` into the store of a new rendezvous round and reads all others. The
+rest is a pure function of the cards, so there is no counter in the store that a crash could leave
+half done, and a store that was lost and came back empty takes nothing along.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from reft.elastic.exits import Cause
+from reft.errors import ConfigError
+
+
+class DuplicateNodeError(ConfigError):
+    """Several launchers claim to be the same node.
+
+    Attributes:
+        refused: agents that have to go.
+    """
+
+    def __init__(self, node: str, refused: tuple[str, ...]) -> None:
+        super().__init__(
+            f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
+            f"--node-id, or a --memory-dir of its own to each launcher on one host"
+        )
+        self.refused = refused
+
+
+@dataclass(frozen=True)
+class Card:
+    """What one agent brings into a round.
+
+    Attributes:
+        node: node id.
+        agent: unique id of the launcher process.
+        workers: trainers on this node.
+        round: last round this agent took part in; 0 for a new agent.
+        members: agents of that round.
+        restarts_used: restarts the job had used up at that round.
+        cause: why the agent's trainers of that round ended; None if they did not fail.
+        secret: the secret this agent knows or proposes, hexadecimal.
+        holds_memory: the node's memory was written under that secret.
+    """
+
+    node: str
+    agent: str
+    workers: int
+    secret: str
+    holds_memory: bool = False
+    round: int = 0
+    members: tuple[str, ...] = ()
+    restarts_used: int = 0
+    cause: Cause | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Card:
+        fields = json.loads(text)
+        cause = fields.pop("cause")
+        return cls(
+            **{**fields, "members": tuple(fields["members"]), "cause": Cause(cause) if cause else None}
+        )
+
+    def after(self, agreement: Agreement) -> Card:
+        """The card for the next round, if the trainers of this one do not fail."""
+        return replace(
+            self,
+            secret=agreement.secret,
+            holds_memory=True,
+            round=agreement.round,
+            members=agreement.members,
+            restarts_used=agreement.restarts_used,
+            cause=None,
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The outcome, equal on all agents.
+
+    Attributes:
+        round: 1 for the first start of the trainers, one more after every restart.
+        members: agents of this round, by group rank.
+        nodes: node ids, by group rank.
+        first_ranks: global rank of the first trainer of each node.
+        world_size: trainers of the job.
+        restarts_used: of ``--max-restarts``, by the whole job.
+        secret: the job's secret, hexadecimal.
+    """
+
+    round: int
+    members: tuple[str, ...]
+    nodes: tuple[str, ...]
+    first_ranks: tuple[int, ...]
+    world_size: int
+    restarts_used: int
+    secret: str
+
+
+def agree(cards: Sequence[Card]) -> Agreement:
+    """Work out a round from the cards of its agents.
+
+    A round that ended with at least one failure by own cause uses one restart of the job, however
+    many nodes failed in it; a round that ended because a node vanished, or because somebody joined,
+    uses none.
+
+    Args:
+        cards: one per agent, by group rank.
+
+    Raises:
+        DuplicateNodeError: two nodes have the same id.
+    """
+    _refuse_doubles(cards)
+    last_round = max(c.round for c in cards)
+    last = [c for c in cards if c.round == last_round and last_round]
+    used = max((c.restarts_used for c in last), default=0)
+    first_ranks = tuple(sum(c.workers for c in cards[:i]) for i in range(len(cards)))
+    return Agreement(
+        round=last_round + 1,
+        members=tuple(c.agent for c in cards),
+        nodes=tuple(c.node for c in cards),
+        first_ranks=first_ranks,
+        world_size=sum(c.workers for c in cards),
+        restarts_used=used + _uses_restart(last),
+        secret=_choose_secret(cards),
+    )
+
+
+def _refuse_doubles(cards: Sequence[Card]) -> None:
+    for node, times in Counter(c.node for c in cards).items():
+        if times > 1:
+            same = sorted((c for c in cards if c.node == node), key=lambda c: -c.round)
+            # Whoever is new has to go; the one that trains already keeps its name.
+            keeps = same[:1] if same[0].round > same[1].round else []
+            raise DuplicateNodeError(node, tuple(c.agent for c in same if c not in keeps))
+
+
+def _uses_restart(last: Sequence[Card]) -> bool:
+    """Whether the round that ``last`` took part in ended by the job's own fault."""
+    causes = {c.cause for c in last}
+    if Cause.OWN in causes:
+        return True
+    expected = set(last[0].members) if last else set()
+    nobody_vanished = {c.agent for c in last} == expected
+    # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
+    return Cause.UNCLEAR in causes and nobody_vanished
+
+
+def _choose_secret(cards: Sequence[Card]) -> str:
+    """The secret that most of the memory was written under, so that a restarted job can read it."""
+    held = Counter(c.secret for c in cards if c.holds_memory)
+    if held:
+        return max(held.items(), key=lambda item: (item[1], item[0]))[0]
+    return min(c.secret for c in cards)

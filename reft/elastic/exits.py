@@ -1,0 +1,205 @@
+"""Why a trainer ended: by its own cause, or because another one vanished.
+
+TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node uses up a
+restart on each of its peers. Here the trainer says what it died of (:class:`ExitNote`, written by
+:mod:`reft.hook.auto` when an exception leaves the script) and the agent judges all trainers of the
+node together (:func:`judge`). Nothing is imported but the standard library: trainers load this
+before the user's script sets its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+ENV_EXIT_DIR = "REFT_EXIT_DIR"
+"""Directory where trainers of one round leave their :class:`ExitNote`, one file per local rank."""
+
+EX_PEER_FAILED = 75
+"""Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)."""
+
+STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of a trainer that was told to stop and did so in good order."""
+
+
+class Cause(StrEnum):
+    """What ended a trainer."""
+
+    OWN = "own"
+    """Its own error, exit code or signal: uses one of ``--max-restarts``."""
+    PEER = "peer"
+    """Communication broke because another rank vanished: free."""
+    STOPPED = "stopped"
+    """A peer was told to stop and took the whole job to a last commit: free."""
+    UNCLEAR = "unclear"
+    """Aborted by a communication library's watchdog, or by its own code: decided by what the other
+    nodes report (:func:`reft.elastic.agreement.agree`)."""
+
+
+_ERROR_CHARS = 240
+_PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
+_OWN_BACKEND_ERRORS = re.compile(
+    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled cuda error|CUDA error|HIP error|out of memory", re.I
+)
+_PEER_MESSAGES = re.compile(
+    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed|error)"
+    r"|failed to recv, got 0 bytes|connectFullMesh failed|Application timeout caused pair closure"
+    r"|gloo.*time[ds]? ?out|timed out waiting \d+ ?ms for (recv|send)|monitoredBarrier"
+    r"|nccl(System|Remote|Internal|InProgress)Error|NCCL communicator was aborted"
+    r"|Watchdog caught collective operation timeout|remote process exited or there was a network error"
+    r"|collective operation timeout|MPI_ERR_PROC_FAILED",
+    re.I | re.S,
+)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether ``error``, or anything it was raised from or while handling, is lost communication.
+
+    Types are told by name, so that torch need not be imported. A wrong "yes" costs a bounded number
+    of free restarts, a wrong "no" may end the job: in doubt the whole chain is asked.
+    """
+    return any(_is_communication_error(e) for e in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        waiting.append(current.__cause__)
+        if not current.__suppress_context__:
+            waiting.append(current.__context__)
+        if isinstance(current, BaseExceptionGroup):
+            waiting.extend(current.exceptions)
+
+
+def _is_communication_error(error: BaseException) -> bool:
+    names = {c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("torch", "reft")}
+    if names & _PEER_TYPES:
+        return True
+    if "DistBackendError" in names:
+        return not _OWN_BACKEND_ERRORS.search(str(error))
+    # gloo and torch's C++ raise plain RuntimeErrors; a user's own ConnectionError is an OSError.
+    return isinstance(error, RuntimeError) and bool(_PEER_MESSAGES.search(str(error)))
+
+
+@dataclass(frozen=True)
+class ExitNote:
+    """What a trainer says about its end.
+
+    Attributes:
+        cause: OWN or PEER.
+        error: type and first line of the message, shortened; the whole is in the trainer's output.
+    """
+
+    cause: Cause
+    error: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> ExitNote:
+        cause = Cause.PEER if is_peer_failure(error) else Cause.OWN
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
+
+    def write(self, directory: Path, local_rank: int) -> None:
+        """Leave the note for the agent; the rename makes it whole or absent."""
+        target = directory / f"{local_rank}.json"
+        temporary = target.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(target)
+
+    @classmethod
+    def read(cls, directory: Path, local_rank: int) -> ExitNote | None:
+        """The note of a trainer; None if there is none."""
+        try:
+            fields = json.loads((directory / f"{local_rank}.json").read_text())
+            return cls(Cause(fields["cause"]), str(fields["error"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one local trainer ended.
+
+    Attributes:
+        exit_code: as ``Popen.returncode`` (negative: signal); None: still ending.
+        note: what the trainer said, if it could.
+    """
+
+    exit_code: int | None
+    note: ExitNote | None
+
+    @property
+    def cause(self) -> Cause:
+        if self.note is not None:
+            return self.note.cause
+        if self.exit_code == EX_PEER_FAILED:
+            return Cause.PEER
+        if self.exit_code in STOPPED_CODES:
+            return Cause.STOPPED
+        if self.exit_code == -signal.SIGABRT:
+            return Cause.UNCLEAR
+        return Cause.OWN
+
+    def __str__(self) -> str:
+        if self.note is not None:
+            return self.note.error
+        if self.exit_code is None:
+            return "still ending"
+        if self.exit_code < 0:
+            return f"killed by {signal_name(-self.exit_code)}"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The judgement over the trainers of a node that ended before the agent stopped the rest.
+
+    Attributes:
+        cause: OWN as soon as one of them failed by its own cause.
+        local_rank: the trainer that decided it.
+        exit_code: what the launcher exits with if nothing restarts.
+        reason: for people.
+    """
+
+    cause: Cause
+    local_rank: int
+    exit_code: int
+    reason: str
+
+
+def judge(exits: Mapping[int, WorkerExit]) -> Failure:
+    """Judge the trainers of one node together.
+
+    Args:
+        exits: local rank to its end, for every trainer that failed by itself; at least one.
+    """
+    order = (Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
+    rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
+    return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
+
+
+def shell_code(end: WorkerExit) -> int:
+    """Exit code as a shell reports it: 128 + n for signal n, never 0."""
+    if end.exit_code is None or end.exit_code == 0:
+        return EX_PEER_FAILED if end.cause is Cause.PEER else 1
+    return 128 - end.exit_code if end.exit_code < 0 else end.exit_code
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

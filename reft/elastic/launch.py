@@ -1,0 +1,321 @@
+"""``reft launch``: torchrun's options, one daemon per node, and any node may die.
+
+The training script runs through :mod:`reft.hook.auto`, so that it needs no change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+
+from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, ENV_STORE, parse_block
+from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
+from reft.elastic.agreement import Agreement, Card
+from reft.elastic.meeting import Meeting
+from reft.elastic.node import DaemonKeeper, NodeMemory
+from reft.elastic.options import LaunchOptions, parse_options
+from reft.errors import ConfigError, ReftError
+from reft.events import EventLog
+from reft.hook.auto import ENV_LAUNCHER_PID
+from reft.store.daemon import CONFIG_FILE
+from reft.store.jobdir import STATUS_FILE, read_json
+
+logger = logging.getLogger("reft.elastic.launch")
+
+ENV_ROUND = "REFT_ROUND"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_GRACE_MARGIN_SECS = 5.0
+_IMPATIENT_SECS = 1.0
+_LEAST_FLUSH_SECS = 1.0
+_ENDED_WELL = "the job ended well"
+
+
+class StopSignals:
+    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end.
+
+    A second Ctrl-C by a person cuts the grace short.
+    """
+
+    def __init__(self) -> None:
+        self.agent: ReftAgent | None = None
+        self.received: signal.Signals | None = None
+        self._at = 0.0
+        self._quiet = False
+
+    def install(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    def elapsed_secs(self) -> float:
+        """Time since the signal; 0 if there was none."""
+        return time.monotonic() - self._at if self.received is not None else 0.0
+
+    def quieten(self) -> None:
+        """From here on the launcher tidies up, which is bounded, and is not interrupted."""
+        self._quiet = True
+
+    def ignore(self) -> None:
+        """The exit code stands: the interpreter would restore the default actions while it ends."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is not None or self._quiet:
+            if number == signal.SIGINT and now - self._at > _IMPATIENT_SECS and self.agent is not None:
+                self.agent.hurry = True
+            return
+        self.received, self._at = signal.Signals(number), now
+        if self.agent is not None:
+            self.agent.told_to_stop = True
+        raise SignalException(f"told to stop by {self.received.name}", sigval=self.received)
+
+
+class Launcher(Observer):
+    """One node of a job.
+
+    Args:
+        options: of ``reft launch``.
+    """
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
+        self._meeting = Meeting(options)
+        self._events = EventLog(-1)
+        self._signals = StopSignals()
+        self._daemon: DaemonKeeper | None = None
+        self._agent: ReftAgent | None = None
+        self._ended_well = False
+
+    # -- observer ----------------------------------------------------------------------------------
+
+    def round_formed(self, agreement: Agreement) -> None:
+        job_dir = self._memory.adopt(agreement.secret)
+        os.environ.update(
+            {
+                ENV_SECRET: agreement.secret,
+                ENV_STORE: self._meeting.store_endpoint(),
+                ENV_ROUND: str(agreement.round),
+            }
+        )
+        if self._options.daemon and self._daemon is None:
+            self._daemon = DaemonKeeper(job_dir)
+            self._daemon.start()
+        logger.info(
+            "round %d: %d trainers on %s; restarts used: %d of %d",
+            agreement.round,
+            agreement.world_size,
+            ", ".join(agreement.nodes),
+            agreement.restarts_used,
+            self._options.config.max_restarts,
+        )
+        self._events.write(
+            "round",
+            node=self._options.node,
+            round=agreement.round,
+            nodes=list(agreement.nodes),
+            restarts_used=agreement.restarts_used,
+        )
+
+    def workers_started(self, pids: list[int]) -> None:
+        # TorchElastic has just set its own handlers.
+        self._signals.install()
+        if self._daemon is not None:
+            self._daemon.workers = tuple(pids)
+
+    def state_changed(self, state: str, **facts: Any) -> None:
+        self._memory.write_state(state=state, **facts)
+        self._events.write("launcher", node=self._options.node, state=state, **facts)
+
+    def newest_commit(self) -> Any:
+        status = read_json(self._memory.path / STATUS_FILE)
+        return (status or {}).get("last_committed")
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run this node to its end; returns the exit code."""
+        self._signals.install()
+        try:
+            secret, holds_memory = self._memory.prepare(self._options.secret)
+            return self._run(secret, holds_memory)
+        except SignalException as stop:
+            logger.warning("%s; the trainers have ended", stop)
+            return 128 + int(stop.sigval)
+        finally:
+            self._signals.quieten()
+            self._tidy_up()
+            self._signals.ignore()
+
+    def _run(self, secret: str, holds_memory: bool) -> int:
+        options = self._options
+        os.environ.update(
+            {
+                ENV_NODE_ID: options.node,
+                ENV_MEMORY_DIR: str(options.memory_dir),
+                ENV_JOB_ID: options.job_id,
+                ENV_LAUNCHER_PID: str(os.getpid()),
+            }
+        )
+        card = Card(
+            node=options.node,
+            agent=new_agent_id(),
+            workers=options.config.nproc_per_node,
+            secret=secret,
+            holds_memory=holds_memory or options.secret is not None,
+        )
+        agent = self._agent = self._make_agent(self._meeting.connect(), card)
+        self._signals.agent = agent
+        try:
+            return self._judge(agent.run())
+        except RendezvousTimeoutError as error:
+            message = (
+                f"{options.config.min_nodes} nodes did not come together in {options.join_timeout_secs:.0f} "
+                f"s: nothing took the place of a missing one. Start `reft launch` on another node in time, "
+                f"or wait longer with --rdzv-conf join_timeout=SECS"
+            )
+            self._meeting.close(message)
+            raise JobEndedError(message) from error
+        except RendezvousClosedError as error:
+            outcome = self._meeting.outcome() or "the job ended on another node"
+            if outcome == _ENDED_WELL and agent.agreement is not None:
+                # This node was cut off, and the job went on to its end with another in its place.
+                self._ended_well = True
+                return 0
+            raise JobEndedError(
+                f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
+                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or restart "
+                f"`reft rendezvous`"
+            ) from error
+        except RendezvousGracefulExitError:
+            return 0
+        except JobEndedError as error:
+            self._meeting.close(str(error))
+            raise
+
+    def _judge(self, result: RunResult | None) -> int:
+        agent = self._agent
+        assert agent is not None
+        if result is None:
+            # A spare that was not needed: TorchElastic ends it when the job ends.
+            self._ended_well = self._meeting.outcome() == _ENDED_WELL
+            return 0
+        if not result.is_failed():
+            self._ended_well = agent.all_ended_well
+            self._meeting.close(_ENDED_WELL)
+            if not agent.all_ended_well:
+                logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
+            return 0
+        failure = agent.failure
+        reason = failure.reason if failure else "the trainers failed"
+        self._meeting.close(f"node {self._options.node} gave up: {reason}")
+        logger.error("%s", ChildFailedError(self._name(), result.failures))
+        return failure.exit_code if failure else 1
+
+    def _make_agent(self, handler: RendezvousHandler, card: Card) -> ReftAgent:
+        options, config = self._options, self._options.config
+        known = {f.name for f in fields(WorkerSpec)}
+        same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
+        if config.rdzv_backend == "static":
+            host, _, port = config.rdzv_endpoint.rpartition(":")
+            same |= {"master_addr": host, "master_port": int(port)}
+        spec = WorkerSpec(
+            **same,
+            local_world_size=config.nproc_per_node,
+            rdzv_handler=handler,
+            entrypoint=options.entrypoint,
+            args=options.arguments,
+        )
+        accepted = inspect.signature(LocalElasticAgent.__init__).parameters
+        wanted = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
+        if hasattr(config, "signals_to_handle"):
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+        return ReftAgent(
+            spec,
+            reconnect=self._meeting.reconnect,
+            card=card,
+            observer=self,
+            free_restarts=options.free_restarts,
+            stop_secs=options.stop_secs,
+            exits_dir=self._memory.path,
+            grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
+            **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},
+        )
+
+    def _grace_secs(self) -> float:
+        """What the command line says, else the job's own ``reft`` block, which the daemon was told."""
+        if self._options.grace_secs is not None:
+            return self._options.grace_secs
+        told = read_json(self._memory.path / CONFIG_FILE) or {}
+        return float(told.get("grace_secs", parse_block({}).grace_secs))
+
+    def _flush_secs(self) -> float:
+        """Time for the daemon to write the newest version: what the trainers left of the grace."""
+        return max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
+
+    def _tidy_up(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+        if self._daemon is not None:
+            self._daemon.end(0.0 if self._ended_well else self._flush_secs())
+        self._memory.write_state(state="ended well" if self._ended_well else "ended")
+        if self._ended_well and not self._options.keep_memory:
+            self._memory.remove()
+        elif self._memory.job_dir is not None and self._memory.holds_versions():
+            logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
+
+    def _name(self) -> str:
+        return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's, 128 + n
+    when told to stop by signal n, 2 for wrong use."""
+    _log_to_stderr()
+    try:
+        options = parse_options(argv)
+        _log_to_stderr(options.node)
+        return Launcher(options).run()
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
+    except (ReftError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+
+
+def _log_to_stderr(node: str = "launch") -> None:
+    root = logging.getLogger("reft")
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"[reft {node}] %(message)s"))
+    root.addHandler(handler)
+    root.setLevel(os.environ.get("REFT_LOGLEVEL", "INFO").upper())
+    root.propagate = False
+    # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""What ``reft launch`` keeps on its node: the job's memory directory and the daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from reft.errors import AuthenticationError, ConfigError, ReftError
+from reft.store.arena import ARENA_SUFFIX
+from reft.store.client import request
+from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, write_json
+
+logger = logging.getLogger(__name__)
+
+LAUNCHER_FILE = "launcher.json"
+LOCK_FILE = "launcher.lock"
+_CHECK_SECS = 0.2
+_BACKOFF_SECS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STABLE_SECS = 60.0
+"""A daemon that lived so long was well; the next start is not delayed."""
+
+
+def default_node_id(memory_dir: Path) -> str:
+    """Host name and memory directory: the same after a restart, another for another directory."""
+    digest = hashlib.blake2b(os.fsencode(memory_dir.resolve()), digest_size=3).hexdigest()
+    return f"{socket.gethostname()}-{digest}"
+
+
+class NodeMemory:
+    """The job's memory directory on this node, held by one launcher at a time.
+
+    Args:
+        memory_dir: directory for the memory of all jobs on this node.
+        job_id: the job.
+        node: this node's id.
+    """
+
+    def __init__(self, memory_dir: Path, job_id: str, node: str) -> None:
+        self.memory_dir = memory_dir
+        self.job_id = job_id
+        self.node = node
+        self.path = memory_dir / job_id
+        self.job_dir: JobDir | None = None
+        self._lock_fd = -1
+
+    def kept_secret(self) -> str | None:
+        """Secret of the memory that an earlier run left here; None if there is none to read."""
+        if not self.holds_versions():
+            return None
+        try:
+            return read_secret(self.path).hex()
+        except AuthenticationError as error:
+            logger.warning("memory that an earlier run left cannot be used: %s", error)
+            return None
+
+    def prepare(self, given_secret: str | None) -> tuple[str, bool]:
+        """Make the directory and hold it against other launchers, before any other node is met.
+
+        Args:
+            given_secret: what the user gave; then memory under another secret is an error.
+
+        Returns:
+            The secret to propose, hexadecimal, and whether the memory here was written under it.
+
+        Raises:
+            ConfigError: another launcher has the directory.
+            ReftError, OSError: it cannot be made.
+        """
+        if self.path.is_dir():
+            self._hold()
+        kept = self.kept_secret()
+        if kept is None:
+            # A secret without memory under it protects nothing, and would bar the agreed one.
+            (self.path / SECRET_FILE).unlink(missing_ok=True)
+        secret = given_secret or kept or secrets.token_hex(SECRET_BYTES)
+        self.job_dir = self._open(secret)
+        self._hold()
+        return secret, kept is not None
+
+    def adopt(self, secret: str) -> JobDir:
+        """Go on under the secret that the nodes agreed on."""
+        assert self.job_dir is not None
+        if self.job_dir.secret.hex() == secret:
+            return self.job_dir
+        if self.kept_secret() is not None:
+            # Most nodes hold memory under the agreed secret; this one's cannot be used with theirs.
+            logger.warning("%s: memory of an older run, under another secret, is removed", self.path)
+        for path in (*self.path.glob(f"*{ARENA_SUFFIX}"), self.path / SECRET_FILE):
+            path.unlink(missing_ok=True)
+        self.job_dir = self._open(secret)
+        return self.job_dir
+
+    def _open(self, secret: str) -> JobDir:
+        return JobDir.open_or_create(self.memory_dir, self.job_id, self.node, bytes.fromhex(secret))
+
+    def _hold(self) -> None:
+        if self._lock_fd >= 0:
+            return
+        fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{self.path} is in use by another launcher of job {self.job_id!r}; give every launcher on "
+                f"this host its own --memory-dir, or end the other one"
+            ) from error
+        self._lock_fd = fd
+
+    def _release(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def holds_versions(self) -> bool:
+        return any(self.path.glob(f"*{ARENA_SUFFIX}"))
+
+    def write_state(self, **fields: Any) -> None:
+        """Say in ``launcher.json`` what the launcher does; best effort."""
+        if self.job_dir is not None:
+            with suppress(OSError):
+                write_json(self.path / LAUNCHER_FILE, {"pid": os.getpid(), "node": self.node, **fields})
+
+    def remove(self) -> None:
+        """The job ended well: its memory goes."""
+        if self.job_dir is None:
+            return
+        try:
+            self.job_dir.remove(force=True)
+        except (OSError, ReftError) as error:
+            logger.warning("%s could not be removed: %s", self.path, error)
+        self._release()
+
+
+class DaemonKeeper:
+    """Starts the node daemon and starts the next one when it dies.
+
+    Args:
+        job_dir: the job's memory on this node.
+    """
+
+    def __init__(self, job_dir: JobDir) -> None:
+        self._job_dir = job_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self.workers: tuple[int, ...] = ()
+        self._told: tuple[int, ...] = ()
+        self._ending = threading.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="daemon-keeper", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the first daemon; does not wait for it."""
+        self._thread.start()
+        self._started.wait(10.0)
+
+    def tell(self, operation: str, *, timeout_secs: float = 2.0, **fields: Any) -> Any:
+        """Ask the daemon; None if it does not answer, which costs nothing else."""
+        try:
+            return request(
+                self._job_dir.path, self._job_dir.secret, operation, timeout_secs=timeout_secs, **fields
+            )
+        except (OSError, EOFError, ReftError) as error:
+            logger.debug("daemon, %s: %s", operation, error)
+            return None
+
+    def end(self, flush_secs: float) -> None:
+        """End the daemon for good, after the newest version is on storage if that is asked for."""
+        if flush_secs > 0 and self._process is not None and self._process.poll() is None:
+            written = self.tell("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
+            if written:
+                logger.info("the newest version is in %s", written)
+        self._ending.set()
+        self._thread.join(5.0)
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(8.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _keep(self) -> None:
+        deaths = 0
+        while not self._ending.is_set():
+            began = time.monotonic()
+            try:
+                # Its own session: Ctrl-C is for the launcher, which flushes before it ends the daemon.
+                self._process = subprocess.Popen(self._command(), start_new_session=True)
+            except OSError as error:
+                logger.warning("the node daemon cannot be started: %s", error)
+                self._process = None
+            self._told = ()
+            self._started.set()
+            code = self._wait()
+            if self._ending.is_set():
+                return
+            deaths = 0 if time.monotonic() - began > _STABLE_SECS else deaths + 1
+            delay = _BACKOFF_SECS[min(deaths, len(_BACKOFF_SECS) - 1)]
+            logger.warning(
+                "the node daemon ended (%s); training goes on, the next one starts in %.1f s", code, delay
+            )
+            self._ending.wait(delay)
+
+    def _wait(self) -> int | None:
+        while self._process is not None and not self._ending.wait(_CHECK_SECS):
+            code = self._process.poll()
+            if code is not None:
+                return code
+            workers = self.workers
+            if workers != self._told and self.tell("workers", pids=list(workers)) is not None:
+                self._told = workers
+        return None
+
+    def _command(self) -> Sequence[str]:
+        module = "reft.store.daemon"
+        return [sys.executable, "-m", module, str(self._job_dir.path), "--launcher-pid", str(os.getpid())]

@@ -1,0 +1,247 @@
+"""Options of ``reft launch``: torchrun's own, and where reft keeps what."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.run as torchrun
+from torch.distributed.launcher.api import LaunchConfig
+
+from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, parse_block
+from reft.elastic.node import default_node_id
+from reft.errors import ConfigError
+from reft.store.jobdir import parse_secret
+
+logger = logging.getLogger(__name__)
+
+_AUTO = "auto"
+_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SMALL_JOB_NODES = 32
+_FREE_RESTARTS = 10
+_STOP_SECS = 1.0
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What ``reft launch`` was asked to do.
+
+    Attributes:
+        config: torchrun's part.
+        entrypoint: program to start.
+        arguments: its arguments.
+        memory_dir: directory for the memory of all jobs on this node.
+        node: this node's id.
+        job_id: name of the job's memory.
+        secret: the job's secret, hexadecimal, if the user gave one.
+        daemon: start the node daemon.
+        keep_memory: do not remove the memory after a good end.
+        grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
+        stop_secs: time for trainers to end when a round is over.
+        free_restarts: restarts because of lost peers, without progress in between.
+    """
+
+    config: LaunchConfig
+    entrypoint: str
+    arguments: tuple[str, ...]
+    memory_dir: Path
+    node: str
+    job_id: str
+    secret: str | None = field(repr=False)
+    daemon: bool
+    keep_memory: bool
+    grace_secs: float | None
+    stop_secs: float
+    free_restarts: int
+
+    @property
+    def is_c10d(self) -> bool:
+        return (
+            self.config.rdzv_backend == "c10d" and self.config.rdzv_configs.get("store_type", "tcp") == "tcp"
+        )
+
+    @property
+    def join_timeout_secs(self) -> float:
+        return float(self.config.rdzv_configs.get("join_timeout", 600))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """torchrun's parser with ours added."""
+    parser = torchrun.get_args_parser()
+    parser.prog = "reft launch"
+    parser.description = (
+        "torchrun, with reft: the training script keeps its state in the memory of its peers, and any node "
+        "may die and be replaced. Every option of torchrun works as there."
+    )
+    # torchrun's "static" rendezvous cannot replace a node: it is taken only when asked for.
+    parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO))
+    ours = parser.add_argument_group("reft")
+    ours.add_argument(
+        "--memory-dir",
+        "--memory_dir",
+        type=Path,
+        default=Path(os.environ.get(ENV_MEMORY_DIR) or parse_block({}).memory_dir),
+        help=f"tmpfs directory for snapshots on this node ({ENV_MEMORY_DIR}; default: %(default)s). It takes "
+        "the place of memory_dir in the reft block.",
+    )
+    ours.add_argument(
+        "--node-id",
+        "--node_id",
+        default=os.environ.get(ENV_NODE_ID),
+        help="name of this node, the unit that fails (default: host name and memory directory)",
+    )
+    ours.add_argument(
+        "--job-id",
+        "--job_id",
+        default=os.environ.get(ENV_JOB_ID),
+        help=f"name of the job's memory ({ENV_JOB_ID}; default: --rdzv-id). The same name finds the memory "
+        "that an earlier launch left.",
+    )
+    ours.add_argument("--no-daemon", "--no_daemon", action="store_true", help="start no node daemon")
+    ours.add_argument(
+        "--keep-memory", "--keep_memory", action="store_true", help="keep the memory after a good end, too"
+    )
+    ours.add_argument(
+        "--grace-secs",
+        "--grace_secs",
+        type=float,
+        help="after SIGTERM or Ctrl-C: time for the trainers to commit and persist (default: the reft "
+        "block's, 25)",
+    )
+    ours.add_argument(
+        "--stop-secs",
+        "--stop_secs",
+        type=float,
+        default=_STOP_SECS,
+        help="time between SIGTERM and SIGKILL for trainers when the job restarts (default: %(default)s)",
+    )
+    ours.add_argument(
+        "--max-peer-restarts",
+        "--max_peer_restarts",
+        type=int,
+        default=_FREE_RESTARTS,
+        help="restarts because of lost peers are free until so many came without any progress in between; "
+        "then they use up --max-restarts (default: %(default)s)",
+    )
+    return parser
+
+
+def parse_options(argv: Sequence[str]) -> LaunchOptions:
+    """Parse and complete a command line.
+
+    Raises:
+        ConfigError: something does not fit together; says what to write.
+        SystemExit: argparse's own refusals, and ``--help``.
+    """
+    args = make_parser().parse_args(list(argv))
+    try:
+        _choose_rendezvous(args)
+        _check_program(args)
+        config, _, _ = torchrun.config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"these options cannot be used: {error}") from error
+    _complete_rendezvous_conf(config)
+    entrypoint, arguments = _program(args)
+    secret = os.environ.get(ENV_SECRET)
+    return LaunchOptions(
+        config=config,
+        entrypoint=entrypoint,
+        arguments=arguments,
+        memory_dir=args.memory_dir.absolute(),
+        node=args.node_id or default_node_id(args.memory_dir),
+        job_id=_job_id(args),
+        secret=parse_secret(secret, ENV_SECRET).hex() if secret else None,
+        daemon=not args.no_daemon,
+        keep_memory=args.keep_memory,
+        grace_secs=args.grace_secs,
+        stop_secs=args.stop_secs,
+        free_restarts=args.max_peer_restarts,
+    )
+
+
+def _choose_rendezvous(args: argparse.Namespace) -> None:
+    """Resolve the backend as torchrun does, but prefer one that can replace nodes."""
+    _, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    old_style = args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
+    if args.standalone or (
+        args.rdzv_backend == _AUTO and not args.rdzv_endpoint and most == 1 and not old_style
+    ):
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = str(uuid.uuid4()) if args.rdzv_id == "none" or args.standalone else args.rdzv_id
+    elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
+        args.rdzv_backend = "c10d"
+    elif args.rdzv_backend == _AUTO and old_style:
+        args.rdzv_backend = "static"
+    elif args.rdzv_backend == _AUTO:
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}, but nothing says where the nodes meet: start `reft rendezvous` on a "
+            f"host that does not train and give its address as --rdzv-endpoint HOST:PORT to every node"
+        )
+    if args.rdzv_backend == "static" and most > 1:
+        logger.warning(
+            "a static rendezvous (--master-addr, --node-rank) cannot replace a lost node: the job ends with "
+            "it. Use `reft rendezvous` and --rdzv-endpoint"
+        )
+    if args.master_port is None:
+        args.master_port = 29500
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    if getattr(args, "run_path", False):
+        # Every script runs through runpy's like here, in a process of its own.
+        args.run_path = False
+    if args.no_python:
+        if args.module:
+            raise ConfigError("--no-python and --module exclude each other; leave one of them out")
+        logger.warning(
+            "--no-python: %s is started as it is, reft is not installed into it. It is protected only if it "
+            "calls reft.attach() or reft.initialize() itself",
+            args.training_script,
+        )
+
+
+def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
+    if args.no_python:
+        return args.training_script, tuple(args.training_script_args)
+    module = ("-m",) if args.module else ()
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    script = (args.training_script, *args.training_script_args)
+    return python, ("-u", "-m", "reft.hook.auto", *module, *script)
+
+
+def _complete_rendezvous_conf(config: LaunchConfig) -> None:
+    """Times that suit a job whose nodes are replaced; what the user set stands."""
+    conf: dict[str, Any] = config.rdzv_configs
+    if config.rdzv_backend == "static":
+        return
+    # How long survivors wait for a replacement.
+    conf.setdefault("join_timeout", 1800)
+    # A dead node is struck out, and its place free, after interval x attempts (torch: 5 s x 3). Every
+    # heartbeat rewrites the whole state, so large jobs keep torch's pace.
+    conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
+    conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
+    if config.rdzv_backend == "c10d":
+        # Bounds the wait for a node that dies between joining and introducing itself.
+        conf.setdefault("read_timeout", 30)
+    if config.min_nodes < config.max_nodes:
+        conf.setdefault("last_call_timeout", 10)
+
+
+def _job_id(args: argparse.Namespace) -> str:
+    job_id: str = args.job_id or (args.rdzv_id if args.rdzv_id != "none" else "default")
+    if not _JOB_ID.fullmatch(job_id) or job_id in (".", ".."):
+        raise ConfigError(
+            f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores: give "
+            f"--job-id"
+        )
+    return job_id

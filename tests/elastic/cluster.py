@@ -1,0 +1,73 @@
+"""What the tests of launcher and agent share: a cluster with events, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from reft.elastic.local_cluster import LocalCluster
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class WatchedCluster(LocalCluster):
+    """A cluster whose trainers write events."""
+
+    @property
+    def events_dir(self) -> Path:
+        return self.directory / "events"
+
+    def events(self, event: str | None = None, **wanted: Any) -> list[dict[str, Any]]:
+        """Events of all trainers in the order of time."""
+        found = []
+        for path in self.events_dir.glob("worker-*.jsonl"):
+            for line in path.read_text().splitlines():
+                fields = json.loads(line)
+                if event in (None, fields["event"]) and all(fields.get(k) == v for k, v in wanted.items()):
+                    found.append(fields)
+        return sorted(found, key=lambda e: e["time"])
+
+    def wait_for(self, event: str, count: int = 1, timeout_secs: float = 90.0, **wanted: Any) -> list[Any]:
+        self.wait_until(
+            lambda: len(self.events(event, **wanted)) >= count, timeout_secs, f"{count} x {event} {wanted}"
+        )
+        return self.events(event, **wanted)
+
+    def launcher_events(self, event: str) -> list[dict[str, Any]]:
+        """Events of the launchers."""
+        found = [
+            json.loads(line)
+            for path in self.events_dir.glob("reft--1-*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        return sorted((e for e in found if e["event"] == event), key=lambda e: e["time"])
+
+    def finish(self) -> None:
+        """Let the trainers of allreduce.py end well after the next step."""
+        (self.events_dir / "finish").touch()
+
+    def none_left(self) -> bool:
+        """No process but the rendezvous is left."""
+        return all(self.rendezvous and p.pid == self.rendezvous.pid for p in self.survivors())
+
+
+@contextmanager
+def cluster(tmp_path: Path, script: str, *args: str, **options: Any) -> Iterator[WatchedCluster]:
+    """A running cluster of ``script``; after the test no process of it may be left but by its doing."""
+    (tmp_path / "events").mkdir()
+    events = str(tmp_path / "events")
+    env = {"TEST_EVENTS": events, "REFT_EVENTS": events, **options.pop("env", {})}
+    made = WatchedCluster(
+        command=[str(SCRIPTS / script), *args],
+        directory=tmp_path,
+        env=env,
+        memory_root=tmp_path / "memory",
+        **options,
+    )
+    with made:
+        made.start()
+        yield made
+    assert made.survivors() == []

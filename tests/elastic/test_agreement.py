@@ -1,0 +1,102 @@
+"""What the agents of a round work out from the same cards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
+from reft.elastic.exits import Cause
+
+
+def card(name: str, **fields: object) -> Card:
+    return replace(Card(node=f"node-{name}", agent=name, workers=2, secret=name * 64), **fields)
+
+
+def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agreement:
+    """A round of a, b, c is followed by one without ``lost`` and with ``joined``."""
+    first = [card(n) for n in "abc"]
+    agreement = agree(first)
+    cards = [replace(c.after(agreement), cause=cause) for c, cause in zip(first, causes, strict=True)]
+    return agree([c for c in cards if c.agent not in lost] + [card(n) for n in joined])
+
+
+def test_the_first_round() -> None:
+    agreement = agree([card("a"), card("b", workers=3), card("c")])
+    assert agreement == Agreement(
+        round=1,
+        members=("a", "b", "c"),
+        nodes=("node-a", "node-b", "node-c"),
+        first_ranks=(0, 2, 5),
+        world_size=7,
+        restarts_used=0,
+        secret="a" * 64,
+    )
+
+
+PEER, OWN, UNCLEAR, STOPPED = Cause.PEER, Cause.OWN, Cause.UNCLEAR, Cause.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("causes", "lost", "joined", "used"),
+    [
+        ((PEER, PEER, None), "c", "d", 0),  # a node vanished: free
+        ((PEER, UNCLEAR, None), "c", "d", 0),  # ... also where the watchdog aborted trainers
+        ((OWN, PEER, PEER), "", "", 1),  # one trainer failed by itself: one restart, on one node ...
+        ((OWN, OWN, PEER), "", "", 1),  # ... or on several
+        ((OWN, PEER, None), "c", "d", 1),
+        ((UNCLEAR, PEER, PEER), "", "", 1),  # all nodes are back: nobody vanished, it was a bug
+        ((STOPPED, STOPPED, None), "c", "d", 0),
+        ((PEER, PEER, PEER), "", "", 0),  # a launcher's daemon of nodes that only lost contact
+        ((None, None, None), "", "d", 0),  # somebody joined
+    ],
+)
+def test_only_own_failures_use_restarts(
+    causes: tuple[Cause | None, ...], lost: str, joined: str, used: int
+) -> None:
+    agreement = second_round(*causes, lost=lost, joined=joined)
+    assert (agreement.round, agreement.restarts_used) == (2, used)
+
+
+def test_a_replacement_learns_the_count_and_the_round() -> None:
+    agreement = second_round(OWN, PEER, None, lost="c", joined="d")
+    newcomer = card("e")
+    survivors = [card("a").after(agreement), card("d").after(agreement)]
+    third = agree([newcomer, *survivors])
+    assert (third.round, third.restarts_used) == (3, 1)
+
+
+def test_who_missed_a_round_does_not_decide() -> None:
+    """An agent that was cut off comes back with an older count and an older failure."""
+    old = replace(card("z"), round=1, members=("z", "a"), restarts_used=5, cause=OWN)
+    current = replace(card("a"), round=4, members=("a", "b"), restarts_used=1)
+    agreement = agree([old, current])
+    assert (agreement.round, agreement.restarts_used) == (5, 1)
+
+
+def test_the_secret_that_the_memory_was_written_under_wins() -> None:
+    """A job is started anew: three nodes still have its memory, the first to come does not."""
+    kept = [card(n, secret="f" * 64, holds_memory=True) for n in "bcd"]
+    assert agree([card("a"), *kept]).secret == "f" * 64
+    foreign = card("e", secret="e" * 64, holds_memory=True)
+    assert agree([foreign, *kept]).secret == "f" * 64
+
+
+def test_two_nodes_of_one_name_are_refused() -> None:
+    with pytest.raises(DuplicateNodeError, match="--node-id") as caught:
+        agree([card("a", node="x"), card("b", node="x"), card("c")])
+    assert set(caught.value.refused) == {"a", "b"}
+
+
+def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
+    running = replace(card("a", node="x"), round=3, members=("a",))
+    with pytest.raises(DuplicateNodeError) as caught:
+        agree([card("b", node="x"), running])
+    assert caught.value.refused == ("b",)
+
+
+def test_cards_survive_the_way_through_the_store() -> None:
+    full = replace(card("a"), round=2, members=("a", "b"), cause=UNCLEAR, holds_memory=True)
+    assert Card.from_json(full.to_json()) == full
+    assert Card.from_json(card("b").to_json().encode()) == card("b")

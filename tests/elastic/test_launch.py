@@ -1,0 +1,228 @@
+"""`reft launch` on one node: errors, restarts, signals, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from reft.elastic.agent import JobEndedError
+from reft.elastic.launch import main
+from reft.elastic.meeting import Meeting
+from reft.elastic.options import LaunchOptions, make_parser, parse_options
+from reft.elastic.rendezvous import RendezvousServer
+from reft.errors import ConfigError
+
+from .cluster import SCRIPTS, WatchedCluster, cluster
+
+
+def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
+    """One node that needs no other."""
+    return cluster(tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more)
+
+
+# -- options -----------------------------------------------------------------------------------------
+
+
+def parse(*args: str) -> LaunchOptions:
+    return parse_options([*args, "train.py", "--lr", "1"])
+
+
+def test_torchruns_options_are_all_there() -> None:
+    ours, theirs = make_parser().format_help(), __import__("torch.distributed.run").distributed.run
+    for action in theirs.get_args_parser()._actions:
+        assert all(option in ours for option in action.option_strings)
+    assert "--memory-dir" in ours
+
+
+def test_scripts_run_through_the_hook() -> None:
+    assert parse().arguments == ("-u", "-m", "reft.hook.auto", "train.py", "--lr", "1")
+    assert parse("-m").arguments == ("-u", "-m", "reft.hook.auto", "-m", "train.py", "--lr", "1")
+    bare = parse("--no-python")
+    assert (bare.entrypoint, bare.arguments) == ("train.py", ("--lr", "1"))
+
+
+def test_the_rendezvous_defaults_suit_replacements() -> None:
+    options = parse("--nnodes", "4", "--rdzv-endpoint", "login:29400", "--rdzv-id", "job7")
+    assert (options.config.rdzv_backend, options.job_id) == ("c10d", "job7")
+    conf = options.config.rdzv_configs
+    assert (conf["keep_alive_interval"], conf["keep_alive_max_attempt"], conf["join_timeout"]) == (1, 5, 1800)
+    large = parse("--nnodes", "400", "--rdzv-endpoint", "login")
+    assert large.config.rdzv_configs["keep_alive_interval"] == 5
+    assert large.job_id == "default"
+    own = parse(
+        "--nnodes", "4", "--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,keep_alive_interval=9"
+    )
+    assert own.config.rdzv_configs["join_timeout"] == "5"
+    assert own.config.rdzv_configs["keep_alive_interval"] == "9"
+    assert own.join_timeout_secs == 5.0
+
+
+def test_one_node_needs_no_rendezvous_options() -> None:
+    options = parse("--nproc-per-node", "2")
+    assert options.config.rdzv_endpoint == "localhost:0"
+    assert options.job_id == options.config.run_id != "none"
+    assert parse("--job-id", "kept").job_id == "kept"
+
+
+def test_static_rendezvous_only_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    options = parse(
+        "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500"
+    )
+    assert (options.config.rdzv_backend, options.config.rdzv_endpoint) == ("static", "10.0.0.1:29500")
+    assert "cannot replace a lost node" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--nnodes", "2"), "reft rendezvous"),
+        (("--nnodes", "two", "--rdzv-endpoint", "x"), "two"),
+        (("--nproc-per-node", "gpus"), "gpus"),
+        (("--max-restarts", "-1"), "max_restarts"),
+        (("--no-python", "-m"), "exclude each other"),
+        (("--job-id", "a/b"), "--job-id"),
+        (("--rdzv-conf", "join"), "rendezvous"),
+    ],
+)
+def test_wrong_use_says_what_to_write(args: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(*args)
+
+
+def test_wrong_use_is_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nnodes", "2", "x.py"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["--bogus"])
+    assert stop.value.code == 2
+
+
+def test_a_lost_store_is_waited_for_and_then_explained() -> None:
+    server = RendezvousServer("127.0.0.1", 0)
+    endpoint = server.info.endpoint
+    options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
+    meeting = Meeting(options)
+    meeting.connect()
+    assert meeting.store_endpoint() == endpoint
+    meeting.close("node a gave up: local rank 0: ValueError")
+    late = Meeting(options)
+    late.connect()
+    assert late.outcome() == "node a gave up: local rank 0: ValueError"
+    del server
+    with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
+        meeting.reconnect()
+
+
+# -- one node ------------------------------------------------------------------------------------------
+
+
+def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
+    with single(tmp_path, "end", procs_per_node=2) as job:
+        assert job.wait(90) == {0: 0}
+        assert not job.job_dir(0).exists()
+        first = job.events("start")[0]["env"]
+        assert len(job.events("start")) == 2
+    assert first["REFT_NODE_ID"] == "node0"
+    assert first["REFT_JOB_ID"] == "local"
+    assert first["REFT_MEMORY_DIR"] == str(job.current[0].memory_dir)
+    assert len(bytes.fromhex(first["REFT_SECRET"])) == 32
+    assert first["REFT_STORE"] == job.endpoint
+    assert first["REFT_ROUND"] == "1"
+
+
+def test_errors_are_shown_restarts_counted_and_the_memory_kept(tmp_path: Path) -> None:
+    with single(tmp_path, "raise", options=("--max-restarts", "1")) as job:
+        assert job.wait(90) == {0: 1}
+        log = job.log(0)
+        assert log.count("ValueError: a bad sample\n") >= 2
+        assert re.search(r'line \d+, in train\n    raise ValueError\("a bad sample"\)\nValueError', log)
+        assert "auto.py" not in log.split("Traceback")[1].split("ValueError")[0]
+        assert "uses restart 1 of 1" in log
+        assert "restarts used: 1 of 1 (--max-restarts): the job ends" in log
+        counts = [e["env"]["TORCHELASTIC_RESTART_COUNT"] for e in job.events("start")]
+        assert counts == ["0", "1"]
+        assert job.job_dir(0).is_dir()
+        job.wait_until(job.none_left, 90, "the end of all processes")
+
+
+def test_exit_codes_propagate(tmp_path: Path) -> None:
+    with single(tmp_path, "exit", "3", options=("--no-daemon", "--keep-memory")) as job:
+        assert job.wait(90) == {0: 3}
+
+
+def test_free_restarts_are_bounded(tmp_path: Path) -> None:
+    """Lost peers are free, but not for ever: 1 + 2 free + 1 counted round."""
+    options = ("--max-peer-restarts", "2", "--max-restarts", "1", "--no-daemon")
+    with single(tmp_path, "lose", options=options) as job:
+        assert job.wait(90) == {0: 75}
+        assert len(job.events("start")) == 4
+        log = job.log(0)
+    assert log.count("uses no restart") == 2
+    assert "after 2 free restarts without progress" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
+    with single(tmp_path, "wait", "graceful", procs_per_node=2) as job:
+        job.wait_for("ready", 2)
+        job.signal_node(0, number)
+        assert job.wait(90) == {0: 128 + number}
+        assert [e["number"] for e in job.events("signal")] == [number, number]
+        assert len(job.events("flushed")) == 2
+        assert job.job_dir(0).is_dir()
+        assert "Traceback" not in job.log(0)
+        job.wait_until(job.none_left, 90, "the end of all processes")
+
+
+def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
+    """A second Ctrl-C does not wait for the grace to pass."""
+    with single(tmp_path, "wait", "stubborn", options=("--grace-secs", "100")) as job:
+        job.wait_for("ready")
+        job.signal_node(0, signal.SIGINT)
+        job.wait_for("signal")
+        deadline = time.monotonic() + 90
+        while job.current[0].running:
+            assert time.monotonic() < deadline, "the second Ctrl-C was not heard"
+            time.sleep(0.3)
+            job.signal_node(0, signal.SIGINT)
+        assert job.wait(1) == {0: 130}
+        job.wait_until(job.none_left, 90, "the end of all processes")
+
+
+def test_a_killed_launcher_leaves_memory_but_no_process(tmp_path: Path) -> None:
+    with single(tmp_path, "wait", "stubborn", procs_per_node=2) as job:
+        job.wait_for("ready", 2)
+        job.wait_until(lambda: (job.status(0) or {}).get("pid") is not None, 90, "the daemon")
+        wait_until_daemon_knows_the_trainers(job)
+        job.signal_node(0, signal.SIGKILL)
+        job.wait_until(job.none_left, 90, "the end of all processes")
+        assert job.job_dir(0).is_dir()
+
+
+def wait_until_daemon_knows_the_trainers(job: WatchedCluster) -> None:
+    job.wait_until(lambda: len((job.status(0) or {}).get("workers", [])) == 2, 90, "the daemon's list")
+
+
+def test_no_replacement_is_a_clear_message(tmp_path: Path) -> None:
+    server = RendezvousServer("127.0.0.1", 0)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "reft.elastic.launch", "--nnodes", "2", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", server.info.endpoint, "--rdzv-conf", "join_timeout=2"),
+            *("--memory-dir", str(tmp_path / "memory"), str(SCRIPTS / "light.py"), "end"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2]), "TEST_EVENTS": str(tmp_path)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "2 nodes did not come together in 2 s" in done.stderr
+    assert "Traceback" not in done.stderr
