@@ -6,6 +6,7 @@ An absent block, or ``"enabled": false``, leaves the job untouched (promise P10)
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from reft.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 BLOCK_NAME = "reft"
 ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
@@ -80,11 +83,13 @@ class ReftConfig(_Block):
     job_id: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9._-]{1,128}$",
-        description="name of the job's memory; null takes REFT_JOB_ID or the launcher's run id",
+        description="name of the job's memory; null takes the launcher's run id; REFT_JOB_ID, which "
+        "'reft launch' sets, overrides it",
     )
     memory_dir: Path = Field(
         Path("/dev/shm/reft"),
-        description="tmpfs directory for snapshots, one per node; REFT_MEMORY_DIR overrides it",
+        description="tmpfs directory for snapshots, one per node; REFT_MEMORY_DIR, which 'reft launch' "
+        "sets, overrides it",
     )
     interval_steps: int = Field(1, ge=1, description="take a snapshot every so many optimizer steps")
     protection: Literal["arc", "none"] = Field(
@@ -184,14 +189,16 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
 
 
 def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
-    """Check one ``reft`` block; values in ``environ`` (REFT_MEMORY_DIR, REFT_JOB_ID) override it."""
+    """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the launcher
+    and its daemon look where they say."""
     environ = environ or {}
-    if memory_dir := environ.get(ENV_MEMORY_DIR):
-        block["memory_dir"] = memory_dir
-    if not block.get("job_id"):
-        job_id = environ.get(ENV_JOB_ID) or environ.get("TORCHELASTIC_RUN_ID")
-        if job_id and job_id != "none":
-            block["job_id"] = job_id
+    for name, key in ((ENV_MEMORY_DIR, "memory_dir"), (ENV_JOB_ID, "job_id")):
+        if value := environ.get(name):
+            if block.get(key) not in (None, value):
+                logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
+            block[key] = value
+    if not block.get("job_id") and environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        block["job_id"] = environ["TORCHELASTIC_RUN_ID"]
     try:
         return ReftConfig.model_validate(block)
     except ValidationError as error:

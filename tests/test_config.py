@@ -47,7 +47,9 @@ def test_a_block_that_is_no_object_is_refused() -> None:
 def test_the_environment_names_memory_and_job() -> None:
     config = parse_block({}, {"REFT_MEMORY_DIR": "/mem", "TORCHELASTIC_RUN_ID": "run7"})
     assert str(config.job_memory_dir) == "/mem/run7"
-    assert parse_block({"job_id": "mine"}, {"REFT_JOB_ID": "other"}).job_id == "mine"
+    assert parse_block({"job_id": "mine"}, {"TORCHELASTIC_RUN_ID": "other"}).job_id == "mine"
+    # The launcher and its daemon already use this name.
+    assert parse_block({"job_id": "mine"}, {"REFT_JOB_ID": "other"}).job_id == "other"
 
 
 def test_persisting_gets_an_arena_of_its_own() -> None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_REPEAT_SECS = 2.0
+
 
 class Preemption:
     """Notes the wish to stop. The next votes carry it to all ranks, so that all stop after the same
-    step; a second signal of the same kind acts at once, as if reft were not there."""
+    step. Batch systems signal every process of a job and the launcher passes its own on, so repeats
+    within two seconds mean the same; a later one acts at once, as if reft were not there."""
 
     def __init__(self) -> None:
         self.requested = False
         self._signal = signal.SIGTERM
+        self._since_secs = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -41,8 +46,11 @@ class Preemption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if time.monotonic() - self._since_secs < _REPEAT_SECS:
+                return
             self.uninstall()
             signal.raise_signal(number)
             return
         self.requested = True
+        self._since_secs = time.monotonic()
         self._signal = signal.Signals(number)

@@ -245,7 +245,7 @@ class Restorer:
             "restored",
             source="disk",
             version=int(session.engine.global_steps),
-            bytes_from={"disk": 0},
+            bytes_from={"disk": sum(image.nbytes for image in session.adapter.images())},
             secs=time.perf_counter() - began,
         )
         self._protect()

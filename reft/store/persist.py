@@ -82,7 +82,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10
+_NICENESS = 5
+"""Trainers come first, but beside busy ones a checkpoint must still be done within its interval."""
 _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arenas)"
 
 
