@@ -34,6 +34,8 @@ from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+_LONG_STEP_SECS = 0.5
+
 ClientState = Callable[[], Mapping[str, Any]]
 
 
@@ -78,7 +80,7 @@ class Session:
         self._blob = HostBlob()
         self._capture_errors: set[type[Exception]] = set()
         self._last_step = int(engine.global_steps)
-        self._stop_at: int | None = None
+        self._boundary_secs = time.monotonic()
         self._closed = False
         self._report_start()
 
@@ -242,14 +244,18 @@ class Session:
         step = int(self.engine.global_steps)
         if step == self._last_step or self.worker is None:
             return
+        now = time.monotonic()
+        step_secs, self._boundary_secs = now - self._boundary_secs, now
         self._last_step = step
-        self.worker.stop_requested = self.preemption.requested
-        if self.worker.stop_agreed.is_set() and self._stop_at is None:
-            self._stop_at = step
-        if self._stop_at is not None:
+        if self.preemption.requested:
+            # The vote that carries this ends within milliseconds: all ranks know before they get there.
+            self.worker.stop_proposal = step + (1 if step_secs > _LONG_STEP_SECS else 2)
+        if self.worker.stop_step is not None and step >= self.worker.stop_step:
             self._stop(step)
         elif step % self.config.interval_steps == 0:
             self.submit(must=False)
+        else:
+            self.worker.submit(SnapshotRequest(Label(self.incarnation, step), None, b"", idle=True))
 
     def submit(self, *, must: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker.

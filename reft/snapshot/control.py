@@ -27,12 +27,13 @@ class Ballot:
 
     Attributes:
         ok: the version is in order here (result: everywhere).
-        stop: this rank was told to stop (result: any rank was).
+        stop_after_step: this rank was told to stop and can do so after that step; 0 if it was not
+            (result: the latest step that any rank named).
         relayout: the state of this rank has another shape than the plan (result: any rank's has).
     """
 
     ok: bool
-    stop: bool = False
+    stop_after_step: int = 0
     relayout: bool = False
 
 
@@ -66,7 +67,8 @@ class ControlGroup:
             TransferError: a peer is gone, or votes on another version.
         """
         word = torch.tensor(
-            [int(ballot.ok), -int(ballot.stop), -int(ballot.relayout), version, -version], dtype=torch.int64
+            [int(ballot.ok), -ballot.stop_after_step, -int(ballot.relayout), version, -version],
+            dtype=torch.int64,
         )
         try:
             self._all_reduce_min(word)
@@ -78,7 +80,7 @@ class ControlGroup:
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(ok=bool(ok), stop=bool(stop), relayout=bool(relayout))
+        return Ballot(ok=bool(ok), stop_after_step=-stop, relayout=bool(relayout))
 
     def _all_reduce_min(self, tensor: torch.Tensor) -> None:
         options = dist.AllreduceOptions()

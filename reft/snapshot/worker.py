@@ -46,12 +46,14 @@ class SnapshotRequest:
             where the state could not be captured: the version is voted down.
         host_blob: encoded host state.
         must: wait for a free slot and never cancel (restore, last snapshot before an exit).
+        idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
     """
 
     label: Label
     images: LiveImages | None
     host_blob: bytes
     must: bool = False
+    idle: bool = False
     started: bool = False
     cancelled: bool = False
     copied: threading.Event = field(default_factory=threading.Event)
@@ -111,8 +113,10 @@ class SnapshotWorker:
         self._fence_waiting = False
         self._closing = False
         self._broken: str | None = None
-        self.stop_requested = False
-        self.stop_agreed = threading.Event()
+        self.stop_proposal = 0
+        """Step after which this rank would stop; set by the training thread, 0 means go on."""
+        self.stop_step: int | None = None
+        """Step after which all ranks stop: the first that a vote named, the same everywhere."""
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
 
@@ -220,6 +224,9 @@ class SnapshotWorker:
 
     def _process(self, request: SnapshotRequest) -> None:
         """Take one version through the whole protocol. Every path casts the same votes."""
+        if request.idle:
+            self._vote(request, ok=False)
+            return
         while True:
             filling, failure = self._try_copy(request)
             if filling is not None:
@@ -229,7 +236,9 @@ class SnapshotWorker:
                 break
             # Somebody's state has another shape than planned: agree anew, then try again.
             if filling is not None:
+                # Training was let go on: these tensors are no longer the state of this step (P2).
                 self._arenas.abort(filling)
+                request.cancelled = True
             self._agree(request)
         if not verdict.ok:
             self._abort(request, filling, failure or "a peer skipped it")
@@ -254,11 +263,15 @@ class SnapshotWorker:
         self._give_up(request, cause.split(":", maxsplit=1)[0], cause)
 
     def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
-        relayout = not ok and not request.cancelled and self._layout_is_old(request)
-        ballot = Ballot(ok=ok, stop=self.stop_requested, relayout=relayout)
+        wants_layout = not (ok or request.cancelled or request.idle)
+        ballot = Ballot(
+            ok=ok,
+            stop_after_step=self.stop_proposal,
+            relayout=wants_layout and self._layout_is_old(request),
+        )
         verdict = self._control.vote(ballot, request.label.step)
-        if verdict.stop:
-            self.stop_agreed.set()
+        if verdict.stop_after_step and self.stop_step is None:
+            self.stop_step = verdict.stop_after_step
         return verdict
 
     def _layout_is_old(self, request: SnapshotRequest) -> bool:
