@@ -1,0 +1,209 @@
+"""What happened, out of the event files that the processes of a job write."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_FILE = re.compile(r"(?:reft|rank)-(-?\d+)-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of an event file.
+
+    Attributes:
+        kind: ``attached``, ``ready``, ``step``, ``commit``, ``skip``, ``restored``, ``closed``; of
+            launchers ``launcher`` and ``round``.
+        time: Unix seconds.
+        rank: global rank; -1: a launcher.
+        pid: of the process that wrote it.
+        fields: the rest.
+    """
+
+    kind: str
+    time: float
+    rank: int
+    pid: int
+    fields: Mapping[str, Any]
+
+
+class EventReader:
+    """Reads the event files of a directory as they grow.
+
+    Args:
+        directory: what REFT_EVENTS names; need not exist yet.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offsets: dict[str, int] = {}
+
+    def poll(self) -> list[Event]:
+        """Events since the last call, in the order of their times.
+
+        A line that is not whole yet is left for later; a killed process may leave one for good.
+        """
+        found: list[Event] = []
+        if not self._directory.is_dir():
+            return found
+        for path in sorted(self._directory.iterdir()):
+            match = _FILE.fullmatch(path.name)
+            if match is not None:
+                found += self._read(path, int(match[1]), int(match[2]))
+        return sorted(found, key=lambda event: event.time)
+
+    def _read(self, path: Path, rank: int, pid: int) -> Iterable[Event]:
+        offset = self._offsets.get(path.name, 0)
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offsets[path.name] = offset + end
+        for line in data[:end].splitlines():
+            fields = json.loads(line)
+            yield Event(fields.pop("event"), fields.pop("time"), fields.pop("rank", rank), pid, fields)
+
+
+@dataclass
+class Incarnation:
+    """One life of the job: from the start of its trainers to their end.
+
+    Attributes:
+        number: 1 for the first; 0 where reft is not attached.
+        nodes: node id of every rank.
+        coordinates: coordinate of every rank, as text.
+        attached_at: when the last of its ranks was attached.
+        tolerance: node losses that it survives.
+        ready: when each rank had loaded and began to train.
+        steps: times at which each step was done, by rank.
+        losses: of the steps done in it, as ``float.hex``.
+        restored: ``restored`` events by rank.
+        committed: versions committed.
+        skipped: causes of versions given up, by step.
+        counters: newest counters of every rank.
+    """
+
+    number: int
+    nodes: dict[int, str] = field(default_factory=dict)
+    coordinates: dict[int, str] = field(default_factory=dict)
+    attached_at: float = 0.0
+    tolerance: int | None = None
+    ready: dict[int, float] = field(default_factory=dict)
+    steps: dict[int, dict[int, float]] = field(default_factory=dict)
+    losses: dict[int, str] = field(default_factory=dict)
+    restored: dict[int, Event] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    skipped: dict[int, str] = field(default_factory=dict)
+    counters: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        """Newest step done by any rank; 0: none."""
+        return max(self.steps, default=0)
+
+    def ranks_of(self, node: str) -> list[int]:
+        """Ranks that are on a node."""
+        return sorted(rank for rank, name in self.nodes.items() if name == node)
+
+    @property
+    def first_step_times(self) -> tuple[float, float]:
+        """When its first step was done on the first, and on the last rank that got so far.
+
+        Raises:
+            ValueError: it did no step.
+        """
+        times = self.steps[min(self.steps)].values()
+        return min(times), max(times)
+
+
+@dataclass
+class History:
+    """All incarnations of a job and its losses; fed with events in the order of time.
+
+    Attributes:
+        incarnations: by number.
+        losses: every loss that was reported for a step, oldest first, as ``float.hex``.
+        launchers: newest state of every launcher and since when, by node id.
+    """
+
+    incarnations: dict[int, Incarnation] = field(default_factory=dict)
+    losses: dict[int, list[str]] = field(default_factory=dict)
+    launchers: dict[str, tuple[str, float]] = field(default_factory=dict)
+    _number_of: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: Path) -> History:
+        """Read everything that a job left in ``directory``."""
+        history = cls()
+        for event in EventReader(directory).poll():
+            history.feed(event)
+        return history
+
+    @property
+    def current(self) -> Incarnation:
+        """The newest incarnation."""
+        return self.incarnations[max(self.incarnations)] if self.incarnations else Incarnation(0)
+
+    @property
+    def last_step(self) -> int:
+        """Newest step that was ever done by any rank; 0: none."""
+        return max((life.last_step for life in self.incarnations.values()), default=0)
+
+    def incarnation_of(self, event: Event) -> Incarnation:
+        """The life of the job that the writer of ``event`` belongs to."""
+        number = self._number_of.get(event.pid, 0)
+        return self.incarnations.setdefault(number, Incarnation(number))
+
+    def state_of(self, node: str) -> str:
+        """What a node that lives does: starting, waiting, restoring, healthy or ended."""
+        state, since = self.launchers.get(node, ("starting", 0.0))
+        if state != "running":
+            return state.split()[0].strip(",")
+        life = self.current
+        if life.attached_at < since:
+            return "starting"
+        if all(rank in life.ready for rank in life.ranks_of(node)):
+            return "healthy"
+        return "restoring" if life.number > 1 else "starting"
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        if event.rank < 0:
+            if event.kind == "launcher":
+                self.launchers[event.fields["node"]] = (event.fields["state"], event.time)
+            return
+        if event.kind == "attached":
+            self._number_of[event.pid] = event.fields["incarnation"]
+        life = self.incarnation_of(event)
+        fields = event.fields
+        if event.kind == "attached":
+            life.nodes[event.rank] = fields["node"]
+            life.coordinates[event.rank] = fields["coordinate"]
+            life.tolerance = fields["tolerance"]
+            life.attached_at = event.time
+        elif event.kind == "ready":
+            life.ready[event.rank] = event.time
+        elif event.kind == "step":
+            life.steps.setdefault(fields["step"], {})[event.rank] = event.time
+            if "loss_hex" in fields:
+                life.losses[fields["step"]] = fields["loss_hex"]
+                self.losses.setdefault(fields["step"], []).append(fields["loss_hex"])
+        elif event.kind == "restored":
+            life.restored[event.rank] = event
+        elif event.kind == "commit":
+            life.committed.add(fields["step"])
+            self._count(life, event)
+        elif event.kind == "skip":
+            life.skipped[fields["step"]] = fields["cause"]
+        elif event.kind == "closed":
+            self._count(life, event)
+
+    @staticmethod
+    def _count(life: Incarnation, event: Event) -> None:
+        if "taken" in event.fields:
+            life.counters[event.rank] = event.fields

@@ -1,0 +1,240 @@
+"""The arithmetic of the report, from event files as the processes of a job write them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.demo.history import EventReader, History
+from reft.demo.options import parse
+from reft.demo.report import Failure, loss_difference, make_report
+
+STEPS = 6
+
+
+class Recorder:
+    """Writes event files: those of reft and those of the training script, one pair per process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, prefix: str, rank: int, pid: int, event: str, time: float, **fields: Any) -> None:
+        line = json.dumps({"event": event, "time": time, "rank": rank, **fields})
+        with (self.directory / f"{prefix}-{rank}-{pid}.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def life(self, number: int, ranks: int, first_pid: int, began: float) -> None:
+        for rank in range(ranks):
+            self.write(
+                *("reft", rank, first_pid + rank, "attached", began),
+                **dict(incarnation=number, coordinate=f"pp0.dp{rank}.tp0", node=f"node{rank}", tolerance=1),
+            )
+
+    def step(self, rank: int, pid: int, step: int, time: float, loss: float | None = None) -> None:
+        fields = {} if loss is None else {"loss": loss, "loss_hex": loss.hex()}
+        self.write("rank", rank, pid, "step", time, step=step, **fields)
+
+    def commit(self, rank: int, pid: int, step: int, time: float, *, taken: int, stall: float) -> None:
+        counters = dict(taken=taken, bytes_per_rank=1000 + rank, stall_secs_median=stall)
+        self.write("reft", rank, pid, "commit", time, step=step, copy_secs=0.1, **counters)
+
+    def restored(self, rank: int, pid: int, time: float, secs: float, **fields: Any) -> None:
+        self.write("reft", rank, pid, "restored", time, secs=secs, **fields)
+
+
+def loss_at(step: int) -> float:
+    return 5.0 / step
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> History:
+    """An undisturbed run without reft: nothing but steps."""
+    recorder = Recorder(tmp_path / "reference")
+    for step in range(1, STEPS + 1):
+        recorder.step(0, 100, step, 1000.0 + step, loss_at(step))
+        recorder.step(1, 101, step, 1000.0 + step)
+    return History.of(recorder.directory)
+
+
+@pytest.fixture
+def disturbed(tmp_path: Path) -> Recorder:
+    """Two ranks; four steps, three commits; killed in step 5; resumed from step 3, so that step 4 is
+    computed twice; then to the end."""
+    recorder = Recorder(tmp_path / "training")
+    recorder.life(1, 2, 10, 100.0)
+    for step in range(1, 5):
+        for rank in (0, 1):
+            recorder.step(rank, 10 + rank, step, 100.0 + step + rank / 10, None if rank else loss_at(step))
+            if step < 4:
+                recorder.commit(rank, 10 + rank, step, 100.4 + step, taken=step, stall=0.010 + rank / 100)
+    recorder.life(2, 2, 20, 110.0)
+    origin = {"version": 3, "incarnation": 1, "source": "memory"}
+    recorder.restored(0, 20, 111.0, 0.5, bytes_from={"local": 700, "copy": 0, "peer": 0}, **origin)
+    recorder.restored(1, 21, 111.0, 0.8, bytes_from={"local": 0, "copy": 300, "peer": 200}, **origin)
+    for rank in (0, 1):
+        recorder.commit(rank, 20 + rank, 3, 111.5, taken=1, stall=0.030)
+        for step in range(4, STEPS + 1):
+            recorder.step(rank, 20 + rank, step, 110.0 + step + rank / 10, None if rank else loss_at(step))
+            recorder.commit(rank, 20 + rank, step, 110.4 + step, taken=step - 2, stall=0.030)
+    recorder.write("reft", 1, 21, "skip", 115.0, step=5, cause="busy")
+    return recorder
+
+
+FAILURES = (Failure(step=4, node=1, kind="node", time=104.5),)
+
+
+def report_of(recorder: Recorder, reference: History, failures=FAILURES, problem=None):
+    options = parse(f"--nodes 2 --pp 1 --dp 2 --steps {STEPS} --kill 4:1".split())
+    return make_report(options, History.of(recorder.directory), reference, failures, problem=problem)
+
+
+def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed, reference):
+    (recovery,) = report_of(disturbed, reference).recoveries
+    assert (recovery.source, recovery.version) == ("memory", 3)
+    assert recovery.lost_steps == 1, "step 4 had been done, but only step 3 was committed"
+    assert recovery.load_secs == 0.8, "the slowest rank"
+    assert recovery.failure_to_step_secs == pytest.approx(114.1 - 104.5), "done on all ranks"
+    assert recovery.bytes_from == {"local": 700, "copy": 300, "peer": 200, "parity": 0, "disk": 0}
+
+
+def test_snapshots_are_summed_over_incarnations(disturbed, reference):
+    snapshots = report_of(disturbed, reference).snapshots
+    assert (snapshots.taken, snapshots.committed) == (3 + 4, 3 + 4)
+    assert (snapshots.skipped, snapshots.skipped_by_cause) == (1, {"busy": 1})
+    assert snapshots.bytes_per_rank == 1001
+    assert snapshots.stall_secs_median == pytest.approx(0.025), "median of the slowest rank of each life"
+
+
+def test_json_holds_the_agreed_keys(disturbed, reference):
+    report = report_of(disturbed, reference)
+    data = json.loads(report.to_json())
+    assert report.good
+    assert data["good"] is True
+    assert data["losses"] == data["reference_losses"] == [loss_at(s) for s in range(1, STEPS + 1)]
+    assert data["max_abs_loss_difference"] == 0.0
+    assert data["tolerance"] == 1
+    assert data["steps"] == STEPS
+    assert data["layout"]["dp"] == 2
+    assert {"step": 4, "node": 1, "kind": "node"}.items() <= data["failures"][0].items()
+    wanted = {"source", "version", "lost_steps", "load_secs", "failure_to_step_secs", "bytes_from"}
+    assert wanted <= data["recoveries"][0].keys()
+    wanted = {"taken", "committed", "skipped", "bytes_per_rank", "stall_secs_median"}
+    assert wanted <= data["snapshots"].keys()
+
+
+def test_one_bit_is_a_difference(disturbed, reference):
+    disturbed.step(0, 20, 6, 117.0, math.nextafter(loss_at(6), 9.0))
+    report = report_of(disturbed, reference)
+    assert report.max_abs_loss_difference == pytest.approx(math.ulp(loss_at(6)))
+    assert not report.good
+
+
+def test_a_step_computed_twice_must_agree_with_itself(disturbed, reference):
+    """The loss that stands at the end is right; the one from before the failure was not."""
+    disturbed.step(0, 10, 4, 104.2, 7.0)
+    report = report_of(disturbed, reference)
+    assert report.losses == report.reference_losses
+    assert report.max_abs_loss_difference == pytest.approx(7.0 - loss_at(4))
+    assert not report.good
+
+
+def test_nan_equals_only_nan(disturbed, reference):
+    disturbed.step(0, 20, 6, 117.0, math.nan)
+    report = report_of(disturbed, reference)
+    assert report.max_abs_loss_difference == math.inf
+    assert json.loads(report.to_json())["losses"][-1] is None
+    assert not report.good
+
+
+def test_signed_zero_is_a_difference(tmp_path):
+    plus, minus = Recorder(tmp_path / "plus"), Recorder(tmp_path / "minus")
+    plus.step(0, 1, 1, 1.0, 0.0)
+    minus.step(0, 1, 1, 1.0, -0.0)
+    difference = loss_difference(History.of(plus.directory), History.of(minus.directory), 1)
+    assert difference is not None
+    assert difference > 0
+
+
+def test_a_missing_loss_is_not_well(disturbed, tmp_path):
+    report = report_of(disturbed, History())
+    assert report.max_abs_loss_difference is None
+    assert report.reference_losses == (None,) * STEPS
+    assert not report.good
+
+
+def test_a_problem_is_not_well_even_if_all_losses_agree(disturbed, reference):
+    assert not report_of(disturbed, reference, problem="a launcher failed").good
+
+
+def test_a_restart_without_a_failure_is_reported_as_such(disturbed, reference):
+    (recovery,) = report_of(disturbed, reference, failures=()).recoveries
+    assert recovery.failure_to_step_secs is None
+
+
+def test_a_failure_during_a_recovery_counts_from_the_first(disturbed, reference):
+    """A third incarnation was killed before any step: the recovery is one, and took all the time."""
+    disturbed.life(3, 2, 30, 116.3)
+    disturbed.life(4, 2, 40, 120.0)
+    disturbed.restored(0, 40, 121.0, 0.3, version=6, source="memory", bytes_from={"peer": 5})
+    disturbed.step(0, 40, 7, 122.0, loss_at(7))
+    failures = (*FAILURES, Failure(6, 0, "node", 116.2), Failure(6, 0, "node", 117.0))
+    first, second = report_of(disturbed, reference, failures=failures).recoveries
+    assert first.failure_to_step_secs == pytest.approx(9.6)
+    assert second.failure_to_step_secs == pytest.approx(122.0 - 116.2)
+    assert second.lost_steps == 0
+
+
+def test_starting_again_is_no_restore(tmp_path, reference):
+    recorder = Recorder(tmp_path / "training")
+    recorder.life(1, 1, 10, 100.0)
+    recorder.step(0, 10, 1, 101.0, loss_at(1))
+    recorder.life(2, 1, 20, 110.0)
+    recorder.step(0, 20, 1, 111.0, loss_at(1))
+    (recovery,) = report_of(recorder, reference, failures=(Failure(1, 0, "node", 101.2),)).recoveries
+    assert (recovery.source, recovery.version, recovery.lost_steps) == ("none", 0, 1)
+
+
+def test_a_torn_line_waits_for_its_end(tmp_path):
+    """A process that is killed while it writes leaves half a line, which is never read."""
+    path = tmp_path / "rank-0-7.jsonl"
+    whole = json.dumps({"event": "step", "time": 1.0, "rank": 0, "step": 1}) + "\n"
+    reader = EventReader(tmp_path)
+    for end in range(len(whole)):
+        path.write_text(whole[:end])
+        assert reader.poll() == []
+    path.write_text(whole + whole[:9])
+    assert [event.fields["step"] for event in reader.poll()] == [1]
+    assert reader.poll() == []
+
+
+def test_states_of_a_node_follow_its_launcher_and_ranks(tmp_path):
+    recorder = Recorder(tmp_path)
+    states = []
+
+    def look() -> None:
+        states.append(History.of(tmp_path).state_of("node0"))
+
+    look()
+    recorder.write("reft", -1, 5, "launcher", 1.0, node="node0", state="waiting for nodes")
+    look()
+    recorder.write("reft", -1, 5, "launcher", 2.0, node="node0", state="running", round=1)
+    recorder.life(1, 1, 10, 3.0)
+    look()
+    recorder.write("rank", 0, 10, "ready", 4.0, step=0)
+    look()
+    recorder.write("reft", -1, 5, "launcher", 5.0, node="node0", state="running", round=2)
+    look()
+    recorder.life(2, 1, 20, 6.0)
+    look()
+    recorder.write("rank", 0, 20, "ready", 7.0, step=3)
+    look()
+    recorder.write("reft", -1, 5, "launcher", 8.0, node="node0", state="ended, waiting for other nodes")
+    look()
+    assert states == [
+        *("starting", "waiting", "starting", "healthy", "starting", "restoring", "healthy", "ended")
+    ]
