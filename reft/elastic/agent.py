@@ -39,6 +39,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousGracefulExitError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -222,7 +223,7 @@ class ReftAgent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            except (RendezvousClosedError, RendezvousTimeoutError):
+            except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError):
                 raise
             except DuplicateNodeError as error:
                 if self._card.agent in error.refused or attempt == _FORM_ATTEMPTS:

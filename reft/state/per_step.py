@@ -42,8 +42,6 @@ def shape_of(host_state: HostState) -> bytes:
         adapter["optimizer"],
         adapter["layout"],
         [list(group) for group in adapter["param_groups"]],
-        sorted(adapter["attributes"]),
-        sorted(adapter["loss_scale"]),
         host_state["lr_scheduler"] is None,
     ]
     return codec.encode(facts)

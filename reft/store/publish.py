@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,9 @@ from reft.store.persisted import (
 from reft.store.staging import WorkDir, sync_directory, write_durably
 
 logger = logging.getLogger(__name__)
+
+LOCK_SECS = 10.0
+"""How long to wait for another process that publishes into the same directory."""
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -159,10 +163,9 @@ def prune(info: PersistedInfo, keep: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint directory, marker first: what is left of an interrupted removal is not taken
-    for a checkpoint."""
+    """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
+    removal is neither taken for a checkpoint nor left for good."""
     try:
-        # Without the marker nothing would remove the rest, so it changes its name first.
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.removed.tmp")
         path.rename(doomed)
     except OSError as error:
@@ -177,6 +180,8 @@ def remove_debris(work: WorkDir) -> None:
     for other, label in work.others():
         if label < work.label:
             shutil.rmtree(other.root, ignore_errors=True)
+    for path in work.root.parent.glob(f".{LATEST_NAME}.*.new"):
+        path.unlink(missing_ok=True)
     for path in work.root.parent.glob(".*.removed.tmp"):
         with suppress(PersistError):
             info = read_marker(path)
@@ -186,13 +191,29 @@ def remove_debris(work: WorkDir) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep two incarnations from publishing at once, where the file system has locks."""
+    """Keep two incarnations from publishing at once, where the file system has locks.
+
+    Not for ever: a process that was stopped in the middle must not stop its successors. When it goes
+    on, its working directory is gone.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.info("%s: no locks on this file system (%s)", directory, error.strerror)
+        deadline = time.monotonic() + LOCK_SECS
+        while not _try_lock(fd, directory):
+            if time.monotonic() > deadline:
+                logger.warning("%s: another process has been publishing for %g s", directory, LOCK_SECS)
+                break
+            time.sleep(0.02)
         yield
     finally:
         os.close(fd)
+
+
+def _try_lock(fd: int, directory: Path) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.info("%s: no locks on this file system (%s)", directory, error.strerror)
+    return True

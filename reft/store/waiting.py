@@ -33,6 +33,11 @@ class PersistProgress:
     nbytes: int = 0
     total_bytes: int = 0
 
+    def __str__(self) -> str:
+        if self.phase != "staging":
+            return self.phase
+        return f"staging: {self.nbytes / 2**20:.1f} of {self.total_bytes / 2**20:.1f} MiB"
+
 
 @dataclass(frozen=True)
 class PersistOptions:

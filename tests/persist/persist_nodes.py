@@ -18,7 +18,7 @@ from reft.store.persist import PersistProgress, persist_label
 from tests.persist.job_memory import JOB, SECRET, Memory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT_SECS = 120
+LIMIT_SECS = 200
 
 
 def persist_on_all(memory: Memory, label: Label, config: ReftConfig, nodes: list[str]) -> dict[str, Any]:

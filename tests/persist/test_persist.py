@@ -28,7 +28,7 @@ from reft.store.persist import PersistProgress, latest_persisted, persist_label,
 from reft.store.persisted import latest_tag
 from reft.store.staging import WorkDir
 from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
-from tests.persist.persist_nodes import persist_on_all, spawn_node
+from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node
 
 V4, V8 = Label(1, 4), Label(1, 8)
 NODES = ["n0", "n1"]
@@ -126,7 +126,7 @@ def test_killed_while_writing_the_previous_checkpoint_stays(
         started = [spawn_node(memory, "n0", V8, of_leader, phase)]
         if phase == "assembled":
             started.append(spawn_node(memory, "n1", V8, config))
-        assert started[0].wait(60) == -signal.SIGKILL
+        assert started[0].wait(LIMIT_SECS) == -signal.SIGKILL
         check_checkpoint(directory, V4)
         for process in started[1:]:
             process.kill()
