@@ -22,7 +22,7 @@ from reft.hook.session import Session
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
 from reft.load.transfer import RecoveryOutcome, allgather_bytes, recover
-from reft.snapshot.arenas import frozen_slots
+from reft.snapshot.arenas import coordinates_in_slots, frozen_slots
 from reft.snapshot.plan import Section
 from reft.state.blob import DecodedBlob
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
@@ -178,8 +178,10 @@ class Restorer:
         )
         for repair in outcome.repaired:
             logger.warning("reft: corrupt memory was repaired from another source: %s", repair)
-        session.start(self._frozen(outcome.plan.label))
-        self._protect()
+        frozen = self._frozen(outcome.plan.label)
+        session.start(frozen)
+        if not self._is_still_protected(outcome, frozen):
+            self._protect()
         self._report(f"memory, {outcome.plan.label}", began)
         return outcome
 
@@ -198,6 +200,18 @@ class Restorer:
     def _frozen(self, label: Label) -> dict[int, Label]:
         """Slots of this rank that hold the version just recovered: kept until it is protected anew."""
         return frozen_slots(self._session.job_dir.path, self._session.job_dir.secret, local_rank(), label)
+
+    def _is_still_protected(self, outcome: RecoveryOutcome, frozen: dict[int, Label]) -> bool:
+        """Whether the recovered version lies as this incarnation would store it: every rank found the
+        arena of its own coordinate, whole, in its own slots, and nothing had to be repaired. It then
+        stays as it is until a newer version is committed (P3); to take it again would gain nothing.
+        """
+        session = self._session
+        mine = coordinates_in_slots(
+            session.job_dir.path, session.job_dir.secret, local_rank(), outcome.plan.label
+        )
+        here = session.coordinate in mine and bool(frozen) and not outcome.repaired
+        return all(values[0] for values in session.control.gather_ints([int(here)]))
 
     def _protect(self) -> None:
         """Take the restored state as the first version of this incarnation and wait for its commit:

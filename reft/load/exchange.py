@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from reft.errors import TransferError
 from reft.load.inventory import Inventory, authenticate, check_authentic
-from reft.load.plan import BlockSource, Fetch, RecoveryPlan, describe_block
+from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 from reft.snapshot.plan import BlockKey, Section
 from reft.store.label import Label
 from reft.topology import Topology
@@ -169,7 +169,9 @@ class Ledger:
             raise TransferError(f"{plan.label} was not restored on every rank: {'; '.join(errors)}")
         by_source = {f.source: f for fetches in plan.fetches.values() for f in fetches} if sources else {}
         for source in sources:
-            self._findings[source] = _Finding(plan.label, by_source[source], in_transit)
+            fetch = by_source[source]
+            moved = in_transit and fetch.kind is not SourceKind.LOCAL
+            self._findings[source] = _Finding(plan.label, fetch, moved)
         return bool(sources)
 
     def _exchange(

@@ -123,15 +123,14 @@ class RecoveryOutcome:
 def verify_sources(
     plan: RecoveryPlan, topology: Topology, rank: int, arenas: ArenaSet
 ) -> frozenset[BlockSource]:
-    """Check what this rank will read for itself or send to others, before any live tensor is touched.
+    """Check what this rank will send to others, before any live tensor is touched. What it reads for
+    itself is checked when it is handed over: a second look at all of it would cost as much as the copy.
 
     Returns:
         Sources whose bytes are corrupt or cannot be read.
     """
     servers = serving_ranks(plan, topology)
-    here = topology.coordinates[rank]
-    mine = [f for f in plan.fetches[here] if f.kind is SourceKind.LOCAL]
-    mine += [f for fetches in plan.fetches.values() for f in fetches if servers.get(f.source) == rank]
+    mine = [f for fetches in plan.fetches.values() for f in fetches if servers.get(f.source) == rank]
     return find_corrupt(plan.label, mine, arenas)
 
 

@@ -318,13 +318,22 @@ class ArenaSet:
 
 def frozen_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, Label]:
     """Slots of a local rank that hold ``label``, by the files found on this node."""
-    frozen: dict[int, Label] = {}
+    return {slot: label for slot, _ in _slots_with(job_dir, secret, local_rank, label)}
+
+
+def coordinates_in_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> set[Coordinate]:
+    """Whose bytes of ``label`` the slots of a local rank hold."""
+    return {coordinate for _, coordinate in _slots_with(job_dir, secret, local_rank, label)}
+
+
+def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> list[tuple[int, Coordinate]]:
+    found = []
     prefix = arena_name(local_rank, 0).removesuffix("0.arena")
     for path, arena in scan(job_dir, secret):
         if isinstance(arena, Arena):
             with arena:
                 header = arena.header()
                 holds = header is not None and header.state.whole and header.label == label
-                if holds and path.name.startswith(prefix):
-                    frozen[int(path.stem.removeprefix(prefix))] = label
-    return frozen
+                if header is not None and holds and path.name.startswith(prefix):
+                    found.append((int(path.stem.removeprefix(prefix)), header.coordinate))
+    return found

@@ -4,12 +4,15 @@
 class                          when (DeepSpeed 0.16 to 0.19)                       optimizer state is
 =============================  ==================================================  ==================
 torch / DeepSpeed / client     fp32, ZeRO-0                                        replicated
-``FP16_Optimizer``             fp16 or (0.17 on) bf16, ZeRO-0, FusedAdam           replicated
-``FP16_UnfusedOptimizer``      fp16 or (0.17 on) bf16, ZeRO-0, others              replicated
+``FP16_Optimizer``             fp16 or (0.17.6 on) bf16, ZeRO-0, FusedAdam         replicated
+``FP16_UnfusedOptimizer``      fp16 or (0.18.6 on) bf16, ZeRO-0, others            replicated
 ``BF16_Optimizer``             bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
-                               pipeline; (to 0.17) ZeRO-0 accumulating in fp32
+                               pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
 ``DeepSpeedZeroOptimizer``     ZeRO-1: fp32, fp16, bf16 accumulating in bf16       owned
 =============================  ==================================================  ==================
+
+From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
+wherever the table says ``BF16_Optimizer``.
 
 All share one shape: the model's own parameters (frozen ones too) are replicated; below them sits a
 torch optimizer whose parameters are the model's own, fp32 masters, or this rank's partition of them.
@@ -195,6 +198,17 @@ class FP16UnfusedAdapter(StateAdapter):
     """``FP16_UnfusedOptimizer``: an fp32 master per parameter, equal on all DP peers."""
 
     owned = False
+
+    def check(self) -> None:
+        # Up to 0.18.5 neither the engine nor this wrapper clears bf16 gradients after a step without
+        # ZeRO: they add up over steps, and so would have to be part of a version.
+        old = "loss_scale_config" not in vars(self.wrapper)
+        if old and self.engine.bfloat16_enabled() and not self.engine.zero_optimization():
+            raise refuse(
+                f"{class_path(self.wrapper)} with bf16, in a DeepSpeed that keeps its gradients over steps",
+                "use DeepSpeed 0.18.6 or later, or zero_optimization.stage 1",
+            )
+        super().check()
 
 
 class FP16Adapter(StateAdapter):

