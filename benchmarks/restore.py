@@ -1,0 +1,452 @@
+"""How fast a state comes back: from the nodes' memory by reft, and from page-cached files.
+
+One DeepSpeed engine is built once, trains a few steps and saves its state in every way. Then, round
+after round, its weights and optimizer are destroyed and restored by each way in turn; after every
+restore the whole state is compared with what was saved, outside the time. reft restores through the
+code behind ``engine.load_checkpoint``: inventory, plan, verification of every block, transfer, and the
+snapshot that protects the restored state again before the first step. Two losses are played:
+
+- reft_all_local: only the processes are gone, every node's memory is there;
+- reft_node_lost: the memory of the last node is gone, its bytes come from the copies on its peers.
+
+Files are read once before each restore, so that they come out of the page cache. reft verifies every
+byte against its checksum and protects the result; the others do neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import (
+    MIB,
+    MemorySampler,
+    Scratch,
+    Stopwatch,
+    build_engine,
+    bytes_below,
+    enter_worker,
+    estimate,
+    facts,
+    head_lines,
+    inner_optimizer,
+    launch,
+    leave_worker,
+    masters,
+    parser,
+    progress,
+    quicken,
+    scratch,
+    write_result,
+)
+
+GOAL_RATIO = 3.0
+DISK_GOAL = "deepspeed_load_checkpoint"
+PARTS = {
+    "_gather_inventories": "inventory",
+    "_plan": "plan",
+    "_finish": "host_state",
+    "_protect": "protect",
+}
+
+
+class Way:
+    """One way to save once and restore often."""
+
+    name = ""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.engine = rank.engine
+        self.folder = rank.space.disk / self.name
+
+    def save(self) -> None:
+        """Write the state once."""
+
+    def before(self) -> None:
+        """Not timed: play the failure, warm the page cache."""
+        if os.environ["RANK"] == "0":
+            for file in self.folder.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as stream:
+                        while stream.read(16 * MIB):
+                            pass
+
+    def restore(self) -> dict[str, Any]:
+        """Timed; returns facts about it."""
+        return {}
+
+    def bytes(self) -> int:
+        return bytes_below(self.folder)
+
+
+class DeepSpeedWay(Way):
+    """DeepSpeed's own ``save_checkpoint`` and ``load_checkpoint``, without reft's part in it."""
+
+    name = DISK_GOAL
+
+    def save(self) -> None:
+        type(self.engine).save_checkpoint(self.engine, str(self.folder), tag="bench")
+
+    def restore(self) -> dict[str, Any]:
+        path, _ = type(self.engine).load_checkpoint(self.engine, str(self.folder), tag="bench")
+        if path is None:
+            raise RuntimeError("DeepSpeed found nothing to load")
+        return {}
+
+
+class TorchWay(Way):
+    """``torch.save`` by the first replica (ZeRO-1: optimizers by all), ``torch.load`` by all."""
+
+    name = "torch_load"
+
+    def _files(self) -> tuple[Path, Path]:
+        at = self.rank.session.coordinate
+        owner = at.dp if self.rank.session.adapter.owned else 0
+        return self.folder / f"model-pp{at.pp}.pt", self.folder / f"optimizer-pp{at.pp}-dp{owner}.pt"
+
+    def save(self) -> None:
+        import torch
+
+        self.folder.mkdir(exist_ok=True)
+        model, optimizer = self._files()
+        dp = self.rank.session.coordinate.dp
+        if dp == 0:
+            torch.save(self.engine.module.state_dict(), model)
+        if dp == 0 or self.rank.session.adapter.owned:
+            torch.save((inner_optimizer(self.engine).state_dict(), masters(self.engine)), optimizer)
+
+    def restore(self) -> dict[str, Any]:
+        import torch
+
+        model, optimizer = (torch.load(file, map_location="cpu") for file in self._files())
+        self.engine.module.load_state_dict(model)
+        inner_optimizer(self.engine).load_state_dict(optimizer[0])
+        for name, live in masters(self.engine).items():
+            live.copy_(optimizer[1][name])
+        return {}
+
+
+class DcpWay(Way):
+    """``torch.distributed.checkpoint.save`` and ``load``, in place where tensors exist."""
+
+    name = "dcp_load"
+
+    def _state(self) -> dict[str, Any]:
+        at = self.rank.session.coordinate
+        suffix = f"pp{at.pp}" + (f".dp{at.dp}" if self.rank.session.adapter.owned else "")
+        optimizer = inner_optimizer(self.engine)
+        return {
+            f"model.pp{at.pp}": self.engine.module.state_dict(),
+            f"optimizer.{suffix}": optimizer,
+            f"masters.{suffix}": masters(self.engine),
+        }
+
+    def save(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._state(), checkpoint_id=self.folder)
+
+    def restore(self) -> dict[str, Any]:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        optimizer = inner_optimizer(self.engine)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param not in optimizer.state:
+                    optimizer.state[param] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.empty_like(param),
+                        "exp_avg_sq": torch.empty_like(param),
+                    }
+        dcp.load(self._state(), checkpoint_id=self.folder)
+        return {}
+
+
+class ReftWay(Way):
+    """A new incarnation of the job in the same process: all that survives is the nodes' memory."""
+
+    name = "reft_all_local"
+
+    def before(self) -> None:
+        session = self.rank.session
+        session.worker.close(600.0)
+        session.worker = None
+        session.incarnation += 1
+        self.rank.barrier()
+
+    def restore(self) -> dict[str, Any]:
+        from reft.hook.restore import Restorer
+
+        rank = self.rank
+        restorer = Restorer(rank.session)
+        for method, part in PARTS.items():
+            rank.watch.watch(restorer, method, part)
+        rank.watch.take()
+        path, _ = restorer.load(_never, str(rank.space.disk / "nothing"), None, {})
+        parts = {name: wall for name, (wall, _) in rank.watch.take().items()}
+        if not str(path).startswith("memory:"):
+            raise RuntimeError(f"found {path}; expected the state to come from memory")
+        return {"parts": parts, "bytes_from": rank.last_restored()["bytes_from"]}
+
+    def bytes(self) -> int:
+        return int(self.rank.session.stats.bytes_per_snapshot)
+
+
+class ReftNodeLostWay(ReftWay):
+    """As above, and the last node's memory is gone."""
+
+    name = "reft_node_lost"
+
+    def before(self) -> None:
+        super().before()
+        if self.rank.is_last_node:
+            for arena in self.rank.session.job_dir.path.glob("*.arena"):
+                arena.unlink()
+        self.rank.barrier()
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the state was to come from memory, not from a checkpoint")
+
+
+# --- a rank ------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """What one rank does."""
+
+    def __init__(self, options: argparse.Namespace, space: Scratch) -> None:
+        import torch.distributed as dist
+
+        import reft
+
+        self.options = options
+        self.space = space
+        self.barrier = dist.barrier
+        self.watch = Stopwatch()
+        self.events = space.disk / "events"
+        os.environ["REFT_EVENTS"] = str(self.events)
+        self.engine, self.data = build_engine(options)
+        self.session = reft.attach(self.engine, config={"enabled": True})
+        self.is_first = os.environ["RANK"] == "0"
+        self.is_last_node = self.session.coordinate.dp == options.dp - 1 and self.session.coordinate.pp == 0
+        for _ in range(2):
+            self.engine.train_batch(self.data)
+        self.session.worker.drain(600.0)
+        if self.session.stats.committed_step != self.engine.global_steps:
+            raise RuntimeError(f"no snapshot was committed: {self.session.stats}")
+        self.expected = self.digest()
+
+    def digest(self) -> list[int]:
+        """Checksums of every tensor of model and optimizer."""
+        import torch
+
+        from reft.store.arena import checksum
+
+        optimizer = inner_optimizer(self.engine)
+        tensors = [p for _, p in self.engine.module.named_parameters()]
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                tensors += [param, *(state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor))]
+        return [checksum(t.detach().reshape(-1).view(torch.uint8).numpy().data) for t in tensors]
+
+    def destroy(self) -> None:
+        """Lose the state, as a new process would have: no weights, no optimizer state."""
+        import torch
+
+        optimizer = inner_optimizer(self.engine)
+        with torch.no_grad():
+            for param in self.engine.module.parameters():
+                param.fill_(0.5)
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.fill_(0.5)
+                    for value in optimizer.state.get(param, {}).values():
+                        if isinstance(value, torch.Tensor):
+                            value.fill_(0.5)
+        if optimizer is self.engine.optimizer:
+            optimizer.state.clear()
+
+    def last_restored(self) -> dict[str, Any]:
+        """The newest ``restored`` event of this rank."""
+        file = next(self.events.glob(f"reft-{os.environ['RANK']}-{os.getpid()}.jsonl"))
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        return [e for e in events if e["event"] == "restored"][-1]
+
+    def trial(self, way: Way) -> dict[str, Any]:
+        """Destroy, restore, compare."""
+        way.before()
+        self.destroy()
+        self.barrier()
+        begin, cpu = time.monotonic(), time.process_time()
+        found = way.restore()
+        cpu_secs = time.process_time() - cpu
+        self.barrier()
+        end = time.monotonic()
+        if self.digest() != self.expected:
+            raise RuntimeError(f"{way.name} did not restore the state that was saved")
+        return {
+            "way": way.name,
+            "begin": begin,
+            "end": end,
+            "secs": end - begin,
+            "cpu_secs": cpu_secs,
+            **found,
+        }
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    space = enter_worker(options.worker)
+    rank = Rank(options, space)
+    kinds = [DeepSpeedWay, ReftWay, TorchWay, ReftNodeLostWay, DcpWay]
+    ways = [kind(rank) for kind in kinds if options.dp > 1 or kind is not ReftNodeLostWay]
+    for way in ways:
+        way.save()
+        rank.barrier()
+    trials = []
+    for round_ in range(options.trials + 1):
+        for way in ways:
+            trial = rank.trial(way)
+            # The first round only warms up.
+            trials += [trial] if round_ else []
+            if rank.is_first:
+                progress(f"{round_}/{options.trials} {way.name}: {trial['secs']:.3f} s")
+    write_result(
+        space,
+        {
+            "trials": trials,
+            "bytes": {way.name: way.bytes() for way in ways},
+            "optimizer": type(rank.engine.optimizer).__name__,
+            "state_bytes": sum(image.nbytes for image in rank.session.adapter.images()),
+        },
+    )
+    rank.barrier()
+    if rank.is_first:
+        shutil.rmtree(rank.events, ignore_errors=True)
+    leave_worker()
+
+
+# --- evaluation --------------------------------------------------------------------------------------
+
+
+def merge(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The trials of all ranks: the slowest rank counts, also for each part; bytes add up."""
+    merged = []
+    for trials in zip(*(r["trials"] for r in ranks), strict=True):
+        one = {**trials[0], **{key: max(t[key] for t in trials) for key in ("secs", "cpu_secs")}}
+        if "parts" in one:
+            one["parts"] = {p: max(t["parts"].get(p, 0.0) for t in trials) for p in one["parts"]}
+            known = sum(one["parts"].values())
+            one["parts"]["transfer_and_verify"] = max(0.0, one["secs"] - known)
+            one["bytes_from"] = {
+                kind: sum(t["bytes_from"].get(kind, 0) for t in trials) for kind in one["bytes_from"]
+            }
+        merged.append(one)
+    return merged
+
+
+def evaluate_way(trials: Sequence[Mapping[str, Any]], name: str, memory: MemorySampler) -> dict[str, Any]:
+    """One way to restore; ratios are taken within each round."""
+    mine = [t for t in trials if t["way"] == name]
+    disk = [t for t in trials if t["way"] == DISK_GOAL]
+    private = [p for p in (memory.peak_private(t["begin"], t["end"]) for t in mine) if p is not None]
+    found: dict[str, Any] = {
+        "secs": estimate([t["secs"] for t in mine]).to_json(),
+        "cpu_secs_median": statistics.median(t["cpu_secs"] for t in mine),
+        "times_faster_than_deepspeed": estimate(
+            [d["secs"] / t["secs"] for d, t in zip(disk, mine, strict=True)]
+        ).to_json(),
+        "peak_private_bytes": max(private, default=None),
+    }
+    if "parts" in mine[0]:
+        found["times_faster_without_protection"] = estimate(
+            [d["secs"] / (t["secs"] - t["parts"]["protect"]) for d, t in zip(disk, mine, strict=True)]
+        ).to_json()
+        found["parts_secs"] = {p: statistics.median(t["parts"][p] for t in mine) for p in mine[0]["parts"]}
+        found["bytes_from"] = mine[0]["bytes_from"]
+    return found
+
+
+def evaluate(
+    options: argparse.Namespace, ranks: Sequence[Mapping[str, Any]], memory: MemorySampler
+) -> dict[str, Any]:
+    """The whole result."""
+    result = facts("restore", options)
+    trials = merge(ranks)
+    names = list(dict.fromkeys(t["way"] for t in trials))
+    result["optimizer"] = ranks[0]["optimizer"]
+    result["state_bytes_per_rank"] = ranks[0]["state_bytes"]
+    result["ways"] = {name: evaluate_way(trials, name, memory) for name in names}
+    for name, found in result["ways"].items():
+        found["stored_bytes"] = ranks[0]["bytes"][name]
+    result["memory"] = {"arena_bytes": memory.peak_files("node")}
+    result["goals"] = {
+        f"{name}_at_least_3_times_faster_than_page_cached_disk": (
+            result["ways"][name]["times_faster_than_deepspeed"]["median"] >= GOAL_RATIO
+        )
+        for name in names
+        if name.startswith("reft")
+    }
+    return result
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people."""
+    lines = [
+        *head_lines(result),
+        f"{result['state_bytes_per_rank'] / MIB:.0f} MiB of state per rank",
+        "",
+        f"{'':28}{'seconds, 95 % interval':>28}{'times faster than DeepSpeed':>32}{'core s':>9}"
+        f"{'private MiB':>13}",
+    ]
+    for name, way in result["ways"].items():
+        secs, ratio = way["secs"], way["times_faster_than_deepspeed"]
+        shown = f"{secs['median']:8.3f}  [{secs['ci95'][0]:.3f}, {secs['ci95'][1]:.3f}]"
+        times = f"{ratio['median']:8.2f}  [{ratio['ci95'][0]:.2f}, {ratio['ci95'][1]:.2f}]"
+        private = way["peak_private_bytes"]
+        lines.append(
+            f"{name:28}{shown:>28}{times:>32}{way['cpu_secs_median']:9.3f}"
+            f"{'?' if private is None else round(private / MIB):>13}"
+        )
+        if (alike := way.get("times_faster_without_protection")) is not None:
+            low, high = alike["ci95"]
+            lines.append(f"    before it is protected again:{alike['median']:31.2f}  [{low:.2f}, {high:.2f}]")
+        for part, part_secs in way.get("parts_secs", {}).items():
+            lines.append(f"    {part:24}{part_secs:10.4f}")
+        if "bytes_from" in way:
+            lines.append(
+                f"    MiB from { ({k: round(v / MIB, 1) for k, v in way['bytes_from'].items() if v}) }"
+            )
+    lines += ["", *(f"{goal}: {met}" for goal, met in {**result["memory"], **result["goals"]}.items())]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    made = parser(__doc__ or "")
+    made.add_argument("--trials", type=int, default=7, help="measured restores of each way (default 7)")
+    options = made.parse_args()
+    if options.quick:
+        quicken(options)
+        options.trials = min(options.trials, 2)
+    if options.worker:
+        run_rank(options)
+    with scratch(options) as space:
+        ranks, memory = launch(options, space)
+        result = evaluate(options, ranks, memory)
+    print(json.dumps(result, indent=2) if options.json else table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

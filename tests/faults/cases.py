@@ -1,0 +1,319 @@
+"""The fault matrix as data: its axes, the pairs that must be covered, and jobs that cover them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import combinations
+from typing import Any
+
+from reft.config import FaultPoint
+from reft.topology import Coordinate, Degrees
+
+_FIRST_STEP = 4
+_RANGE_STEPS = 10
+"""A version may be skipped, so that a fault is armed for several steps in a row and fires at the first."""
+_GAP_STEPS = 8
+"""Between two faults: what was restored after the first lies before the range of the second."""
+_PERSIST_STEPS = 80
+_TAIL_STEPS = 6
+
+
+class Moment(StrEnum):
+    """When a node fails."""
+
+    BEFORE_ANY_COMMIT = "before any commit"
+    DURING_COPY = "during copying"
+    AFTER_SEAL = "after seal"
+    BEFORE_COMMIT = "between prepare and commit"
+    DURING_STEP = "during the next step"
+    DURING_RECOVERY = "during recovery"
+    DURING_PERSIST = "during persist"
+
+    @property
+    def point(self) -> FaultPoint:
+        return _POINTS[self]
+
+
+_POINTS = {
+    Moment.BEFORE_ANY_COMMIT: FaultPoint.BEFORE_COPY,
+    Moment.DURING_COPY: FaultPoint.DURING_COPY,
+    Moment.AFTER_SEAL: FaultPoint.AFTER_SEAL,
+    Moment.BEFORE_COMMIT: FaultPoint.BEFORE_COMMIT,
+    Moment.DURING_STEP: FaultPoint.DURING_STEP,
+    Moment.DURING_RECOVERY: FaultPoint.DURING_RECOVERY,
+    Moment.DURING_PERSIST: FaultPoint.DURING_PERSIST,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout on nodes. Its nodes are told apart by what they hold, not by their number: ranks are
+    assigned anew whenever one is replaced."""
+
+    name: str
+    degrees: Degrees
+    nodes: int
+    procs_per_node: int
+
+    def coordinates(self, node: int) -> tuple[Coordinate, ...]:
+        """What the ``node``-th node holds: one rank, or one whole replica."""
+        everyone = self.degrees.coordinates()
+        if self.procs_per_node == 1:
+            return (everyone[node],)
+        return tuple(c for c in everyone if c.dp == node)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        d = self.degrees
+        return ("--pp", str(d.pp), "--dp", str(d.dp), "--tp", str(d.tp))
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A number format with its optimizer wrapper."""
+
+    name: str
+    arguments: tuple[str, ...]
+    needs_fp16: bool = False
+
+
+SHAPES = (
+    Shape("PP2xDP2", Degrees(2, 2, 1), nodes=4, procs_per_node=1),
+    Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1),
+    Shape("TP2xDP2", Degrees(1, 2, 2), nodes=2, procs_per_node=2),
+    Shape("PP2xDP3", Degrees(2, 3, 1), nodes=3, procs_per_node=2),
+)
+OPTIMIZERS = (
+    Optimizer("zero0-fp32", ("--zero", "0", "--dtype", "fp32")),
+    Optimizer("zero0-fp16", ("--zero", "0", "--dtype", "fp16"), needs_fp16=True),
+    Optimizer("zero1-bf16-fp32", ("--zero", "1", "--dtype", "bf16", "--grad-accum-dtype", "fp32")),
+    Optimizer("zero1-bf16-bf16", ("--zero", "1", "--dtype", "bf16", "--grad-accum-dtype", "bf16")),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix."""
+
+    moment: Moment
+    shape: Shape
+    node: int
+    optimizer: Optimizer
+
+    def __str__(self) -> str:
+        return f"{self.moment}, node {self.node}, {self.shape.name}, {self.optimizer.name}"
+
+    @property
+    def pairs(self) -> frozenset[tuple[Any, ...]]:
+        """All pairs of values. A node means something within a shape only, so (moment, shape, node) and
+        (optimizer, shape, node) are not pairs; each of the two is paired with both."""
+        values = (self.moment, self.shape.name, self.node, self.optimizer.name)
+        return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(values), 2))
+
+
+def product(shapes: Iterable[Shape] = SHAPES, optimizers: Iterable[Optimizer] = OPTIMIZERS) -> list[Case]:
+    """Every cell."""
+    chosen = tuple(optimizers)
+    return [
+        Case(moment, shape, node, optimizer)
+        for shape in shapes
+        for optimizer in chosen
+        for node in range(shape.nodes)
+        for moment in Moment
+    ]
+
+
+def pairwise(cases: Sequence[Case]) -> list[Case]:
+    """Few of ``cases`` that hold every pair that any of them holds: always the one with most new pairs,
+    of equal ones the first."""
+    missing = set().union(*(case.pairs for case in cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(case.pairs & missing))
+        missing -= best.pairs
+        chosen.append(best)
+    return chosen
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """One fault of a job.
+
+    Attributes:
+        case: the cell it stands for; None: it only leads up to the next one.
+        moment: when.
+        coordinate: whose node fails.
+        action: ``kill_node`` or ``kill``.
+        incarnation: in which life of the job.
+        steps: versions at which it is armed.
+    """
+
+    case: Case | None
+    moment: Moment
+    coordinate: Coordinate
+    action: str
+    incarnation: int
+    steps: range
+
+    @property
+    def restarts(self) -> bool:
+        """Whether trainers end: a daemon that dies alone does not stop them."""
+        return self.moment is not Moment.DURING_PERSIST or self.action == "kill_node"
+
+    def config(self) -> list[dict[str, Any]]:
+        """Its entries of ``reft.faults``."""
+        c = self.coordinate
+        common = {"point": str(self.moment.point), "pp": c.pp, "dp": c.dp, "tp": c.tp}
+        common |= {"incarnation": self.incarnation, "action": self.action}
+        return [{**common, "step": step} for step in self.steps]
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """Several faults in one run of one layout and optimizer."""
+
+    shape: Shape
+    optimizer: Optimizer
+    faults: tuple[PlannedFault, ...]
+    steps: int
+    persist_interval: int = 0
+
+    @property
+    def cases(self) -> list[Case]:
+        return [fault.case for fault in self.faults if fault.case is not None]
+
+    @property
+    def process_kills(self) -> int:
+        """Faults that use up a restart: a trainer that dies by itself."""
+        return sum(f.action == "kill" and f.restarts for f in self.faults)
+
+    @property
+    def node_kills(self) -> int:
+        return sum(f.action == "kill_node" for f in self.faults)
+
+    @property
+    def lives(self) -> int:
+        return 1 + sum(f.restarts for f in self.faults)
+
+    def reft_block(self, persist_dir: str) -> dict[str, Any]:
+        block: dict[str, Any] = {
+            "enabled": True,
+            "block_bytes": 16384,
+            "faults": [entry for fault in self.faults for entry in fault.config()],
+        }
+        if self.persist_interval:
+            block["persist"] = {"dir": persist_dir, "interval_steps": self.persist_interval}
+        return block
+
+    def __str__(self) -> str:
+        return f"{self.shape.name} {self.optimizer.name}: " + "; ".join(
+            f"{f.moment} ({f.action}, {f.coordinate})" for f in self.faults
+        )
+
+
+def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
+    """Put cases of one shape and optimizer together, every moment at most once per job."""
+    waiting: dict[tuple[str, str], list[list[Case]]] = {}
+    for case in cases:
+        jobs = waiting.setdefault((case.shape.name, case.optimizer.name), [])
+        # In the job that is shortest, and has no such moment yet; nodes differ within a job where they can.
+        fitting = [job for job in jobs if all(other.moment is not case.moment for other in job)]
+        same_node = Counter({id(job): sum(o.node == case.node for o in job) for job in fitting})
+        if fitting:
+            min(fitting, key=lambda job: (same_node[id(job)], len(job))).append(case)
+        else:
+            jobs.append([case])
+    return [plan_job(job, number) for number, job in enumerate(j for jobs in waiting.values() for j in jobs)]
+
+
+_ORDER = (
+    Moment.BEFORE_ANY_COMMIT,
+    Moment.DURING_COPY,
+    Moment.AFTER_SEAL,
+    Moment.DURING_RECOVERY,
+    Moment.BEFORE_COMMIT,
+    Moment.DURING_STEP,
+    Moment.DURING_PERSIST,
+)
+
+
+@dataclass
+class _Plan:
+    """A job as it is put together, fault by fault."""
+
+    action: str
+    step: int = _FIRST_STEP
+    incarnation: int = 1
+    faults: list[PlannedFault] = field(default_factory=list)
+
+    def add(self, case: Case, moment: Moment, *, counts: bool = True) -> None:
+        steps = self._steps(moment)
+        coordinates = case.shape.coordinates(case.node)
+        fault = PlannedFault(
+            case=case if counts else None,
+            moment=moment,
+            coordinate=coordinates[len(self.faults) % len(coordinates)],
+            action=self._action(moment),
+            incarnation=self.incarnation,
+            steps=steps,
+        )
+        self.faults.append(fault)
+        self.incarnation += fault.restarts
+        self.action = _OTHER[fault.action]
+
+    def _action(self, moment: Moment) -> str:
+        if moment is Moment.DURING_RECOVERY:
+            # Until the restored version is committed anew, the second lost node would be one too many.
+            return _OTHER[self.faults[-1].action]
+        return self.action
+
+    def _steps(self, moment: Moment) -> range:
+        if moment is Moment.BEFORE_ANY_COMMIT:
+            return range(1, 2)
+        if moment is Moment.DURING_RECOVERY:
+            return range(1, self.step + 1)
+        if moment is Moment.DURING_PERSIST:
+            # The first version of this life that is written: writing one takes as long as many steps.
+            self.step += _PERSIST_STEPS
+            return range(1, self.step)
+        begin, self.step = self.step, self.step + _RANGE_STEPS + _GAP_STEPS
+        return range(begin, begin + _RANGE_STEPS)
+
+
+_OTHER = {"kill": "kill_node", "kill_node": "kill"}
+
+
+def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
+    """One job for cases of the same shape and optimizer.
+
+    Args:
+        cases: every moment at most once.
+        number: of the job; the first action alternates with it.
+    """
+    ordered = sorted(cases, key=lambda case: _ORDER.index(case.moment))
+    plan = _Plan(action=("kill_node", "kill")[number % 2])
+    for case in ordered:
+        nothing_restored = all(f.moment is Moment.BEFORE_ANY_COMMIT for f in plan.faults)
+        if case.moment is Moment.DURING_RECOVERY and nothing_restored:
+            plan.add(replace(case, node=(case.node + 1) % case.shape.nodes), Moment.DURING_STEP, counts=False)
+        plan.add(case, case.moment)
+    persists = any(fault.moment is Moment.DURING_PERSIST for fault in plan.faults)
+    return PlannedJob(
+        shape=ordered[0].shape,
+        optimizer=ordered[0].optimizer,
+        faults=tuple(plan.faults),
+        steps=plan.step + _TAIL_STEPS,
+        persist_interval=2 if persists else 0,
+    )
+
+
+def reference_steps(jobs: Iterable[PlannedJob]) -> Mapping[tuple[str, str], int]:
+    """How long the undisturbed run of every shape and optimizer has to be."""
+    steps: dict[tuple[str, str], int] = {}
+    for job in jobs:
+        key = (job.shape.name, job.optimizer.name)
+        steps[key] = max(steps.get(key, 0), job.steps)
+    return steps

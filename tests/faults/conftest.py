@@ -1,0 +1,13 @@
+"""Fixtures of the fault tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.job import Scratch
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    """Text, logs, and the undisturbed runs that several tests compare with."""
+    return Scratch(tmp_path_factory.mktemp("faults"))

@@ -1,0 +1,397 @@
+"""Real jobs on local nodes that die, and what they must have kept to in the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from reft.demo.history import History, Incarnation
+from reft.elastic.local_cluster import LocalCluster, LocalClusterError, LocalNode
+from reft.events import ENV_EVENTS
+from tests.faults.cases import Optimizer, PlannedJob, Shape
+
+MODEL = (
+    *("--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "2", "--ffn", "64"),
+    *("--vocab", "320", "--seq", "32", "--dropout", "0.1", "--micro-batch", "1", "--micro-batches", "2"),
+    # The learning rate must not depend on how long a run is.
+    *("--warmup", "5", "--decay-steps", "1000", "--log-interval", "20"),
+)
+SECS_PER_LIFE = 150.0
+"""Far more than a start of the job takes; a busy machine must not fail a test."""
+_POLL_SECS = 0.02
+_SETTLE_SECS = 60.0
+"""A launcher whose job has failed still flushes for the grace, 25 s, before it ends."""
+_SIGKILLED = -9
+
+Losses = Mapping[int, str]
+
+
+def write_corpus(directory: Path) -> Path:
+    """A few kilobytes of text that is the same everywhere: this package's own sources."""
+    path = directory / "corpus.txt"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        sources = sorted(Path(__file__).parent.glob("*.py"))
+        draft = path.with_suffix(".tmp")
+        draft.write_text("\n".join(source.read_text() for source in sources))
+        draft.replace(path)
+    return path
+
+
+@dataclass
+class Scratch:
+    """Where jobs are run: text, logs and what undisturbed runs have shown."""
+
+    root: Path
+    _references: dict[str, Losses] = field(default_factory=dict)
+
+    def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
+        """The training command, without a ``reft`` block."""
+        return [
+            *("-m", "reft.pretrain", *MODEL, *shape.arguments, *optimizer.arguments),
+            *("--steps", str(steps), "--save-dir", str(save_dir)),
+            *("--data", str(write_corpus(self.root)), "--cache-dir", str(self.root / "cache")),
+        ]
+
+    def reference(self, shape: Shape, optimizer: Optimizer, steps: int) -> Losses:
+        """Losses of the undisturbed run without reft, as ``float.hex`` by step; kept for the next time.
+
+        Raises:
+            LocalClusterError: it did not finish.
+        """
+        key = f"{shape.name}-{optimizer.name}"
+        known = self._references.get(key, {})
+        if len(known) < steps:
+            directory = self.root / f"reference-{key}-{steps}"
+            cluster = LocalCluster(
+                command=self.arguments(shape, optimizer, steps, directory / "checkpoints"),
+                directory=directory,
+                procs_per_node=shape.degrees.world_size,
+                nodes=1,
+                env={ENV_EVENTS: str(directory / "events")},
+                options=("--no-daemon",),
+                job_id=f"reference-{key}",
+                external_rendezvous=False,
+            )
+            with cluster:
+                cluster.start()
+                codes = cluster.wait(SECS_PER_LIFE)
+                if any(codes.values()):
+                    raise LocalClusterError(f"the undisturbed run failed:\n{cluster.log(0)[-4000:]}")
+            history = History.of(directory / "events")
+            if any(life.nodes for life in history.incarnations.values()):
+                raise LocalClusterError("reft was attached without a reft block (P10)")
+            known = self._references[key] = {step: found[-1] for step, found in history.losses.items()}
+            assert sorted(known) == list(range(1, steps + 1)), f"steps {sorted(known)} of {steps}"
+        return known
+
+
+class FaultJob:
+    """A job under reft on local nodes; nodes that kill themselves are replaced. A context manager that
+    leaves no process behind.
+
+    Args:
+        scratch: text and checkpoints.
+        name: of its directory.
+        shape: layout and nodes.
+        optimizer: number format.
+        steps: to train.
+        block: the ``reft`` block.
+        max_restarts: own failures of trainers that are allowed.
+        memory_root: for memory that outlives this run; None: made and removed here.
+        options: further options of the launchers.
+    """
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        name: str,
+        shape: Shape,
+        optimizer: Optimizer,
+        *,
+        steps: int,
+        block: Mapping[str, Any],
+        max_restarts: int = 0,
+        memory_root: Path | None = None,
+        options: Sequence[str] = (),
+        job_id: str = "faults",
+    ) -> None:
+        self.directory = scratch.root / name
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.events_dir = self.directory / "events"
+        config = self.directory / "reft.json"
+        config.write_text(json.dumps(dict(block)))
+        self.replaced: list[LocalNode] = []
+        self.cluster = LocalCluster(
+            command=[
+                *scratch.arguments(shape, optimizer, steps, self.directory / "checkpoints"),
+                *("--reft", str(config)),
+            ],
+            directory=self.directory,
+            nodes=shape.nodes,
+            procs_per_node=shape.procs_per_node,
+            options=("--max-restarts", str(max_restarts), *options),
+            env={ENV_EVENTS: str(self.events_dir)},
+            job_id=job_id,
+            memory_root=memory_root,
+        )
+
+    def __enter__(self) -> Self:
+        self.cluster.__enter__()
+        self.cluster.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cluster.close()
+
+    def run_to_end(self, timeout_secs: float) -> str | None:
+        """Replace nodes that are gone, until the job ends.
+
+        Returns:
+            Why it did not end well; None: it did.
+        """
+        deadline = time.monotonic() + timeout_secs
+        failed_at: float | None = None
+        while True:
+            for index, node in list(self.cluster.current.items()):
+                if node.process.poll() == _SIGKILLED:
+                    self.replaced.append(node)
+                    self.cluster.replace_node(index)
+            codes = {node.node_id: node.process.poll() for node in self.cluster.current.values()}
+            now = time.monotonic()
+            if all(code is not None for code in codes.values()):
+                return f"launchers ended with {codes}" if any(codes.values()) else None
+            if failed_at is None and any(codes.values()):
+                failed_at = now
+            if (failed_at is not None and now - failed_at > _SETTLE_SECS) or now > deadline:
+                late = "the time is over" if now > deadline else "some launchers failed, others go on"
+                return f"{late}: {codes}"
+            time.sleep(_POLL_SECS)
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> History:
+        return History.of(self.events_dir)
+
+    @property
+    def logs(self) -> str:
+        """Output of all launchers and trainers, the dead ones' included."""
+        return "\n".join(
+            path.read_text(errors="replace") for path in sorted(self.directory.glob("node*.log"))
+        )
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_secs: float = SECS_PER_LIFE) -> None:
+        self.cluster.wait_until(condition, timeout_secs, what)
+
+    def wait_for_step(self, step: int, life: int | None = None) -> None:
+        """Until some rank has done ``step``, in this incarnation or in any."""
+        self._wait_in_lives(f"step {step}", life, lambda found: found.last_step >= step)
+
+    def wait_for_commit(self, step: int, life: int | None = None) -> None:
+        """Until a version of ``step`` or later is committed, in this incarnation or in any."""
+        self._wait_in_lives(
+            f"a commit of step {step}", life, lambda found: max(found.committed, default=0) >= step
+        )
+
+    def _wait_in_lives(self, what: str, life: int | None, reached: Callable[[Incarnation], bool]) -> None:
+        def done() -> bool:
+            lives = self.history.incarnations.items()
+            return any(reached(found) for number, found in lives if life in (None, number))
+
+        self.wait_for(what, done)
+
+    def left_over(self) -> list[str]:
+        """Processes that outlived the launchers; the rendezvous is meant to."""
+        rendezvous = self.cluster.rendezvous
+        return [
+            " ".join(process.cmdline())
+            for process in self.cluster.survivors()
+            if rendezvous is None or process.pid != rendezvous.pid
+        ]
+
+    def memory_left(self) -> list[Path]:
+        """Memory of the job on nodes that live."""
+        nodes = self.cluster.current.values()
+        return [p for p in (node.memory_dir / self.cluster.job_id for node in nodes) if p.exists()]
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One return to training: ``commit`` is the newest version that any rank had seen committed."""
+
+    version: int
+    source: str
+    last_step: int
+    commit: int
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were done and had to be done again."""
+        return self.last_step - self.version
+
+    @property
+    def commit_lag(self) -> int:
+        return self.last_step - self.commit
+
+
+def recoveries(history: History) -> list[Recovery]:
+    """One per incarnation that trained after another one had."""
+    found = []
+    last_step = commit = 0
+    for _, life in sorted(history.incarnations.items()):
+        if life.steps and last_step:
+            found.append(Recovery(_version(life), _source(life), last_step, commit))
+        elif life.steps and commit:
+            found.append(Recovery(_version(life), _source(life), 0, commit))
+        last_step = life.last_step or last_step
+        commit = max(life.committed, default=commit)
+    return found
+
+
+def _version(life: Incarnation) -> int:
+    return max((int(e.fields["version"]) for e in life.restored.values()), default=0)
+
+
+def _source(life: Incarnation) -> str:
+    return next((str(e.fields["source"]) for e in life.restored.values()), "none")
+
+
+def wrong_losses(history: History, reference: Losses, steps: int | None = None) -> list[str]:
+    """Every step whose loss, however often it was computed, is not the undisturbed run's to the bit.
+
+    Args:
+        history: of the run.
+        reference: of the undisturbed one.
+        steps: that must all have been done; None: those that were.
+    """
+    wrong = []
+    wanted = range(1, steps + 1) if steps is not None else sorted(set(history.losses) & set(reference))
+    for step in wanted:
+        found = history.losses.get(step, [])
+        if not found:
+            wrong.append(f"step {step} was never done")
+        elif set(found) != {reference[step]}:
+            wrong.append(f"step {step}: losses {sorted(set(found))}, undisturbed {reference[step]}")
+    return wrong[:5]
+
+
+def broken_promises(history: History) -> list[str]:
+    """What recovery has lost that it must not lose: never older than the newest commit (P3)."""
+    wrong = []
+    for r in recoveries(history):
+        if r.version < r.commit:
+            wrong.append(
+                f"resumed from step {r.version} ({r.source}), but step {r.commit} had been committed: "
+                f"{r.lost_steps} steps lost with a commit lag of {r.commit_lag}"
+            )
+    return wrong
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one planned job has shown."""
+
+    job: PlannedJob
+    problems: tuple[str, ...]
+    recoveries: tuple[Recovery, ...]
+    secs: float
+    directory: Path
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shape": self.job.shape.name,
+            "optimizer": self.job.optimizer.name,
+            "steps": self.job.steps,
+            "faults": [
+                {
+                    "moment": f.moment,
+                    "coordinate": str(f.coordinate),
+                    "action": f.action,
+                    "counts": bool(f.case),
+                }
+                for f in self.job.faults
+            ],
+            "recoveries": [
+                {
+                    "source": r.source,
+                    "version": r.version,
+                    "lost_steps": r.lost_steps,
+                    "commit_lag": r.commit_lag,
+                }
+                for r in self.recoveries
+            ],
+            "problems": list(self.problems),
+            "secs": round(self.secs, 1),
+            "logs": str(self.directory),
+        }
+
+
+def run_planned(scratch: Scratch, job: PlannedJob, name: str, reference: Losses) -> Outcome:
+    """Run one job of the matrix with all its faults, and judge it."""
+    began = time.monotonic()
+    running = FaultJob(
+        scratch,
+        name,
+        job.shape,
+        job.optimizer,
+        steps=job.steps,
+        block=job.reft_block(str(scratch.root / name / "persisted")),
+        max_restarts=job.process_kills,
+    )
+    with running:
+        problem = running.run_to_end(SECS_PER_LIFE * job.lives)
+        problems = [problem] if problem else []
+        if not problem:
+            problems += [f"left behind: {line}" for line in running.left_over()]
+            problems += [f"memory left after a good end: {path}" for path in running.memory_left()]
+    history = running.history
+    problems += wrong_losses(history, reference, job.steps)
+    problems += broken_promises(history)
+    problems += _unmade_faults(job, running, history)
+    found = tuple(recoveries(history))
+    return Outcome(job, tuple(problems), found, time.monotonic() - began, running.directory)
+
+
+_TRAINER_KILLED = re.compile(r"trainers ended: .*killed by SIGKILL")
+_DAEMON_KILLED = re.compile(r"the node daemon ended \(-9\)")
+
+
+def _unmade_faults(job: PlannedJob, running: FaultJob, history: History) -> list[str]:
+    """A fault that never struck would let a cell of the matrix pass untested."""
+    wrong = []
+    if len(running.replaced) != job.node_kills:
+        wrong.append(f"{job.node_kills} nodes had to die, {len(running.replaced)} did")
+    trainers = len(_TRAINER_KILLED.findall(running.logs))
+    if trainers != job.process_kills:
+        wrong.append(f"{job.process_kills} trainers had to be killed alone, {trainers} were")
+    if any(not f.restarts for f in job.faults) and not _DAEMON_KILLED.search(running.logs):
+        wrong.append("the daemon had to be killed while it persisted, and was not")
+    if len(history.incarnations) != job.lives:
+        wrong.append(f"{job.lives} incarnations were planned, {sorted(history.incarnations)} were lived")
+    return wrong
+
+
+def fp16_missing() -> str | None:
+    """Why fp16 cannot be computed here; None: it can."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.is_fp16_supported():
+        return None
+    return f"DeepSpeed's {accelerator.device_name()} accelerator does not support fp16 on this machine"

@@ -1,0 +1,139 @@
+"""What lies in the memory of a stopped job, and how it is damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from reft.snapshot.plan import Section
+from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry
+from reft.store.header import Geometry
+from reft.store.jobdir import JobDir
+from reft.store.label import Label
+from reft.topology import Coordinate, Degrees
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One arena as it was found; nothing is kept open."""
+
+    path: Path
+    header: ArenaHeader
+    geometry: Geometry
+
+    @property
+    def label(self) -> Label:
+        return self.header.label
+
+    def entry(self, section: Section, *, owner: bool) -> Entry:
+        """The last block of a section that is this rank's own, or a copy."""
+        return [e for e in self.header.entries if e.key.section is section and e.owner is owner][-1]
+
+    def flip(self, entry: Entry) -> None:
+        """Change one bit in the middle of a block."""
+        at = self.geometry.data_offset + entry.arena_offset + entry.nbytes // 2
+        with self.path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 0x10]))
+
+    def tear_header(self) -> None:
+        """Overwrite the middle of both header copies, as writes that were cut off."""
+        with self.path.open("r+b") as file:
+            for copy in range(2):
+                file.seek(self.geometry.copy_offset(copy) + 40)
+                file.write(b"\xff" * 64)
+
+
+def stored(job_dir: Path) -> list[Stored]:
+    """Whole versions in a node's memory, newest first."""
+    found = []
+    for path, arena in JobDir.open(job_dir).scan():
+        if isinstance(arena, Arena):
+            with arena:
+                header = arena.header()
+                geometry = Geometry.of(arena.data_bytes, arena.max_entries)
+            if header is not None and header.state.whole:
+                found.append(Stored(path, header, geometry))
+    return sorted(found, key=lambda s: s.label, reverse=True)
+
+
+def newest_common(job_dirs: list[Path]) -> list[Label]:
+    """Versions that every node holds, newest first."""
+    held = [{s.label for s in stored(job_dir)} for job_dir in job_dirs]
+    return sorted(set.intersection(*held), reverse=True)
+
+
+def plant_strangers(job_dir: Path) -> None:
+    """Files that do not belong here: an arena under another secret, and one that is none at all."""
+    with Arena.create(job_dir / "rank0-slot6.arena", 4096, 4, secret=bytes(32)) as arena:
+        arena.begin(
+            ArenaHeader(
+                job_id="somebody-elses",
+                node="elsewhere",
+                degrees=Degrees(1, 2, 1),
+                coordinate=Coordinate(0, 0, 0),
+                label=Label(99, 99999),
+                state=ArenaState.EMPTY,
+            )
+        )
+        arena.seal([])
+        arena.commit()
+    path = job_dir / "rank0-slot7.arena"
+    path.write_bytes(bytes(range(256)) * 64)
+    path.chmod(0o600)
+
+
+@contextmanager
+def memory_directory() -> Iterator[Path]:
+    """A directory in tmpfs, where there is one, for memory that outlives a run."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="reft-faults-", dir=root))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def small_file_system(path: Path, mebibytes: int) -> Iterator[str | None]:
+    """A tmpfs of its own on ``path``; yields why there is none where it cannot be mounted."""
+    path.mkdir(parents=True, exist_ok=True)
+    reason = _mount("-t", "tmpfs", "-o", f"size={mebibytes}m,mode=0700", "tmpfs", str(path))
+    try:
+        yield reason
+    finally:
+        if reason is None:
+            # Lazily: a process that is just ending may still have a file open.
+            subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def make_read_only(path: Path) -> None:
+    assert _mount("-o", "remount,ro", str(path)) is None
+
+
+def make_writable(path: Path) -> None:
+    assert _mount("-o", "remount,rw", str(path)) is None
+
+
+def _mount(*arguments: str) -> str | None:
+    if os.geteuid() != 0:
+        return "mounting a small tmpfs needs root"
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"a small tmpfs cannot be mounted: {done.stderr.strip()}"
+
+
+def fill_up(directory: Path, leave_bytes: int = 0) -> Path:
+    """Take the free space of a file system with one file; returns it, to be removed."""
+    stats = os.statvfs(directory)
+    path = directory / "filler"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+    return path
