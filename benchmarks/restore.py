@@ -3,8 +3,8 @@
 One DeepSpeed engine is built once, trains a few steps and saves its state in every way. Then, round
 after round, its weights and optimizer are destroyed and restored by each way in turn; after every
 restore the whole state is compared with what was saved, outside the time. reft restores through the
-code behind ``engine.load_checkpoint``: inventory, plan, verification of every block, transfer, and the
-snapshot that protects the restored state again before the first step. Two losses are played:
+code behind ``engine.load_checkpoint``: inventory, plan, verification of every block, transfer, and,
+where anything was lost, the snapshot that protects the restored state again before the first step:
 
 - reft_all_local: only the processes are gone, every node's memory is there;
 - reft_node_lost: the memory of the last node is gone, its bytes come from the copies on its peers.
@@ -371,7 +371,10 @@ def evaluate_way(trials: Sequence[Mapping[str, Any]], name: str, memory: MemoryS
     }
     if "parts" in mine[0]:
         found["times_faster_without_protection"] = estimate(
-            [d["secs"] / (t["secs"] - t["parts"]["protect"]) for d, t in zip(disk, mine, strict=True)]
+            [
+                d["secs"] / (t["secs"] - t["parts"].get("protect", 0.0))
+                for d, t in zip(disk, mine, strict=True)
+            ]
         ).to_json()
         found["parts_secs"] = {p: statistics.median(t["parts"][p] for t in mine) for p in mine[0]["parts"]}
         found["bytes_from"] = mine[0]["bytes_from"]
