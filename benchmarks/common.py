@@ -195,8 +195,10 @@ def launch(options: argparse.Namespace, space: Scratch) -> tuple[list[dict[str, 
             _wait(ranks)
     finally:
         for process in ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # The number of one that has ended may be another group's by now.
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return [json.loads(space.result(rank).read_text()) for rank in range(world)], sampler
 

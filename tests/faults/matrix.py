@@ -31,7 +31,7 @@ from tests.faults.cases import (
 )
 from tests.faults.job import Losses, Outcome, Scratch, fp16_missing, run_planned
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,9 @@ def test_colocated_replicas_and_too_little_memory(scratch: Scratch) -> None:
     assert "share a node with their copies" in log
     assert life.committed == set()
     assert sorted(life.skipped) == list(range(1, 13))
-    assert set(life.skipped.values()) <= {"OutOfMemoryError", "a peer skipped it"}
+    # The last is the fence's: on a busy machine the next step may be there before memory is refused.
+    late = "not started before the next optimizer step"
+    assert "OutOfMemoryError" in set(life.skipped.values()) <= {"OutOfMemoryError", "a peer skipped it", late}
     assert "raise the limit, or lower reft.copies or reft.arenas" in log
     for counters in life.counters.values():
         assert counters["stale_since_step"] == 1
