@@ -31,6 +31,14 @@ class OutOfMemoryError(ArenaError, MemoryError):
     """The memory directory or the configured limit cannot hold the arenas."""
 
 
+class CopyError(ReftError, ValueError):
+    """A copy engine was given tensors that it cannot copy byte by byte."""
+
+
+class CopyOrderError(ReftError, RuntimeError):
+    """The calls of a copy engine came in another order than begin, copy, fence, synchronize."""
+
+
 class TransferError(ReftError, ConnectionError):
     """Bytes between hosts were lost, refused or did not match their checksum."""
 

@@ -151,14 +151,30 @@ class SectionImage:
         self._starts = [o for o, _ in self._parts]
 
     def read_into(self, start: int, out: torch.Tensor) -> None:
-        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0."""
+        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0.
+
+        Returns when the bytes have arrived. On a device it runs on the calling thread's stream, which
+        knows nothing of the training thread's: :meth:`pieces_into` and a copy engine do.
+        """
+        for view, target in self.pieces_into(start, out):
+            target.copy_(view)
+
+    def pieces_into(self, start: int, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is to be copied so that ``out`` holds ``image[start : start + len(out)]``.
+
+        Returns:
+            ``(live bytes, part of out)`` in order of their place, both 1-D uint8 views of equal size.
+            Padding between them is set to 0 here.
+        """
         position, stop = self._range(start, out)
+        pieces = []
         for offset, view in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
             out[position - start : begin - start].zero_()
-            out[begin - start : end - start].copy_(view[begin - offset : end - offset])
+            pieces.append((view[begin - offset : end - offset], out[begin - start : end - start]))
             position = end
         out[position - start :].zero_()
+        return pieces
 
     def write_from(self, start: int, data: torch.Tensor) -> None:
         """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``."""

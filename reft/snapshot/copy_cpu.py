@@ -1,0 +1,109 @@
+"""Copies between host memory, on the thread that calls.
+
+``memmove`` through ctypes releases the GIL, so training goes on meanwhile, and it stays on one core:
+torch's own ``copy_`` would spread a large tensor over as many threads as training uses, and take
+their cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reft.errors import CopyError, CopyOrderError
+from reft.snapshot.copying import CallOrder, CopyTicket, Mark, Piece, bandwidth, byte_views
+
+STRIDE_BYTES = 8 * 2**20
+"""Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
+
+
+def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
+    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released.
+
+    Raises:
+        CopyOrderError: the engine was closed before all was copied.
+    """
+    begin, total = source.data_ptr(), source.numel()
+    shift = target.data_ptr() - begin
+    for at in range(begin, begin + total, STRIDE_BYTES):
+        if closed():
+            raise CopyOrderError("copy: the engine was closed while it was copying; the version is not whole")
+        ctypes.memmove(at + shift, at, min(STRIDE_BYTES, begin + total - at))
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy that has ended."""
+
+    nbytes: int
+    secs: tuple[float, float] | None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class CpuCopyEngine:
+    """The copy engine of training on CPUs. See :mod:`reft.snapshot.copying`."""
+
+    name = "cpu"
+    asynchronous = False
+
+    def __init__(self) -> None:
+        self._order = CallOrder()
+        self._version = 0
+        self._bytes = 0
+        self._secs = 0.0
+        self._bandwidth: float | None = None
+
+    @property
+    def bytes_per_sec(self) -> float | None:
+        return self._bandwidth
+
+    def register(self, memory: memoryview | torch.Tensor) -> bool:
+        return True
+
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+        pass
+
+    def begin(self) -> None:
+        self._order.begin()
+
+    def mark(self) -> Mark:
+        return Mark(self._order.open_version("mark"))
+
+    def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        views = byte_views(pieces)
+        for source, _ in views:
+            if source.device.type != "cpu":
+                raise CopyError(f"the source is on {source.device}; expected the CPU, as the engine was made")
+        with self._order.copying(after) as version:
+            began = time.perf_counter()
+            for source, target in views:
+                copy_on_host(source, target, lambda: self._order.closed)
+            ended = time.perf_counter()
+        nbytes = sum(target.numel() for _, target in views)
+        self._count(version, nbytes, ended - began)
+        return _Copied(nbytes, (began, ended))
+
+    def _count(self, version: int, nbytes: int, secs: float) -> None:
+        if version != self._version:
+            self._version, self._bytes, self._secs = version, 0, 0.0
+        self._bytes += nbytes
+        self._secs += secs
+
+    def fence(self) -> None:
+        self._order.fence()
+
+    def synchronize(self) -> None:
+        self._order.check_not_closed("synchronize")
+        self._bandwidth = bandwidth(self._bytes, self._secs, self._bandwidth)
+
+    def close(self) -> None:
+        self._order.close()

@@ -1,0 +1,327 @@
+"""Copies from a CUDA or ROCm device into host memory, on a stream of their own.
+
+The side stream waits for the compute stream's event, then DMA writes straight into the arena, which
+was registered with the driver once; the fence makes the compute stream wait for the side stream. No
+thread waits for the device but the one in :meth:`CudaCopyEngine.synchronize`.
+
+Where registering fails the engine goes on through a small pinned buffer of its own, and where that
+cannot be had, through the driver's (P6): slower, one more host copy, and the copying thread waits.
+
+Sources need no ``record_stream``: tickets hold them until the side stream is done with them, and
+memory that nothing has freed is not given to anybody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reft.errors import CopyError
+from reft.snapshot.copy_cpu import copy_on_host
+from reft.snapshot.copying import CallOrder, CopyTicket, Mark, Piece, bandwidth, byte_views
+from reft.snapshot.pinning import CHUNK_BYTES, PinnedRanges
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 32 * 2**20
+"""Size of each of the two buffers that are used where memory cannot be pinned. A power of two: torch
+rounds pinned memory up to one (trap 9)."""
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``."""
+
+_MS = 1e-3
+"""Seconds in the unit of ``Event.elapsed_time``."""
+
+
+@dataclass(frozen=True)
+class _CudaMark(Mark):
+    """A mark and the event behind it."""
+
+    event: torch.cuda.Event
+
+
+class _CudaTicket:
+    """One copy: events around it on the side stream, and the tensors that it needs."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.nbytes = sum(target.numel() for _, target in pieces)
+        self.secs: tuple[float, float] | None = None
+        self.began = torch.cuda.Event(enable_timing=True)
+        self.ended = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.keep_alive: Sequence[Piece] = pieces
+
+    def done(self) -> bool:
+        return bool(self.ended.query())
+
+    def wait(self) -> None:
+        self.ended.synchronize()
+
+    def settle(self, anchor: torch.cuda.Event, anchor_secs: float) -> None:
+        """Take the times, once both events and ``anchor`` (recorded at ``anchor_secs``) have passed."""
+        began = anchor_secs - self.began.elapsed_time(anchor) * _MS
+        self.secs = (began, began + self.began.elapsed_time(self.ended) * _MS)
+        self.keep_alive = ()
+
+
+class CudaCopyEngine:
+    """The copy engine of CUDA and ROCm devices. See :mod:`reft.snapshot.copying`.
+
+    Args:
+        device: the device that trains.
+        staging_bytes: size of each of the two staging buffers, where they are needed.
+        chunk_bytes: most bytes registered by one call of the driver.
+    """
+
+    asynchronous = True
+
+    def __init__(
+        self, device: torch.device, *, staging_bytes: int = STAGING_BYTES, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.name = "rocm" if torch.version.hip else "cuda"
+        # 0 is the lowest priority of torch's pools: where both want the same unit, training goes first.
+        self._side = torch.cuda.Stream(self.device, priority=0)
+        self._clock = torch.cuda.Stream(self.device, priority=0)
+        self._order = CallOrder()
+        self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
+        self._begun: torch.cuda.Event | None = None
+        self._copied_version = 0
+        self._tickets: list[_CudaTicket] = []
+        self._lock = threading.Lock()
+        self._bandwidth: float | None = None
+        self._staging_bytes = staging_bytes
+        self._staging: list[torch.Tensor] | None = None
+        self._staging_lock = threading.Lock()
+        self._warned: set[str] = set()
+
+    @property
+    def bytes_per_sec(self) -> float | None:
+        return self._bandwidth
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def register(self, memory: memoryview | torch.Tensor) -> bool:
+        self._order.check_not_closed("register")
+        try:
+            self._pinned.add(memory)
+        except (RuntimeError, ValueError, OSError) as error:
+            self._warn_once(
+                "register",
+                f"{self.device}: memory cannot be pinned: {error}. Snapshots go through a buffer of "
+                f"{2 * self._staging_bytes / 2**20:.0f} MiB with one more copy on the host, slower and "
+                f"with more load; raise the limit of locked memory (ulimit -l) and see the driver's log",
+            )
+            return False
+        return True
+
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+        if not self._order.closed:
+            self._use_device()
+            self._side.synchronize()
+            self._pinned.remove(memory)
+
+    def _pin(self, address: int, nbytes: int) -> None:
+        _driver_call(self.device, lambda runtime: runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def _unpin(self, address: int) -> None:
+        try:
+            _driver_call(self.device, lambda runtime: runtime.cudaHostUnregister(address))
+        except RuntimeError as error:
+            self._warn_once("unregister", f"{self.device}: memory could not be unpinned: {error}")
+
+    def _warn_once(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            logger.warning("%s", message)
+
+    # -- training thread -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        event = self._record()
+        self._order.begin()
+        self._begun = event
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._order.open_version("mark"), self._record())
+
+    def _record(self) -> torch.cuda.Event:
+        """An event at the end of what the calling thread gave the device so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def fence(self) -> None:
+        if self._order.fence() and self._copied_version:
+            event = torch.cuda.Event()
+            event.record(self._side)
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    # -- copying thread --------------------------------------------------------------------------
+
+    def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        views = byte_views(pieces)
+        for source, _ in views:
+            if source.device not in (self.device, torch.device("cpu")):
+                raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
+        with self._order.copying(after) as version:
+            self._use_device()
+            ticket = _CudaTicket(views)
+            with self._lock:
+                if version != self._copied_version:
+                    self._open(version)
+                if isinstance(after, _CudaMark):
+                    self._side.wait_event(after.event)
+            ticket.began.record(self._side)
+            try:
+                with torch.cuda.stream(self._side):
+                    for source, target in views:
+                        self._copy_piece(source, target)
+            finally:
+                # What failed half way is waited for too.
+                ticket.ended.record(self._side)
+                with self._lock:
+                    self._tickets.append(ticket)
+        return ticket
+
+    def _use_device(self) -> None:
+        """A new thread starts on device 0; switching back to it would make a context there, some
+        hundred MB of its memory for every rank of the node."""
+        torch.cuda.set_device(self.device)
+
+    def _open(self, version: int) -> None:
+        """The first copy of a version: wait for the point where its state became final."""
+        assert self._begun is not None
+        self._side.wait_event(self._begun)
+        self._copied_version = version
+        # Versions that were given up are never synchronized: do not keep their tensors for that.
+        self._tickets = [t for t in self._tickets if not t.done()]
+
+    def _copy_piece(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.device.type == "cpu":
+            copy_on_host(source, target, lambda: self._order.closed)
+            return
+        at = 0
+        for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
+            part = slice(at, at + nbytes)
+            if pinned:
+                target[part].copy_(source[part], non_blocking=True)
+            else:
+                self._copy_staged(source[part], target[part])
+            at += nbytes
+
+    def _copy_staged(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """By way of pinned buffers, one filled by the device while the other is emptied."""
+        with self._staging_lock:
+            buffers = self._staging_buffers()
+            if not buffers:
+                target.copy_(source)
+                return
+            landing: deque[Callable[[], None]] = deque()
+            for number, at in enumerate(range(0, source.numel(), self._staging_bytes)):
+                if len(landing) == len(buffers):
+                    landing.popleft()()
+                stop = min(at + self._staging_bytes, source.numel())
+                buffer = buffers[number % len(buffers)][: stop - at]
+                buffer.copy_(source[at:stop], non_blocking=True)
+                landing.append(self._land(buffer, target[at:stop]))
+            while landing:
+                landing.popleft()()
+
+    def _land(self, buffer: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record(self._side)
+
+        def land() -> None:
+            arrived.synchronize()
+            copy_on_host(buffer, target, lambda: self._order.closed)
+
+        return land
+
+    def _staging_buffers(self) -> list[torch.Tensor]:
+        """The pinned buffers, made when first needed; empty if there is no memory for them."""
+        if self._staging is None:
+            try:
+                self._staging = [
+                    torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+                ]
+            except RuntimeError as error:
+                self._staging = []
+                self._warn_once(
+                    "staging",
+                    f"{self.device}: no pinned buffer for snapshots: {error}. Copies go through the driver's "
+                    f"own; free host memory or raise the limit of locked memory (ulimit -l)",
+                )
+        return self._staging
+
+    def synchronize(self) -> None:
+        self._order.check_not_closed("synchronize")
+        with self._lock:
+            tickets, self._tickets = self._tickets, []
+        if not tickets:
+            return
+        self._use_device()
+        for ticket in tickets:
+            ticket.wait()
+        anchor = torch.cuda.Event(enable_timing=True)
+        # Not on the side stream, which may already wait for a later version.
+        anchor.record(self._clock)
+        anchor.synchronize()
+        anchor_secs = time.perf_counter()
+        for ticket in tickets:
+            ticket.settle(anchor, anchor_secs)
+        busy_secs = sum(t.secs[1] - t.secs[0] for t in tickets if t.secs is not None)
+        self._bandwidth = bandwidth(sum(t.nbytes for t in tickets), busy_secs, self._bandwidth)
+
+    def close(self) -> None:
+        if not self._order.close():
+            return
+        try:
+            self._use_device()
+            self._side.synchronize()
+        except RuntimeError as error:
+            self._warn_once("close", f"{self.device}: the device failed while it copied: {error}")
+        self._pinned.clear()
+        self._tickets.clear()
+        self._staging = None
+
+
+def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
+    """Call the driver for ``device``.
+
+    In a thread of its own: a call that fails leaves its error behind in the thread that made it, and
+    torch would report it there at the next kernel it launches.
+
+    Raises:
+        RuntimeError: the driver refused; says why.
+    """
+    refused: list[str] = []
+
+    def run() -> None:
+        try:
+            # Without this the call would go to device 0 and take memory there for a context.
+            torch.cuda.set_device(device)
+            runtime = torch.cuda.cudart()
+            error = call(runtime)
+            if int(error):
+                refused.append(f"{runtime.cudaGetErrorString(error)} (error {int(error)})")
+        except Exception as error:
+            refused.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name="reft-pin")
+    try:
+        thread.start()
+    except RuntimeError:
+        run()  # the interpreter is shutting down
+    else:
+        thread.join()
+    if refused:
+        raise RuntimeError(refused[0])
