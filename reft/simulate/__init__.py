@@ -1,0 +1,1 @@
+"""Discrete-event simulation of pipelines and of snapshots taken in their idle time."""

@@ -1,0 +1,398 @@
+"""Schedules, simulated: dependencies, bubbles, slow links, reductions, deadlocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from deepspeed.runtime.pipe import schedule as deepspeed_schedules
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reft.errors import ConfigError
+from reft.simulate.checks import ScheduleError
+from reft.simulate.costs import Costs
+from reft.simulate.instructions import (
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    Compute,
+    ForwardPass,
+    RecvActivation,
+    RecvGrad,
+    SendActivation,
+    SendGrad,
+)
+from reft.simulate.pipeline import DeadlockError, simulate
+from reft.simulate.schedules import (
+    SCHEDULES,
+    TAIL,
+    Schedule,
+    dual_pipe_v,
+    from_deepspeed,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+from reft.snapshot.trace import StepTrace
+from reft.snapshot.windows import WindowKind
+
+whole_secs = st.integers(1, 1000).map(float)
+
+
+@st.composite
+def any_schedule(draw):
+    """A schedule and unequal costs for it."""
+    name = draw(st.sampled_from([*SCHEDULES, "deepspeed", "deepspeed dualpipe-v"]))
+    stages = draw(st.integers(2, 6))
+    groups = draw(st.integers(2, 4))
+    micro_batches = stages * groups
+    if name == "deepspeed":
+        schedule = train_schedule(stages, micro_batches)
+    elif name == "deepspeed dualpipe-v":
+        assume(hasattr(deepspeed_schedules, "DualPipeVSchedule"))
+        schedule = deepspeed_dual_pipe_v(stages, micro_batches)
+    else:
+        schedule = SCHEDULES[name](stages, micro_batches)
+    times = st.lists(whole_secs, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(
+        draw(times),
+        draw(times),
+        activation_bytes=draw(st.integers(0, 50)),
+        link_bytes_per_sec=draw(st.floats(1.0, 100.0)),
+        link_latency_secs=draw(st.floats(0.0, 10.0)),
+        reduce_secs=draw(times),
+        tied_stages=(0, stages - 1),
+        tied_secs=draw(whole_secs),
+        optimizer_secs=draw(times),
+    )
+    return schedule, costs
+
+
+def train_schedule(stages, micro_batches):
+    cls = deepspeed_schedules.TrainSchedule
+    return from_deepspeed([cls(micro_batches, stages, p) for p in range(stages)], micro_batches)
+
+
+def deepspeed_dual_pipe_v(stages, micro_batches):
+    cls = deepspeed_schedules.DualPipeVSchedule
+    return from_deepspeed([cls(micro_batches, stages, p) for p in range(stages)], micro_batches)
+
+
+def computations(schedule, simulation):
+    """{(class, micro-batch, place in the model): (begin, end)}"""
+    found = {}
+    for stage in simulation.stages:
+        for interval in stage.intervals:
+            i = interval.instruction
+            if isinstance(i, Compute):
+                kind = BackwardPass if isinstance(i, BackwardInput) else type(i)
+                key = (kind, i.micro_batch, schedule.places[stage.stage_id][i.chunk])
+                assert key not in found, f"{key} is computed twice"
+                found[key] = (interval.begin_secs, interval.end_secs)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_schedule())
+def test_nothing_is_computed_before_its_inputs_exist(drawn):
+    """Whatever the schedule: forwards go down the model, backwards come up, weights come last."""
+    schedule, costs = drawn
+    found = computations(schedule, simulate(schedule, costs))
+    last = schedule.chunks - 1
+    for j in range(schedule.micro_batches):
+        for place in range(schedule.chunks):
+            forward, backward = found.pop((ForwardPass, j, place)), found[BackwardPass, j, place]
+            same_device = place < last and schedule.holder[place] == schedule.holder[place + 1]
+            transfer_secs = 0.0 if same_device else costs.transfer_secs
+            if place < last:
+                assert forward[1] + transfer_secs <= found[ForwardPass, j, place + 1][0] + 1e-9
+                assert found[BackwardPass, j, place + 1][1] + transfer_secs <= backward[0] + 1e-9
+            assert forward[1] <= backward[0]
+            if weight := found.pop((BackwardWeight, j, place), None):
+                assert backward[1] <= weight[0]
+    assert all(kind is BackwardPass for kind, _, _ in found), f"left over: {found}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_schedule())
+def test_a_stage_does_one_thing_at_a_time_and_no_time_is_lost(drawn):
+    schedule, costs = drawn
+    simulation = simulate(schedule, costs)
+    for stage, stream in zip(simulation.stages, schedule.streams, strict=True):
+        assert tuple(i.instruction for i in stage.intervals) == stream
+        now = 0.0
+        for interval in stage.intervals:
+            assert interval.ready_secs == now <= interval.begin_secs <= interval.end_secs
+            now = interval.end_secs
+        accounted = stage.compute_secs + stage.other_secs + stage.idle_secs
+        assert accounted == pytest.approx(stage.end_secs)
+        work = schedule.micro_batches * (
+            costs.forward_secs[stage.stage_id] + costs.backward_secs[stage.stage_id]
+        )
+        assert stage.compute_secs == pytest.approx(work)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 10), st.integers(1, 24), st.data())
+def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_batches, data):
+    """Also with unequal stages: the same computations at the same times."""
+    times = st.lists(whole_secs, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(data.draw(times), data.draw(times))
+    deepspeed, ours = train_schedule(stages, micro_batches), one_f_one_b(stages, micro_batches)
+    a, b = simulate(deepspeed, costs), simulate(ours, costs)
+    assert computations(deepspeed, a) == computations(ours, b)
+    assert a.makespan_secs == b.makespan_secs
+    for here, there in zip(a.stages, b.stages, strict=True):
+        assert [(w.kind, w.start_secs, w.stop_secs) for w in here.windows] == [
+            (w.kind, w.start_secs, w.stop_secs) for w in there.windows
+        ]
+
+
+def test_positions_are_deepspeeds_own():
+    cls = deepspeed_schedules.TrainSchedule
+    for stage_id, stream in enumerate(train_schedule(4, 8).streams):
+        theirs = [i.name for step in cls(8, 4, stage_id).steps() for i in step]
+        assert [i.name for i in stream] == theirs
+
+
+# ---- bubbles ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 24), whole_secs, whole_secs)
+def test_gpipe_is_as_idle_as_1f1b(stages, micro_batches, t_f, t_b):
+    for stage in simulate(gpipe(stages, micro_batches), Costs.equal(stages, t_f, t_b)).stages:
+        assert stage.idle_secs == (stages - 1) * (t_f + t_b)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.data())
+def test_interleaving_divides_the_bubble_by_the_chunks(stages, groups, chunks, data):
+    t_f, t_b = 4 * data.draw(whole_secs), 4 * data.draw(whole_secs)
+    schedule = interleaved(stages, stages * groups, chunks)
+    for stage in simulate(schedule, Costs.equal(stages, t_f, t_b)).stages:
+        assert stage.idle_secs == (stages - 1) * (t_f + t_b) / chunks
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 3), whole_secs, whole_secs)
+def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
+    """The paper says (P-1)(t_F + t_B - t_W), t_B without t_W; exact where all three are equal."""
+    micro_batches = 2 * stages * groups
+    costs = Costs.equal(stages, t_f, 2 * t_b)
+    zero_bubble = simulate(zero_bubble_h1(stages, micro_batches), costs)
+    plain = simulate(one_f_one_b(stages, micro_batches), costs)
+    assert zero_bubble.makespan_secs < plain.makespan_secs
+    assert zero_bubble.bubble_fraction < plain.bubble_fraction
+    even = simulate(zero_bubble_h1(stages, micro_batches), Costs.equal(stages, t_f, 2 * t_f))
+    assert {s.idle_secs for s in even.stages} == {(stages - 1) * t_f}
+
+
+def test_zero_bubble_h1_holds_no_more_activations_than_the_first_stage_of_1f1b():
+    stages = 6
+    for stream in zero_bubble_h1(stages, 24).streams:
+        held = most = 0
+        for instruction in stream:
+            held += isinstance(instruction, ForwardPass) - isinstance(instruction, BackwardWeight)
+            most = max(most, held)
+        assert held == 0
+        assert most <= stages
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_dual_pipe_v_is_less_idle_than_zero_bubble_h1(stages):
+    costs = Costs.equal(stages, 1.0, 2.0)
+    dual, h1 = (simulate(make(stages, 4 * stages), costs) for make in (dual_pipe_v, zero_bubble_h1))
+    assert dual.makespan_secs < h1.makespan_secs
+    if hasattr(deepspeed_schedules, "DualPipeVSchedule"):  # without split backwards
+        assert dual.makespan_secs < simulate(deepspeed_dual_pipe_v(stages, 4 * stages), costs).makespan_secs
+
+
+# ---- unequal stages, links, reductions ----
+
+
+def test_a_slow_stage_makes_its_neighbours_wait_in_the_middle_of_the_step():
+    costs = Costs((1.0, 2.0, 1.0), (2.0, 4.0, 2.0))
+    simulation = simulate(one_f_one_b(3, 12), costs)
+    slow, fast = simulation.stages[1], simulation.stages[0]
+    assert slow.idle_secs < fast.idle_secs
+    assert WindowKind.OTHER in {w.kind for w in fast.windows}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 12), whole_secs, whole_secs, st.integers(1, 500))
+def test_waiting_senders_are_never_faster(stages, micro_batches, t_f, t_b, transfer):
+    free = Costs.equal(stages, t_f, t_b)
+    overlapped = dataclasses.replace(free, activation_bytes=transfer, link_bytes_per_sec=1.0)
+    blocking = dataclasses.replace(overlapped, blocking_sends=True)
+    schedule = train_schedule(stages, micro_batches)
+    spans = [simulate(schedule, costs).makespan_secs for costs in (free, overlapped, blocking)]
+    assert spans[0] < spans[1] <= spans[2]
+
+
+def test_transfers_are_not_idle_time():
+    """Two stages, one micro-batch: forward, transfer, forward, backward, transfer, backward."""
+    costs = dataclasses.replace(
+        Costs.equal(2, 1.0, 2.0), activation_bytes=30, link_bytes_per_sec=10.0, link_latency_secs=0.5
+    )
+    first, second = simulate(train_schedule(2, 1), costs).stages
+    assert [(w.kind.value, w.start_secs, w.stop_secs) for w in second.windows] == [
+        ("fill", 0.0, 1.0),
+        ("drain", 7.5, 13.0),
+    ]
+    assert second.other_secs == 3.5
+    assert [(w.start_secs, w.stop_secs) for w in first.windows] == [(1.0, 7.5)]
+    assert first.end_secs == 13.0
+
+
+def test_messages_of_one_link_follow_each_other():
+    """A link that is slower than the computations sets the pace."""
+    costs = dataclasses.replace(Costs.equal(2, 1.0, 1.0), activation_bytes=10, link_bytes_per_sec=1.0)
+    simulation = simulate(gpipe(2, 4), costs)
+    assert simulation.stages[1].intervals[-1].begin_secs >= 1.0 + 4 * 10.0
+
+
+def test_a_reduction_fills_the_drain_and_a_tied_weight_waits_for_its_other_stage():
+    plain = Costs.equal(4, 1.0, 2.0)
+    last = simulate(train_schedule(4, 8), dataclasses.replace(plain, reduce_secs=(2.0,) * 4)).stages[3]
+    assert last.windows[-1].length_secs == pytest.approx(6.0)  # every stage reduces 2 s
+    assert last.windows[-1].start_secs == 33.0 - 6.0 + 2.0
+    tied = dataclasses.replace(plain, tied_stages=(0, 3), tied_secs=1.0)
+    simulation = simulate(train_schedule(4, 8), tied)
+    assert simulation.stages[3].windows[-1].stop_secs == 33.0
+    assert simulation.makespan_secs == 34.0
+
+
+def test_the_optimizer_begins_when_all_are_there():
+    costs = dataclasses.replace(Costs.equal(3, 1.0, 2.0), optimizer_secs=(1.0, 5.0, 2.0))
+    simulation = simulate(one_f_one_b(3, 4), costs)
+    begins = {s.intervals[-1].begin_secs for s in simulation.stages}
+    assert begins == {18.0}
+    assert simulation.makespan_secs == 23.0
+
+
+# ---- schedules that cannot work ----
+
+
+def own(*streams, queued=False):
+    return Schedule(
+        "mine", 1, tuple((*s, *TAIL) for s in streams), tuple((p,) for p in range(len(streams))), queued
+    )
+
+
+F, B = ForwardPass(0), BackwardPass(0)
+
+
+def test_a_deadlock_names_stages_and_instructions():
+    """Both sides send first and neither receives, which works only if sends do not wait."""
+    schedule = Schedule(
+        "crossed",
+        2,
+        (
+            (F, SendActivation(0), ForwardPass(1), SendActivation(1), RecvGrad(0), B, *TAIL),
+            (RecvActivation(0), F, B, SendGrad(0), RecvActivation(1), *TAIL),
+        ),
+        ((0,), (1,)),
+        queued_p2p=False,
+    )
+    simulate(schedule, Costs.equal(2, 1.0, 2.0))
+    blocking = dataclasses.replace(Costs.equal(2, 1.0, 2.0), blocking_sends=True)
+    with pytest.raises(DeadlockError) as caught:
+        simulate(schedule, blocking)
+    assert "stage 0 waits in SendActivation(micro-batch 1) (instruction 3) for stage 1" in str(caught.value)
+    assert "stage 1 waits in SendGrad(micro-batch 0) (instruction 3) for stage 0" in str(caught.value)
+
+
+def test_a_missing_send_is_a_deadlock():
+    schedule = own((F, RecvGrad(0), B), (RecvActivation(0), F, B, SendGrad(0)))
+    with pytest.raises(DeadlockError, match=r"stage 1 waits in RecvActivation\(micro-batch 0\)"):
+        simulate(schedule, Costs.equal(2, 1.0, 1.0))
+
+
+def test_a_missing_optimizer_is_a_deadlock():
+    schedule = Schedule("mine", 1, ((F, *TAIL), ()), ((0,), (1,)))
+    with pytest.raises(DeadlockError, match=r"stage 0 waits in OptimizerStep \(instruction 3\) for stage 1"):
+        simulate(schedule, Costs.equal(2, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (own((F, SendActivation(0)), (F,)), r"stage 1 runs ForwardPass\(micro-batch 0\) .* activation"),
+        (own((F, B), (RecvActivation(0),)), r"stage 0 runs BackwardPass\(micro-batch 0\) .* gradient"),
+        (own((SendActivation(0),), ()), "before it has the forward"),
+        (
+            own(
+                (F, BackwardWeight(0)),
+            ),
+            "before it has the backward",
+        ),
+        (
+            own(
+                (F, ForwardPass(1), SendActivation(1), SendActivation(0)),
+                (RecvActivation(0), RecvActivation(1)),
+            ),
+            r"the 1\. activation that stage 0 sends to stage 1 is of micro-batch 1",
+        ),
+        (
+            own(
+                (F, B, SendGrad(0)),
+            ),
+            "chunk is the first of the model",
+        ),
+    ],
+)
+def test_schedules_that_compute_the_wrong_thing_are_refused(schedule, says):
+    with pytest.raises(ConfigError, match=says):
+        simulate(schedule, Costs.equal(schedule.stages, 1.0, 1.0))
+
+
+def test_unknown_instructions_are_refused():
+    class Surprise:
+        pass
+
+    with pytest.raises(ConfigError, match="cannot simulate instruction Surprise"):
+        from_deepspeed([[[Surprise()]]], 1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (lambda: interleaved(4, 6, 2), "multiple of 4"),
+        (lambda: dual_pipe_v(4, 6), "at least 8"),
+        (lambda: simulate(gpipe(4, 6), Costs.equal(3, 1.0, 1.0)), "costs are for 3 stages"),
+        (lambda: Costs((1.0,), (1.0, 2.0)), "one per stage"),
+        (lambda: Costs.equal(2, -1.0, 1.0), "must not be negative"),
+        (lambda: Schedule("mine", 1, ((), ()), ((0,), (0,))), "once each"),
+    ],
+)
+def test_mistakes_are_explained(mistake, says):
+    with pytest.raises(ConfigError, match=says):
+        mistake()
+    assert issubclass(DeadlockError, ScheduleError)
+
+
+# ---- what comes out ----
+
+
+def test_a_simulation_becomes_traces_as_the_hook_records_them():
+    schedule = train_schedule(3, 4)
+    simulation = simulate(schedule, Costs.equal(3, 1.0, 2.0))
+    traces = simulation.to_traces(step=7, start_secs=100.0)
+    assert [t.stage_id for t in traces] == [0, 1, 2]
+    for trace, stream in zip(traces, schedule.streams, strict=True):
+        assert [r.name for r in trace.instructions] == [i.name for i in stream]
+        assert [r.position for r in trace.instructions] == list(range(len(stream)))
+        assert (trace.begin_secs, trace.end_secs) == (100.0, 118.0)
+        assert StepTrace.from_json(trace.to_json()) == trace
+
+
+def test_a_simulation_prints_and_is_labelled():
+    simulation = simulate(one_f_one_b(4, 8), Costs.equal(4, 1.0, 2.0))
+    assert "simulated" in str(simulation)
+    assert "stage 1: compute 24 s" in str(simulation)
+    assert simulation.to_json()["simulated"] is True
+    assert simulation.estimator().windows(0) == simulation.stages[0].windows
+    assert "4 stages" in str(one_f_one_b(4, 8))

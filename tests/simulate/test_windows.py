@@ -1,0 +1,160 @@
+"""The estimators against the simulator, which is their judge."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from deepspeed.runtime.pipe.schedule import TrainSchedule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.errors import ConfigError
+from reft.simulate.costs import Costs
+from reft.simulate.pipeline import simulate
+from reft.simulate.schedules import from_deepspeed, one_f_one_b
+from reft.snapshot.windows import (
+    FITTED,
+    LITERAL,
+    AnalyticEstimator,
+    PaperEstimator,
+    ProfiledEstimator,
+    Window,
+    WindowEstimator,
+    WindowKind,
+)
+
+# Whole numbers of seconds are exact in floating point, so that equal means equal.
+whole_secs = st.integers(1, 1000).map(float)
+pipelines = st.tuples(st.integers(1, 10), st.integers(1, 24))
+
+
+def train_schedule(stages, micro_batches):
+    return from_deepspeed([TrainSchedule(micro_batches, stages, p) for p in range(stages)], micro_batches)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pipelines, whole_secs, whole_secs, st.booleans())
+def test_analytic_windows_are_those_of_deepspeeds_schedule_simulated(pipeline, t_f, t_b, blocking):
+    """Every window of every stage: kind, start, stop and position."""
+    stages, micro_batches = pipeline
+    costs = dataclasses.replace(Costs.equal(stages, t_f, t_b), blocking_sends=blocking)
+    simulated = simulate(train_schedule(stages, micro_batches), costs)
+    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
+    for stage in simulated.stages:
+        assert analytic.windows(stage.stage_id) == stage.windows
+        assert stage.idle_secs == (stages - 1) * (t_f + t_b)
+    assert simulated.makespan_secs == analytic.step_secs
+
+
+@settings(max_examples=50, deadline=None)
+@given(pipelines, st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
+def test_rounding_makes_no_windows(pipeline, t_f, t_b):
+    stages, micro_batches = pipeline
+    simulated = simulate(train_schedule(stages, micro_batches), Costs.equal(stages, t_f, t_b))
+    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
+    for stage in simulated.stages:
+        found, expected = stage.windows, analytic.windows(stage.stage_id)
+        # A window may be shorter than the rounding of the whole step (t_f a millionth of t_b).
+        negligible = 1e-9 * analytic.step_secs
+        found = [w for w in found if w.length_secs > negligible]
+        expected = [w for w in expected if w.length_secs > negligible]
+        assert [(w.kind, w.position) for w in found] == [(w.kind, w.position) for w in expected]
+        assert [w.start_secs for w in found] == pytest.approx([w.start_secs for w in expected])
+        assert [w.stop_secs for w in found] == pytest.approx([w.stop_secs for w in expected])
+
+
+def test_the_example_of_the_reference():
+    lengths = [
+        [(w.kind.value, w.length_secs) for w in AnalyticEstimator(4, 8, 1.0, 2.0).windows(p)]
+        for p in range(4)
+    ]
+    assert lengths == [
+        [("mid", 6.0), ("cool_down", 1.0), ("cool_down", 1.0), ("cool_down", 1.0)],
+        [("fill", 1.0), ("mid", 4.0), ("cool_down", 1.0), ("cool_down", 1.0), ("drain", 2.0)],
+        [("fill", 2.0), ("mid", 2.0), ("cool_down", 1.0), ("drain", 4.0)],
+        [("fill", 3.0), ("drain", 6.0)],
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 16), st.integers(1, 40), whole_secs)
+def test_papers_fitted_bubble_is_the_idle_time_without_the_fill(stages, micro_batches, t_f):
+    """Plus 0.8 t_f, when a backward takes 1.8 forwards."""
+    paper = PaperEstimator(stages, micro_batches, t_f, 1.8 * t_f, reading=FITTED)
+    analytic = AnalyticEstimator(stages, micro_batches, t_f, 1.8 * t_f)
+    for p in range(stages):
+        without_fill = sum(w.length_secs for w in analytic.windows(p) if w.kind is not WindowKind.FILL)
+        assert paper.bubble_secs(p) == pytest.approx(without_fill + 0.8 * t_f)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 16), st.integers(1, 40), whole_secs, whole_secs, st.sampled_from([LITERAL, FITTED]))
+def test_papers_bubble_is_laid_over_the_true_places_in_order(stages, micro_batches, t_f, t_b, reading):
+    paper = PaperEstimator(stages, micro_batches, t_f, t_b, reading=reading)
+    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
+    for p in range(stages):
+        windows = paper.windows(p)
+        assert sum(w.length_secs for w in windows) == pytest.approx(paper.bubble_secs(p))
+        places = [w for w in analytic.windows(p) if w.kind is not WindowKind.FILL]
+        assert [w.position for w in windows] == [w.position for w in places]
+        ProfiledEstimator({p: windows})  # in order, without overlap
+
+
+def test_papers_literal_bubble_exceeds_the_true_idle_time():
+    """By 1.85 to 3.6 times for 2 to 16 stages (backward 1.8 forwards)."""
+    ratios = [
+        PaperEstimator(stages, 64, 1.0, 1.8).bubble_secs(p)
+        / sum(w.length_secs for w in AnalyticEstimator(stages, 64, 1.0, 1.8).windows(p))
+        for stages in range(2, 17)
+        for p in range(stages)
+    ]
+    assert min(ratios) == pytest.approx(1.85, abs=0.1)
+    assert max(ratios) == pytest.approx(3.6, abs=0.1)
+
+
+def test_one_stage_never_waits():
+    assert AnalyticEstimator(1, 4, 1.0, 2.0).windows(0) == ()
+    assert PaperEstimator(1, 4, 1.0, 2.0).windows(0) == ()
+    assert simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0)).stages[0].windows == ()
+
+
+def test_every_estimator_keeps_the_protocol():
+    measured = {0: (Window(WindowKind.MID, 1.0, 2.0, 3),)}
+    estimators: list[WindowEstimator] = [
+        AnalyticEstimator(2, 2, 1.0, 2.0),
+        PaperEstimator(2, 2, 1.0, 2.0),
+        ProfiledEstimator.of(measured),
+    ]
+    assert [e.name for e in estimators] == ["analytic", "paper", "profiled"]
+    for estimator in estimators:
+        assert all(isinstance(w, Window) for w in estimator.windows(0))
+
+
+def test_measured_windows_are_put_in_order_and_survive_json():
+    early, late = Window(WindowKind.FILL, 0.0, 1.0, 0), Window(WindowKind.DRAIN, 5.0, 6.0, 9)
+    empty = Window(WindowKind.MID, 2.0, 2.0, 4)
+    assert ProfiledEstimator.of({3: [late, empty, early]}).windows(3) == (early, late)
+    assert Window.from_json(early.to_json()) == early
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (lambda: AnalyticEstimator(0, 1, 1.0, 1.0), "at least one stage"),
+        (lambda: AnalyticEstimator(2, 1, 0.0, 1.0), "must be positive"),
+        (lambda: AnalyticEstimator(2, 1, 1.0, 1.0).windows(2), "stages 0 to 1"),
+        (lambda: PaperEstimator(2, 1, 1.0, 1.0, reading="printed"), "'literal'"),
+        (lambda: ProfiledEstimator({1: ()}).windows(0), "measured stages: 1"),
+        (lambda: Window(WindowKind.MID, 2.0, 1.0, 0), "must not end before"),
+    ],
+)
+def test_mistakes_are_explained(mistake, says):
+    with pytest.raises(ConfigError, match=says):
+        mistake()
+
+
+def test_overlapping_measurements_are_refused():
+    first, second = Window(WindowKind.MID, 1.0, 3.0, 3), Window(WindowKind.OTHER, 2.0, 4.0, 5)
+    with pytest.raises(ConfigError, match="overlap"):
+        ProfiledEstimator.of({0: [first, second]})
