@@ -30,6 +30,9 @@ from reft.snapshot.pinning import CHUNK_BYTES, PinnedRanges
 
 logger = logging.getLogger(__name__)
 
+cuda: Any = torch.cuda
+"""Much of it has no types."""
+
 STAGING_BYTES = 32 * 2**20
 """Size of each of the two buffers that are used where memory cannot be pinned. A power of two: torch
 rounds pinned memory up to one (trap 9)."""
@@ -54,8 +57,8 @@ class _CudaTicket:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.nbytes = sum(target.numel() for _, target in pieces)
         self.secs: tuple[float, float] | None = None
-        self.began = torch.cuda.Event(enable_timing=True)
-        self.ended = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.began = cuda.Event(enable_timing=True)
+        self.ended = cuda.Event(enable_timing=True, blocking=True)
         self.keep_alive: Sequence[Piece] = pieces
 
     def done(self) -> bool:
@@ -85,12 +88,12 @@ class CudaCopyEngine:
     def __init__(
         self, device: torch.device, *, staging_bytes: int = STAGING_BYTES, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.name = "rocm" if torch.version.hip else "cuda"
         # 0 is the lowest priority of torch's pools: where both want the same unit, training goes first.
-        self._side = torch.cuda.Stream(self.device, priority=0)
-        self._clock = torch.cuda.Stream(self.device, priority=0)
+        self._side = cuda.Stream(self.device, priority=0)
+        self._clock = cuda.Stream(self.device, priority=0)
         self._order = CallOrder()
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
         self._begun: torch.cuda.Event | None = None
@@ -155,22 +158,22 @@ class CudaCopyEngine:
 
     def _record(self) -> torch.cuda.Event:
         """An event at the end of what the calling thread gave the device so far."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event: torch.cuda.Event = cuda.Event()
+        event.record(cuda.current_stream(self.device))
         return event
 
     def fence(self) -> None:
         if self._order.fence() and self._copied_version:
-            event = torch.cuda.Event()
+            event = cuda.Event()
             event.record(self._side)
-            torch.cuda.current_stream(self.device).wait_event(event)
+            cuda.current_stream(self.device).wait_event(event)
 
     # -- copying thread --------------------------------------------------------------------------
 
     def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         views = byte_views(pieces)
         for source, _ in views:
-            if source.device not in (self.device, torch.device("cpu")):
+            if source.device.type != "cpu" and source.device != self.device:
                 raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
         with self._order.copying(after) as version:
             self._use_device()
@@ -182,7 +185,7 @@ class CudaCopyEngine:
                     self._side.wait_event(after.event)
             ticket.began.record(self._side)
             try:
-                with torch.cuda.stream(self._side):
+                with cuda.stream(self._side):
                     for source, target in views:
                         self._copy_piece(source, target)
             finally:
@@ -195,7 +198,7 @@ class CudaCopyEngine:
     def _use_device(self) -> None:
         """A new thread starts on device 0; switching back to it would make a context there, some
         hundred MB of its memory for every rank of the node."""
-        torch.cuda.set_device(self.device)
+        cuda.set_device(self.device)
 
     def _open(self, version: int) -> None:
         """The first copy of a version: wait for the point where its state became final."""
@@ -206,24 +209,32 @@ class CudaCopyEngine:
         self._tickets = [t for t in self._tickets if not t.done()]
 
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if source.device.type == "cpu":
+        if not self._on_device(source):
             copy_on_host(source, target, lambda: self._order.closed)
             return
         at = 0
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)
             if pinned:
-                target[part].copy_(source[part], non_blocking=True)
+                self._dma(source[part], target[part])
             else:
                 self._copy_staged(source[part], target[part])
             at += nbytes
+
+    def _on_device(self, source: torch.Tensor) -> bool:
+        return source.device.type != "cpu"
+
+    def _dma(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue one transfer on the current stream. Only into pinned memory does it return at once."""
+        target.copy_(source, non_blocking=True)
 
     def _copy_staged(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """By way of pinned buffers, one filled by the device while the other is emptied."""
         with self._staging_lock:
             buffers = self._staging_buffers()
             if not buffers:
-                target.copy_(source)
+                self._dma(source, target)
+                self._side.synchronize()
                 return
             landing: deque[Callable[[], None]] = deque()
             for number, at in enumerate(range(0, source.numel(), self._staging_bytes)):
@@ -231,13 +242,13 @@ class CudaCopyEngine:
                     landing.popleft()()
                 stop = min(at + self._staging_bytes, source.numel())
                 buffer = buffers[number % len(buffers)][: stop - at]
-                buffer.copy_(source[at:stop], non_blocking=True)
+                self._dma(source[at:stop], buffer)
                 landing.append(self._land(buffer, target[at:stop]))
             while landing:
                 landing.popleft()()
 
     def _land(self, buffer: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        arrived = torch.cuda.Event(blocking=True)
+        arrived = cuda.Event(blocking=True)
         arrived.record(self._side)
 
         def land() -> None:
@@ -250,9 +261,7 @@ class CudaCopyEngine:
         """The pinned buffers, made when first needed; empty if there is no memory for them."""
         if self._staging is None:
             try:
-                self._staging = [
-                    torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-                ]
+                self._staging = [self._pinned_buffer() for _ in range(2)]
             except RuntimeError as error:
                 self._staging = []
                 self._warn_once(
@@ -261,6 +270,9 @@ class CudaCopyEngine:
                     f"own; free host memory or raise the limit of locked memory (ulimit -l)",
                 )
         return self._staging
+
+    def _pinned_buffer(self) -> torch.Tensor:
+        return torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
@@ -271,7 +283,7 @@ class CudaCopyEngine:
         self._use_device()
         for ticket in tickets:
             ticket.wait()
-        anchor = torch.cuda.Event(enable_timing=True)
+        anchor = cuda.Event(enable_timing=True)
         # Not on the side stream, which may already wait for a later version.
         anchor.record(self._clock)
         anchor.synchronize()
@@ -308,8 +320,8 @@ def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
     def run() -> None:
         try:
             # Without this the call would go to device 0 and take memory there for a context.
-            torch.cuda.set_device(device)
-            runtime = torch.cuda.cudart()
+            cuda.set_device(device)
+            runtime = cuda.cudart()
             error = call(runtime)
             if int(error):
                 refused.append(f"{runtime.cudaGetErrorString(error)} (error {int(error)})")

@@ -1,0 +1,160 @@
+"""A device that is not there: streams are threads, events are points in their queues.
+
+It stands in for ``torch.cuda`` inside :mod:`reft.snapshot.copy_cuda`, so that the engine's own logic
+(who waits for what, what is pinned, what happens when the driver refuses) is tested on any machine.
+Its memory is host memory; kernels are calls queued on a stream. What only a real driver can show is
+left to the tests that need one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from reft.snapshot import copy_cuda
+
+
+class SimulatedStream:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+
+    def put(self, kernel: Callable[[], None]) -> None:
+        self._queue.put(kernel)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        if event.point is not None:
+            self.put(event.point.wait)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.put(done.set)
+        done.wait()
+
+
+class _Point:
+    """Where an event was recorded."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self.secs = 0.0
+
+    def reach(self) -> None:
+        self.secs = time.perf_counter()
+        self._reached.set()
+
+    def wait(self) -> None:
+        self._reached.wait()
+
+    def passed(self) -> bool:
+        return self._reached.is_set()
+
+
+class SimulatedEvent:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._timed = enable_timing
+        self.point: _Point | None = None
+
+    def record(self, stream: SimulatedStream) -> None:
+        self.point = _Point()
+        stream.put(self.point.reach)
+
+    def query(self) -> bool:
+        return self.point is None or self.point.passed()
+
+    def synchronize(self) -> None:
+        if self.point is not None:
+            self.point.wait()
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        if not (self._timed and other._timed and self.point and other.point):
+            raise ValueError("both events must be timed and recorded")
+        if not (self.query() and other.query()):
+            raise RuntimeError("device not ready")
+        return (other.point.secs - self.point.secs) * 1e3
+
+
+class SimulatedRuntime:
+    """The driver's calls for host memory, as strict as the real ones."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.refuse = False
+        self.calls: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append((address, nbytes))
+        overlaps = any(a < address + nbytes and address < a + n for a, n in self.registered.items())
+        if self.refuse or not nbytes:
+            return 1
+        if overlaps:
+            return 712
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0 if self.registered.pop(address, None) else 713
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return f"simulated error {error}"
+
+
+class SimulatedCuda:
+    """The part of ``torch.cuda`` that the engine uses."""
+
+    Stream = SimulatedStream
+    Event = SimulatedEvent
+
+    def __init__(self) -> None:
+        self.compute = SimulatedStream()
+        self.runtime = SimulatedRuntime()
+        self._current = threading.local()
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        return getattr(self._current, "stream", self.compute)
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before = self.current_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def cudart(self) -> SimulatedRuntime:
+        return self.runtime
+
+
+class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
+    """The real engine; only the transfer itself and what tells device memory from host memory differ."""
+
+    simulated: SimulatedCuda
+    pinned_memory = True
+
+    def _on_device(self, source: torch.Tensor) -> bool:
+        return True
+
+    def _dma(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.simulated.current_stream().put(lambda: target.copy_(source))
+
+    def _pinned_buffer(self) -> torch.Tensor:
+        if not self.pinned_memory:
+            raise RuntimeError("no memory for pinned buffers")
+        return torch.empty(self._staging_bytes, dtype=torch.uint8)

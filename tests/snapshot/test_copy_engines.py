@@ -1,0 +1,540 @@
+"""One contract for every copy engine: the bytes of one version arrive, in order, whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
+from reft.snapshot import copy_cuda
+from reft.snapshot.copying import CopyEngine, Mark, Piece, copy_engine_for
+from reft.snapshot.pinning import PinnedRanges
+from reft.state.catalogue import SectionImage
+from reft.store.arena import Arena
+from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
+
+WAIT_SECS = 60
+"""Longer than anything here takes; no test depends on it."""
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+class Cpu:
+    """A device as the tests need it: here calls are done when they return."""
+
+    asynchronous = False
+
+    def engine(self) -> CopyEngine:
+        return copy_engine_for("cpu")
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        """A live tensor with these bytes."""
+        return value.clone()
+
+    def write(self, live: torch.Tensor, value: int) -> None:
+        """A kernel on the compute stream that sets every byte."""
+        live.fill_(value)
+
+    def hold(self) -> Callable[[], None]:
+        """A long kernel on the compute stream; what is returned lets it end."""
+        return lambda: None
+
+
+class Simulated(Cpu):
+    asynchronous = True
+
+    def __init__(self) -> None:
+        self.cuda = SimulatedCuda()
+
+    def engine(self, staging_bytes: int = 1000) -> SimulatedCudaEngine:
+        engine = SimulatedCudaEngine(
+            torch.device("cuda", 0), staging_bytes=staging_bytes, chunk_bytes=2 * mmap.PAGESIZE
+        )
+        engine.simulated = self.cuda
+        return engine
+
+    def write(self, live: torch.Tensor, value: int) -> None:
+        self.cuda.compute.put(lambda: live.fill_(value))
+
+    def hold(self) -> Callable[[], None]:
+        release = threading.Event()
+        self.cuda.compute.put(lambda: release.wait(WAIT_SECS))
+        return release.set
+
+
+class Cuda(Cpu):
+    asynchronous = True
+
+    def engine(self) -> CopyEngine:
+        return copy_engine_for("cuda")
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        live = value.cuda()
+        torch.cuda.synchronize()
+        return live
+
+    def hold(self) -> Callable[[], None]:
+        torch.cuda._sleep(500_000_000)  # some tenths of a second
+        return lambda: None
+
+
+@pytest.fixture(params=["cpu", "simulated", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cpu:
+    if request.param == "cpu":
+        return Cpu()
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA or ROCm device; torch finds none")
+        return Cuda()
+    simulated = Simulated()
+    monkeypatch.setattr(copy_cuda, "cuda", simulated.cuda)
+    return simulated
+
+
+@pytest.fixture
+def engine(device: Cpu) -> Iterator[CopyEngine]:
+    made = device.engine()
+    yield made
+    made.close()
+
+
+def host_memory(engine: CopyEngine, nbytes: int, fill: int = 0xEE) -> torch.Tensor:
+    """Shared memory as an arena has it, known to the engine."""
+    memory = memoryview(mmap.mmap(-1, max(nbytes, 1)))
+    assert engine.register(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].fill_(fill)
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def take(engine: CopyEngine, pieces: list[Piece]) -> None:
+    """One version, from begin to the end."""
+    engine.begin()
+    engine.copy(pieces)
+    engine.fence()
+    engine.synchronize()
+
+
+# --- bytes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_arrives_whatever_the_dtype(device: Cpu, engine: CopyEngine, dtype: torch.dtype) -> None:
+    raw = random_bytes(16 * 1013)  # among them NaNs of every payload, infinities, denormals
+    if dtype is torch.bool:
+        raw = raw % 2
+    target = host_memory(engine, raw.numel())
+    take(engine, [(device.put(raw.view(dtype)), target)])
+    assert torch.equal(target, raw)
+
+
+def test_nan_payloads_and_the_sign_of_zero_survive(device: Cpu, engine: CopyEngine) -> None:
+    bits = torch.tensor([0x7FC00001, 0x7F800123, -1, -0x80000000, 1], dtype=torch.int32)
+    target = host_memory(engine, 20)
+    take(engine, [(device.put(bits.view(torch.float32)), target)])
+    assert torch.equal(target.view(torch.int32), bits)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 63, 64, 65, 999, 1000, 1001, 4096, 12289, 3 * 2**20 + 7])
+@pytest.mark.parametrize("shift", [0, 1, 5])
+def test_odd_sizes_at_odd_offsets(device: Cpu, engine: CopyEngine, nbytes: int, shift: int) -> None:
+    raw = random_bytes(nbytes + shift)
+    memory = host_memory(engine, nbytes + 11)
+    take(engine, [(device.put(raw)[shift:], memory[shift : shift + nbytes])])
+    assert torch.equal(memory[shift : shift + nbytes], raw[shift:])
+    assert torch.all(memory[:shift] == 0xEE)
+    assert torch.all(memory[shift + nbytes :] == 0xEE)
+
+
+def test_zero_size_and_zero_dimensional_pieces(device: Cpu, engine: CopyEngine) -> None:
+    memory = host_memory(engine, 4)
+    one = torch.tensor(1.5)
+    empty = torch.empty((0, 3))
+    take(engine, [(device.put(empty), memory[:0]), (device.put(one), memory)])
+    assert memory.view(torch.float32).item() == 1.5
+    take(engine, [])
+    engine.begin()
+    ticket = engine.copy([(device.put(empty), memory[:0])])
+    engine.synchronize()
+    assert ticket.done()
+    assert ticket.nbytes == 0
+
+
+def test_many_small_pieces(device: Cpu, engine: CopyEngine) -> None:
+    sizes = [1 + (7 * i) % 97 for i in range(500)]
+    raw = random_bytes(sum(sizes))
+    memory = host_memory(engine, raw.numel())
+    live = [device.put(part) for part in raw.split(sizes)]
+    engine.begin()
+    for source, target in zip(live, memory.split(sizes), strict=True):
+        engine.copy([(source, target)])
+    engine.fence()
+    engine.synchronize()
+    assert torch.equal(memory, raw)
+
+
+def test_an_image_in_an_arena_through_the_engine(device: Cpu, engine: CopyEngine, tmp_path: Path) -> None:
+    tensors = [(f"t{n}", random_bytes(n, n)) for n in (1, 64, 0, 100, 4096)]
+    image = SectionImage([(name, device.put(t)) for name, t in tensors])
+    expected = torch.zeros(image.nbytes, dtype=torch.uint8)
+    for offset, (_, tensor) in zip(image.offsets, tensors, strict=True):
+        expected[offset : offset + tensor.numel()] = tensor
+    with Arena.create(tmp_path / "a.arena", image.nbytes, 4, b"s" * 32) as arena:
+        assert engine.register(arena.data)
+        memory = torch.frombuffer(arena.data, dtype=torch.uint8).fill_(0xEE)
+        engine.begin()
+        for start in range(0, image.nbytes, 50):
+            engine.copy(image.pieces_into(start, memory[start : start + 50]))
+        engine.fence()
+        engine.synchronize()
+        assert torch.equal(memory, expected)
+        engine.unregister(arena.data)
+
+
+def test_a_copy_shares_no_byte_with_its_source(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(random_bytes(1000))
+    before = live.clone()
+    memory = host_memory(engine, 1000)
+    take(engine, [(live, memory)])
+    memory.fill_(7)
+    assert torch.equal(live, before)
+
+
+# --- order (P2) --------------------------------------------------------------------------------------
+
+
+def test_a_version_is_the_state_between_begin_and_fence(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(torch.zeros(100_000, dtype=torch.uint8))
+    memory = host_memory(engine, live.numel())
+    release = device.hold()
+    device.write(live, 1)  # the optimizer step, which the device has not begun yet
+    engine.begin()
+    engine.copy([(live[:60_000], memory[:60_000])])
+    engine.copy([(live[60_000:], memory[60_000:])])
+    engine.fence()
+    device.write(live, 2)  # the next one
+    release()
+    engine.synchronize()
+    assert torch.all(memory == 1)
+
+
+def test_the_host_is_not_held_up_by_the_device(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(random_bytes(1000))
+    memory = host_memory(engine, 1000)
+    release = device.hold()
+    engine.begin()
+    ticket = engine.copy([(live, memory)])
+    engine.fence()
+    # All calls have returned, and the device has not yet come to the copy.
+    assert ticket.done() is not device.asynchronous
+    assert (ticket.secs is None) is device.asynchronous
+    release()
+    ticket.wait()
+    engine.synchronize()
+    assert torch.equal(memory, live.cpu())
+
+
+def test_a_copy_after_a_mark_waits_until_the_device_is_there(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(random_bytes(2000))
+    memory = host_memory(engine, 2000)
+    engine.begin()
+    early = engine.copy([(live[:1000], memory[:1000])])
+    release = device.hold()
+    mark = engine.mark()
+    late = engine.copy([(live[1000:], memory[1000:])], after=mark)
+    early.wait()  # does not depend on the mark
+    assert late.done() is not device.asynchronous
+    release()
+    engine.fence()
+    engine.synchronize()
+    assert torch.equal(memory, live.cpu())
+    assert early.secs is not None
+    assert late.secs is not None
+    assert early.secs[0] <= early.secs[1] <= late.secs[0] <= late.secs[1]
+
+
+def test_the_fence_waits_for_a_copy_that_is_being_handed_over(
+    device: Cpu, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, release, fenced = threading.Event(), threading.Event(), threading.Event()
+    live = device.put(random_bytes(100))
+    memory = host_memory(engine, 100)
+    engine.begin()
+    monkeypatch.setattr(engine._order, "copying", _slowly(engine._order.copying, inside, release))
+    copier = threading.Thread(target=lambda: engine.copy([(live, memory)]))
+    copier.start()
+    assert inside.wait(WAIT_SECS)
+    trainer = threading.Thread(target=lambda: (engine.fence(), fenced.set()))
+    trainer.start()
+    assert not fenced.wait(0.05)
+    release.set()
+    assert fenced.wait(WAIT_SECS)
+    for thread in (copier, trainer):
+        thread.join()
+    engine.synchronize()
+    assert torch.equal(memory, live.cpu())
+
+
+def _slowly(copying: Callable[..., Any], inside: threading.Event, release: threading.Event) -> Any:
+    """The engine's own bracket around a copy, held up inside."""
+
+    @contextmanager
+    def slow(after: Mark | None) -> Iterator[int]:
+        with copying(after) as version:
+            inside.set()
+            release.wait(WAIT_SECS)
+            yield version
+
+    return slow
+
+
+def test_calls_out_of_order_are_refused(device: Cpu, engine: CopyEngine) -> None:
+    live, memory = device.put(random_bytes(8)), host_memory(engine, 8)
+    engine.fence()  # before every optimizer step, the first one too
+    engine.synchronize()
+    with pytest.raises(CopyOrderError, match="no version is open"):
+        engine.copy([(live, memory)])
+    with pytest.raises(CopyOrderError, match="no version is open"):
+        engine.mark()
+    engine.begin()
+    old = engine.mark()
+    with pytest.raises(CopyOrderError, match="was not fenced"):
+        engine.begin()
+    engine.fence()
+    engine.fence()
+    with pytest.raises(CopyOrderError, match="no version is open"):
+        engine.copy([(live, memory)])
+    engine.begin()
+    with pytest.raises(CopyOrderError, match="mark is of version 1, version 2 is open"):
+        engine.copy([(live, memory)], after=old)
+    assert torch.all(memory == 0xEE)
+    engine.copy([(live, memory)])
+    engine.synchronize()  # before the fence: all was copied early
+    assert torch.equal(memory, live.cpu())
+
+
+def test_after_close_nothing_works_and_nothing_breaks(device: Cpu) -> None:
+    engine = device.engine()
+    live, memory = device.put(random_bytes(8)), host_memory(engine, 8)
+    engine.begin()
+    engine.close()
+    engine.close()
+    engine.fence()
+    engine.unregister(memory)
+    for call in (engine.begin, engine.mark, engine.synchronize, lambda: engine.copy([(live, memory)])):
+        with pytest.raises(CopyOrderError, match="closed"):
+            call()
+
+
+def test_close_waits_for_copies_in_flight(device: Cpu) -> None:
+    engine = device.engine()
+    live, memory = device.put(random_bytes(100_000)), host_memory(engine, 100_000)
+    release = device.hold()
+    engine.begin()
+    engine.copy([(live, memory)])
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    release()
+    closing.join(WAIT_SECS)
+    assert not closing.is_alive()
+    assert torch.equal(memory, live.cpu())
+
+
+# --- what cannot be copied ---------------------------------------------------------------------------
+
+
+def test_tensors_that_are_not_plain_bytes_are_refused(device: Cpu, engine: CopyEngine) -> None:
+    memory = host_memory(engine, 64)
+    good = device.put(torch.ones(4, 4))
+    engine.begin()
+    bad: list[tuple[torch.Tensor, torch.Tensor, str]] = [
+        (good.t()[1:], memory[:48], "expected a contiguous one"),
+        (good[:, 1], memory[:16], "expected a contiguous one"),
+        (torch.ones(2, dtype=torch.complex64).conj(), memory[:16], "expected a contiguous one"),
+        (torch.eye(2).to_sparse(), memory[:16], "expected a contiguous one"),
+        (good, memory[:60], "expected a contiguous target of equal size"),
+        (good[0], memory[:32:2], "expected a contiguous target of equal size"),
+        (good, memory.view(torch.float32), "expected 1-D uint8"),
+        (good, memory.view(8, 8), "expected 1-D uint8"),
+    ]
+    for source, target, message in bad:
+        with pytest.raises(CopyError, match=message):
+            engine.copy([(good, memory), (source, target)])
+    assert torch.all(memory == 0xEE), "something was copied although the call was refused"
+    with pytest.raises(CopyError):
+        engine.copy([(torch.empty(4, device="meta"), memory[:16])])
+
+
+def test_a_device_without_an_engine_is_named() -> None:
+    with pytest.raises(UnsupportedStateError, match="xpu"):
+        copy_engine_for(torch.device("xpu", 0))
+
+
+# --- memory ------------------------------------------------------------------------------------------
+
+
+def test_memory_may_be_registered_again(device: Cpu, engine: CopyEngine) -> None:
+    memory = memoryview(mmap.mmap(-1, 5 * mmap.PAGESIZE))
+    engine.unregister(memory)
+    live = device.put(random_bytes(len(memory)))
+    for _ in range(3):
+        assert engine.register(memory)
+        assert engine.register(memory)
+        target = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
+        take(engine, [(live, target)])
+        assert torch.equal(target, live.cpu())
+        engine.unregister(memory)
+    assert engine.register(memoryview(b""))
+
+
+def test_a_registered_mapping_stays_mapped(device: Cpu, engine: CopyEngine) -> None:
+    if not device.asynchronous:
+        pytest.skip("on a CPU nothing is registered")
+    mapping = mmap.mmap(-1, mmap.PAGESIZE)
+    engine.register(memoryview(mapping))
+    with pytest.raises(BufferError):
+        mapping.close()
+    engine.unregister(memoryview(mapping))
+    mapping.close()
+
+
+def test_bandwidth_is_measured_from_what_was_copied(device: Cpu, engine: CopyEngine) -> None:
+    assert engine.bytes_per_sec is None
+    memory = host_memory(engine, 2 * 2**20)
+    live = device.put(random_bytes(memory.numel()))
+    take(engine, [(live[:100], memory[:100])])
+    assert engine.bytes_per_sec is None, "a hundred bytes say nothing about bandwidth"
+    take(engine, [(live, memory)])
+    measured = engine.bytes_per_sec
+    assert measured is not None
+    assert measured > 0
+    take(engine, [(live[:100], memory[:100])])
+    assert engine.bytes_per_sec == measured
+
+
+def test_memory_that_cannot_be_pinned_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Simulated()
+    monkeypatch.setattr(copy_cuda, "cuda", device.cuda)
+    device.cuda.runtime.refuse = True
+    for pinned_buffers in (True, False):
+        caplog.clear()
+        engine = device.engine()
+        monkeypatch.setattr(engine, "pinned_memory", pinned_buffers)
+        memories = [memoryview(mmap.mmap(-1, 3500)) for _ in range(2)]
+        with caplog.at_level(logging.WARNING):
+            assert not any([engine.register(m) for m in memories])
+            live = device.put(random_bytes(3500))
+            for memory in memories:
+                target = torch.frombuffer(memory, dtype=torch.uint8)
+                engine.begin()
+                engine.copy([(live, target)])
+                assert torch.equal(target, live), "the copying thread waits where memory is not pinned"
+                engine.fence()
+                engine.synchronize()
+        said = [r.getMessage() for r in caplog.records]
+        assert len(said) == (1 if pinned_buffers else 2), said
+        assert "cannot be pinned: simulated error 1" in said[0]
+        assert "ulimit -l" in said[0]
+        engine.close()
+
+
+def test_everything_pinned_is_unpinned_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Simulated()
+    monkeypatch.setattr(copy_cuda, "cuda", device.cuda)
+    engine = device.engine()
+    kept = [memoryview(mmap.mmap(-1, n * mmap.PAGESIZE - 7)) for n in (1, 2, 5)]
+    for memory in kept:
+        assert engine.register(memory)
+    runtime = device.cuda.runtime
+    assert sum(runtime.registered.values()) == 8 * mmap.PAGESIZE
+    assert all(0 < n <= 2 * mmap.PAGESIZE and not a % mmap.PAGESIZE for a, n in runtime.calls)
+    engine.close()
+    assert runtime.registered == {}
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9 * mmap.PAGESIZE), min_size=1, max_size=4),
+    spans=st.lists(st.tuples(st.integers(-9000, 50_000), st.integers(0, 60_000)), max_size=8),
+)
+def test_no_transfer_crosses_from_one_pinned_chunk_into_another(
+    sizes: list[int], spans: list[tuple[int, int]]
+) -> None:
+    chunks: dict[int, int] = {}
+    ranges = PinnedRanges(chunks.__setitem__, chunks.__delitem__, 2 * mmap.PAGESIZE)
+    memories = [memoryview(mmap.mmap(-1, n)) for n in sizes]
+    for memory in memories:
+        ranges.add(memory)
+    base = min(chunks)
+    for offset, nbytes in spans:
+        at = base + offset
+        for length, pinned in ranges.split(at, nbytes):
+            inside = [a for a, n in chunks.items() if a <= at < a + n]
+            assert bool(inside) is pinned
+            assert not pinned or at + length <= inside[0] + chunks[inside[0]]
+            assert pinned or not any(at <= a < at + length for a in chunks)
+            at += length
+        assert at == base + offset + nbytes
+    ranges.clear()
+    assert chunks == {}
+
+
+def test_memory_is_pinned_whole_or_not_at_all() -> None:
+    chunks: dict[int, int] = {}
+
+    def pin(address: int, nbytes: int) -> None:
+        if len(chunks) == 2:
+            raise RuntimeError("enough")
+        chunks[address] = nbytes
+
+    ranges = PinnedRanges(pin, chunks.__delitem__, mmap.PAGESIZE)
+    memory = memoryview(mmap.mmap(-1, 4 * mmap.PAGESIZE))
+    with pytest.raises(RuntimeError, match="enough"):
+        ranges.add(memory)
+    assert chunks == {}
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert ranges.split(address, len(memory)) == [(len(memory), False)]
+
+
+EXIT_SCRIPT = """
+import mmap, sys, torch
+from reft.snapshot.copying import copy_engine_for
+engine = copy_engine_for(sys.argv[1])
+memory = memoryview(mmap.mmap(-1, 1 << 20))
+engine.register(memory)
+live = torch.ones(1 << 20, dtype=torch.uint8, device=sys.argv[1])
+engine.begin()
+engine.copy([(live, torch.frombuffer(memory, dtype=torch.uint8))])
+"""
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_process_that_ends_in_the_middle_ends_cleanly(name: str) -> None:
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm device; torch finds none")
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT_SCRIPT, name],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECS,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
