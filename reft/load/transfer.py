@@ -9,10 +9,13 @@ ladder together. Memory is bounded by the window: there is never a second copy o
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -59,10 +62,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DEFAULT_WINDOW_BYTES = 64 * 2**20
+_MAX_THREADS = 8
 
 Sink = Callable[[Fetch, torch.Tensor], None]
 """Takes a verified block (1-D uint8, CPU) and copies it into place. It must not keep the tensor, which
-is a reused buffer or the arena itself, and may be called again for the same block."""
+is a reused buffer or the arena itself, may be called again for the same block, and by several threads at once
+for different blocks."""
 
 
 Prepare = Callable[[bytes], None]
@@ -208,6 +213,10 @@ class _Transfer:
         self._timeout = None if timeout_secs is None else timedelta(seconds=timeout_secs)
         self._bad: set[BlockSource] = set()
         self._failure: Exception | None = None
+        self._counting = threading.Lock()
+        # This rank's share of the cores it may run on.
+        neighbours = topology.nodes.count(topology.nodes[rank])
+        self._cores = len(os.sched_getaffinity(0)) // neighbours
         self._arrived = 0
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
         self._sent_bytes = 0
@@ -218,9 +227,7 @@ class _Transfer:
         buffers = self._make_buffers(mine)
         posted = self._post(mine[0], buffers[0]) if mine else None
         # Local blocks are read while the first wave is on its way.
-        for fetch in self._fetches:
-            if fetch.kind is SourceKind.LOCAL:
-                self._deliver(fetch, self._read(fetch))
+        self._deliver_local([fetch for fetch in self._fetches if fetch.kind is SourceKind.LOCAL])
         for at in range(len(mine)):
             # The next wave is posted before this one is checked and copied: the network stays busy.
             following = self._post(mine[at + 1], buffers[(at + 1) % 2]) if at + 1 < len(mine) else None
@@ -283,19 +290,34 @@ class _Transfer:
             return torch.zeros(fetch.nbytes, dtype=torch.uint8)
         return data
 
+    def _deliver_local(self, fetches: Sequence[Fetch]) -> None:
+        """Several threads: hashing and copying release the GIL, and one core alone does not reach the
+        bandwidth of the memory."""
+        threads = min(_MAX_THREADS, len(fetches), self._cores)
+        if threads <= 1:
+            for fetch in fetches:
+                self._deliver(fetch, self._read(fetch))
+            return
+        with ThreadPoolExecutor(threads, "reft-restore") as pool:
+            for _ in pool.map(lambda fetch: self._deliver(fetch, self._read(fetch)), fetches):
+                pass
+
     def _deliver(self, fetch: Fetch, data: torch.Tensor) -> None:
-        self._arrived += 1
+        with self._counting:
+            self._arrived += 1
+            half = 2 * self._arrived >= len(self._fetches) > 2 * (self._arrived - 1)
         if self._failure is not None:
             return
         try:
-            if 2 * self._arrived >= len(self._fetches) > 2 * (self._arrived - 1):
+            if half:
                 self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
             if checksum(data.numpy().data) != fetch.checksum:
                 logger.debug("[rank %d] %s: corrupt on arrival", self._rank, fetch)
                 self._bad.add(fetch.source)
                 return
             self._sink(fetch, data)
-            self._bytes_from[fetch.kind] += fetch.nbytes
+            with self._counting:
+                self._bytes_from[fetch.kind] += fetch.nbytes
         except Exception as error:
             # Peers still wait for what this rank has to send: serve them, then raise.
             self._failure = error

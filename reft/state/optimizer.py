@@ -19,6 +19,7 @@ import torch
 
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state.catalogue import TensorSpec
+from reft.state.pages import advise_huge_pages
 
 ParamLayout = list[list[str]] | None
 """``[key, kind]`` per state entry in the optimizer's order; None before the optimizer made any."""
@@ -200,7 +201,9 @@ def _fitting(live: Any, spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """The live tensor if it fits ``spec``, else a new one (its bytes are written by the restore)."""
     if isinstance(live, torch.Tensor) and live.device == device and (TensorSpec.of(spec.name, live) == spec):
         return live
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype, device=device)
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype, device=device)
+    advise_huge_pages(made)
+    return made
 
 
 def _put(live: Any, value: Any) -> Any:
