@@ -1,0 +1,122 @@
+"""Clocks for the instructions of a step: the host's, and the device's without synchronisation.
+
+On a CPU an instruction is over when its call returns. On CUDA and ROCm the call only queues work; what
+counts is when the device gets there. :class:`DeviceClock` records an event on the compute stream at each
+mark, and turns events into host seconds after the profiled steps, when they have all completed:
+
+    t = anchor_secs - elapsed(event, anchor event)
+
+The anchor is an event whose host time is known, because the host waited for it; that wait happens outside
+of the steps that are measured. Two anchors, before and after, bound the drift between the two clocks.
+Adding events costs about a microsecond of host time each and nothing on the device; the host never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+Mark = Any
+"""What :meth:`Clock.mark` returned: opaque until it is resolved."""
+
+
+class Clock(Protocol):
+    """Takes marks cheaply, tells their times later."""
+
+    name: str
+    """``"host"`` or ``"device"``."""
+
+    def begin(self) -> None:
+        """Before the first mark of a profile; may wait for the device."""
+
+    def mark(self) -> Mark:
+        """Now, as the compute stream sees it. Never waits."""
+
+    def resolve(self, marks: Sequence[Mark]) -> list[float]:
+        """``time.perf_counter()`` seconds of marks of completed steps; may wait for the device."""
+
+
+class HostClock:
+    """Calls are over when they return: CPU, or a device whose calls block."""
+
+    name = "host"
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def resolve(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+class DeviceClock:
+    """Events on the current CUDA or ROCm stream.
+
+    Events are kept and used again after they were resolved.
+
+    Raises:
+        RuntimeError: there is no device.
+    """
+
+    name = "device"
+
+    def __init__(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("a device clock needs a CUDA or ROCm device; use HostClock on a CPU")
+        # torch.cuda.Event is not typed.
+        self._new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+        self._synchronize = torch.cuda.synchronize
+        self._free: list[Any] = []
+        self._anchor: tuple[Any, float] | None = None
+        self.drift_secs = 0.0
+        """By how much the two clocks moved apart between the anchors of the last resolution."""
+
+    def begin(self) -> None:
+        self._anchor = self._take_anchor()
+
+    def mark(self) -> Any:
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        return event
+
+    def resolve(self, marks: Sequence[Any]) -> list[float]:
+        if not marks:
+            return []
+        first, last = self._anchor, self._take_anchor()
+        if first is not None:
+            passed = float(first[0].elapsed_time(last[0])) / 1e3
+            self.drift_secs = abs(last[1] - first[1] - passed)
+        # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only, so
+        # that one long stretch to the anchor is followed by short ones within the step.
+        origin = last[1] - float(marks[0].elapsed_time(last[0])) / 1e3
+        times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
+        self._free.extend(marks)
+        return times
+
+    def _take_anchor(self) -> tuple[Any, float]:
+        """An event and its host time; the shortest of a few waits is the most exact."""
+        best: tuple[float, Any, float] | None = None
+        self._synchronize()
+        for _ in range(5):
+            event = self._new_event()
+            asked = time.perf_counter()
+            event.record()
+            event.synchronize()
+            told = time.perf_counter()
+            if best is None or told - asked < best[0]:
+                best = (told - asked, event, (asked + told) / 2)
+        assert best is not None
+        return best[1], best[2]
+
+
+def default_clock() -> Clock:
+    """The device's clock where there is one."""
+    import torch
+
+    return DeviceClock() if torch.cuda.is_available() else HostClock()

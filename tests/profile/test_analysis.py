@@ -1,0 +1,288 @@
+"""What the profiler finds in pipelines whose idle time is known."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.profile.activity import Activity
+from reft.profile.analysis import JobFacts, analyse
+from reft.profile.gather import decode, encode
+from reft.profile.result import ProfileError, ProfileResult
+from reft.profile.traces import ClockOffset, only_group_calls
+from reft.snapshot.trace import ChunkRecord
+from reft.snapshot.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
+from tests.profile.timelines import Job, gpipe, interleaved, train_schedule, with_chunks
+
+FACTS = JobFacts("job", world_size=4, degrees=(4, 1, 1), created_unix_secs=0.0)
+EQUAL = {"ForwardPass": 2e-3, "BackwardPass": 4e-3, "ReduceGrads": 1e-3, "OptimizerStep": 3e-3}
+MEETS = frozenset({"AggregateTotalLoss"})
+
+
+def found_idle(result: ProfileResult) -> dict[tuple[int, int, int], float]:
+    """(stage, step, position) to the seconds of waiting that the profiler saw."""
+    return {
+        (rank.stage_id, timeline.step, s.position): s.secs
+        for timeline in result.timelines
+        for rank in timeline.ranks
+        for s in rank.segments
+        if s.activity is Activity.WAIT
+    }
+
+
+def assert_true_idle(job: Job, result: ProfileResult) -> None:
+    found = found_idle(result)
+    places = {p for p in (*found, *job.true_idle) if not is_buffered(job, p)}
+    for place in places:
+        assert found.get(place, 0.0) == pytest.approx(job.true_idle.get(place, 0.0), abs=1e-8), place
+    # Of a buffered send whose receiver came meanwhile nobody can tell that it did not wait for it.
+    assert all(secs <= job.transfer_secs for place, secs in found.items() if is_buffered(job, place))
+
+
+def is_buffered(job: Job, place: tuple[int, int, int]) -> bool:
+    stage, _, position = place
+    return job.eager and job.streams[stage][position][0].startswith("Send")
+
+
+def ended_together(streams: list) -> list:
+    """As DeepSpeed ends a step: all stages wait for the loss of the last."""
+    return [[*stream, ("AggregateTotalLoss", None)] for stream in streams]
+
+
+@pytest.mark.parametrize("transfer_secs", [0.0, 3e-4])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (2, 4), (4, 2), (4, 8), (5, 6)])
+def test_true_idle_of_1f1b_is_told_from_transfers(stages, micro_batches, transfer_secs):
+    streams = ended_together(train_schedule(stages, micro_batches))
+    job = Job(streams, EQUAL, transfer_secs=transfer_secs, meets=MEETS, jitter=0.05)
+    result = analyse(job.run(steps=6), FACTS)
+    assert_true_idle(job, result)
+    for stage in result.stages:
+        transfers = sum(1 for name, _ in streams[stage.stage_id] if name[:4] in ("Send", "Recv"))
+        moved = stage.secs[Activity.TRANSFER].p50 if Activity.TRANSFER in stage.secs else 0.0
+        assert moved == pytest.approx(transfers * transfer_secs, abs=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.integers(2, 5),
+    micro_batches=st.integers(1, 6),
+    secs=st.lists(st.integers(1, 9), min_size=10, max_size=10),
+    transfer=st.integers(0, 20),
+    ahead=st.lists(st.floats(-1e3, 1e3), min_size=5, max_size=5),
+)
+def test_unequal_stages_and_unaligned_clocks(stages, micro_batches, secs, transfer, ahead):
+    per_call = {(s, "ForwardPass"): secs[s] * 1e-3 for s in range(stages)}
+    per_call |= {(s, "BackwardPass"): secs[5 + s] * 1e-3 for s in range(stages)}
+    job = Job(
+        ended_together(train_schedule(stages, micro_batches)),
+        per_call,
+        transfer_secs=transfer * 1e-4,
+        clock_secs=[0.0, *ahead][:stages],
+        meets=MEETS,
+    )
+    result = analyse(job.run(steps=3), FACTS)
+    assert_true_idle(job, result)
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [gpipe(3, 4), interleaved(3, 3, chunks=2), interleaved(2, 4, chunks=3)],
+    ids=["gpipe", "interleaved 3x2", "interleaved 2x3"],
+)
+def test_any_order_of_instructions(streams):
+    job = Job(streams, EQUAL, transfer_secs=2e-4, eager=True, jitter=0.1)
+    result = analyse(job.run(steps=5), FACTS)
+    assert_true_idle(job, result)
+
+
+def test_windows_are_those_of_the_analytic_estimator():
+    """Equal stages, free transfers, everyone begins and ends the step together."""
+    stages, micro_batches, t_f, t_b = 4, 8, 2e-3, 4e-3
+    streams = ended_together(train_schedule(stages, micro_batches))
+    job = Job(streams, {"ForwardPass": t_f, "BackwardPass": t_b}, meets=MEETS)
+    result = analyse(job.run(steps=4), FACTS)
+    analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
+    for stage in result.stages:
+        expected = analytic.windows(stage.stage_id)
+        assert [w.kind for w in stage.windows] == [w.kind for w in expected]
+        for window, true in zip(stage.windows, expected, strict=True):
+            assert window.start_secs == pytest.approx(true.start_secs, abs=1e-8)
+            assert window.stop_secs == pytest.approx(true.stop_secs, abs=1e-8)
+            if true.kind is not WindowKind.DRAIN:  # which DeepSpeed spends in the loss, not the reduction
+                assert window.position == true.position
+    estimator = ProfiledEstimator.of({s.stage_id: result.windows(s.stage_id) for s in result.stages})
+    assert sum(w.length_secs for w in estimator.windows(0)) == pytest.approx((stages - 1) * (t_f + t_b))
+
+
+def test_without_a_partner_the_fastest_observation_never_overstates_idle_time():
+    job = Job(train_schedule(3, 6), EQUAL, transfer_secs=4e-4, jitter=0.2)
+    ranks = [rank for rank in job.run(steps=8) if rank.pp != 1]
+    result = analyse(ranks, FACTS)
+    assert result.method.matched_share == 0
+    found = found_idle(result)
+    assert found
+    for place, secs in found.items():
+        assert secs <= job.true_idle[place] + 1e-9
+    true_mid = job.true_idle[0, 3, next(p for s, _, p in found if s == 0)]
+    assert max(v for k, v in found.items() if k[0] == 0) > 0.5 * true_mid
+
+
+def test_clocks_that_are_aligned_worse_than_a_transfer_lasts_are_not_trusted():
+    job = Job(train_schedule(2, 4), EQUAL, transfer_secs=1e-4)
+    ranks = [
+        replace(rank, offset=ClockOffset(rank.pp * 2e-3, 3e-3, clock=rank.pp)) for rank in job.run(steps=4)
+    ]
+    result = analyse(ranks, FACTS)
+    assert result.method.matched_share == 0
+    for place, secs in found_idle(result).items():
+        assert secs <= job.true_idle[place] + 1e-9
+
+
+def test_queued_transfers_wait_in_their_commit():
+    """DualPipeV's manner: receives only queue work, the commit waits."""
+    stream = []
+    for mb in range(4):
+        stream += [("RecvActivation", mb), ("CommitP2P", None), ("ForwardPass", mb), ("BackwardPass", mb)]
+    job = Job(
+        [stream], {"ForwardPass": 1e-3, "BackwardPass": 2e-3, "CommitP2P": 5e-3, "RecvActivation": 1e-6}
+    )
+    # The engine queues in no time: here only the commit may be seen to wait.
+    rank = Job([[(n.replace("Recv", "Queue"), m) for n, m in stream]], job.secs, jitter=0.5).run(steps=6)[0]
+    traces = tuple(
+        replace(
+            t, instructions=tuple(replace(i, name=i.name.replace("Queue", "Recv")) for i in t.instructions)
+        )
+        for t in rank.traces
+    )
+    result = analyse([replace(rank, traces=traces)], FACTS)
+    commits = [i for t in traces for i in t.instructions if i.name == "CommitP2P"]
+    fastest = min(i.end_secs - i.begin_secs for i in commits)
+    total = sum(i.end_secs - i.begin_secs - fastest for i in commits)
+    assert sum(found_idle(result).values()) == pytest.approx(total)
+    waited_in = {
+        s.name for t in result.timelines for r in t.ranks for s in r.segments if s.activity is Activity.WAIT
+    }
+    assert waited_in == {"CommitP2P"}
+
+
+def test_data_parallel_peers_wait_for_the_last_in_the_reduction():
+    fast, slow = (
+        Job(train_schedule(1, 2), {"BackwardPass": secs, "ReduceGrads": 1e-3}).run(steps=1)[0]
+        for secs in (2e-3, 3e-3)
+    )
+    late = slow.traces[0].instructions[-2]
+    assert late.name == "ReduceGrads"
+    # The fast one ends its reduction when the slow one does.
+    early = tuple(
+        replace(i, end_secs=late.end_secs) if i.name == "ReduceGrads" else i
+        for i in fast.traces[0].instructions
+    )
+    fast = replace(fast, traces=(replace(fast.traces[0], instructions=early),))
+    slow = replace(slow, rank=1, dp=1, complete=False, traces=tuple(only_group_calls(t) for t in slow.traces))
+    result = analyse([fast, slow], FACTS)
+    assert found_idle(result) == {(0, 1, 7): pytest.approx(2e-3)}
+    assert result.stages[0].secs[Activity.REDUCE].p50 == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_an_optimizer_step_is_a_meeting_point_only_if_its_times_say_so(meets):
+    """The step lasts long enough to overlap on all stages either way."""
+    secs = {"ForwardPass": 1e-3, "BackwardPass": 2e-3, "OptimizerStep": 20e-3}
+    job = Job(
+        train_schedule(3, 4), secs, meets=frozenset({"OptimizerStep"}) if meets else frozenset(), jitter=0.1
+    )
+    result = analyse(job.run(steps=20), FACTS)
+    in_optimizer = defaultdict(float)
+    for timeline in result.timelines:
+        for rank in timeline.ranks:
+            for s in rank.segments:
+                if s.activity is Activity.WAIT and s.name == "OptimizerStep":
+                    in_optimizer[rank.stage_id] += s.secs
+    if meets:
+        assert_true_idle(job, result)
+        assert in_optimizer[2] > in_optimizer[1] > 0
+        drains = [w for stage in result.stages for w in stage.windows if w.name == "OptimizerStep"]
+        assert drains
+        assert all(w.kind is WindowKind.DRAIN and not w.usable for w in drains)
+    else:
+        assert not in_optimizer
+
+
+def test_the_fence_is_shown_as_such():
+    rank = Job(train_schedule(1, 2), EQUAL).run(steps=2)[0]
+    held = tuple(
+        replace(
+            t,
+            fence_secs=2e-3,
+            instructions=tuple(
+                replace(i, end_secs=i.end_secs + 2e-3) if i.name == "OptimizerStep" else i
+                for i in t.instructions
+            ),
+        )
+        for t in rank.traces
+    )
+    stage = analyse([replace(rank, traces=held)], FACTS).stages[0]
+    assert stage.secs[Activity.FENCE].p50 == pytest.approx(2e-3)
+    assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(EQUAL["OptimizerStep"])
+
+
+def profiled_with_chunks() -> ProfileResult:
+    ranks = Job(train_schedule(2, 4), EQUAL, transfer_secs=2e-4, jitter=0.05).run(steps=6)
+    in_mid = [
+        ChunkRecord(1, 2_000_000, 5e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)
+    ]
+    beside = [ChunkRecord(2, 1_000_000, 12e-3, 13e-3, None, "owned")]
+    return analyse(with_chunks(ranks, {0: in_mid, 1: beside}), FACTS)
+
+
+def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():
+    result = profiled_with_chunks()
+    assert result.bandwidth_bytes_per_sec == pytest.approx(2_000_000 / 0.9e-3)
+    for stage in result.stages:
+        for window in stage.windows:
+            assert window.bytes_fit == pytest.approx(window.length_secs.p50 * 2_000_000 / 0.9e-3, abs=2)
+            assert window.bytes_fit_p10 <= window.bytes_fit
+    first, second = result.stages
+    assert first.snapshots.bytes_by_tier == {1: 4_000_000}
+    assert second.snapshots.bytes_by_tier == {2: 1_000_000}
+    assert first.snapshots.secs_in_idle == pytest.approx(1.8e-3, rel=0.2)
+
+
+def test_a_profile_survives_json():
+    result = profiled_with_chunks()
+    again = ProfileResult.from_json(json.loads(json.dumps(result.to_json())))
+    assert again == result
+
+
+def test_what_is_no_profile_is_refused_with_what_was_found(tmp_path):
+    with pytest.raises(ProfileError, match="found format None"):
+        ProfileResult.from_json({"steps": []})
+    data = profiled_with_chunks().to_json()
+    del data["stages"]
+    with pytest.raises(ProfileError, match="stages"):
+        ProfileResult.from_json(data)
+    with pytest.raises(ProfileError, match="cannot read a profile"):
+        ProfileResult.load(tmp_path / "none.json")
+
+
+def test_traces_survive_the_wire_exactly():
+    for rank in with_chunks(
+        Job(train_schedule(2, 3), EQUAL, jitter=0.3).run(steps=2),
+        {0: [ChunkRecord(1, 7, 0.1, 0.2, None, "owned")]},
+    ):
+        assert decode(encode(rank)) == rank
+    with pytest.raises(ProfileError, match="cannot be read"):
+        decode(b"\x93\x01\x02\x03")
+
+
+def test_a_step_that_a_rank_lacks_is_left_out():
+    ranks = Job(train_schedule(2, 2), EQUAL).run(steps=4)
+    ranks[1] = replace(ranks[1], traces=ranks[1].traces[1:])
+    assert analyse(ranks, FACTS).steps == (2, 3, 4)
+    with pytest.raises(ProfileError, match="found 0 steps"):
+        analyse([replace(ranks[0], traces=()), ranks[1]], FACTS)
