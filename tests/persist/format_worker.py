@@ -39,6 +39,7 @@ from reft.state.template import same_value
 from reft.store.label import Label
 from reft.store.persist import persist_label, verify_persisted
 from reft.topology import Coordinate
+from tests.old_deepspeed import step_without_autograd
 from tests.persist.job_memory import Memory, RankImages
 
 WIDTH = 8
@@ -141,7 +142,8 @@ def make_engine(kind: str, world: int) -> object:
     else:
         model = Plain()
         parameters = model.groups()
-    return deepspeed.initialize(model=model, model_parameters=parameters, config=config, **options)[0]
+    engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config, **options)[0]
+    return step_without_autograd(engine)
 
 
 def train_step(engine: object, kind: str, step: int, dp: int, world: int) -> str:

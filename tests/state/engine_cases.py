@@ -35,6 +35,7 @@ from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
+from tests.old_deepspeed import step_without_autograd
 
 SNAP, END = 3, 7
 LATE = 4
@@ -350,7 +351,7 @@ def build(case: Case) -> Any:
         lr_scheduler=case.get("scheduler"),
         config=config,
     )
-    return engine
+    return step_without_autograd(engine)
 
 
 def batches(step: int, replica: int, overflow: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
