@@ -1,0 +1,239 @@
+"""Every protection scheme of the replicated section as one kind of data: which combination lies where.
+
+A sharding group of D members cuts its image into D shards and every shard into equal *sub-blocks*. A
+member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data block and a copy are
+combinations of one; a parity is one of several. What a placement costs, what it survives and how lost
+bytes come back all follow from that list, and nothing is assumed from a scheme's name (P4).
+
+All schemes are one family with a copies and k parities per stripe (:class:`Scheme`), on a ring:
+
+- position d holds shard d and, cut from its own replica, the shards d+1 .. d+a;
+- stripe s takes one sub-block of every shard that has no copy at the places of its parities, and
+  its parity r lies at position s+r.
+
+ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1) (REFERENCE 1.4, 1.5, 1.7).
+Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none of which holds a
+parity of its stripes, so u unknown blocks of a stripe and p lost parities take at least u+a+p losses.
+Putting ARC beside plain AEC lacks that and survives one loss only: ``naive``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from reft.errors import ConfigError
+from reft.protect.rs import parity_rows
+from reft.topology import ring_order
+
+_PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A member of the family.
+
+    Attributes:
+        copies: further copies of every shard (ARC offsets 1..a).
+        parities: parities of every stripe (1: AEC; more: Reed-Solomon).
+        designed: stripes avoid the copies' places, so that the tolerance is the sum of both. False: both
+            schemes are laid side by side, as one would without thinking.
+    """
+
+    copies: int = 0
+    parities: int = 0
+    designed: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """Read ``none``, ``arc``, ``arc:K``, ``aec``, ``rs:K``, ``arc+aec``, ``arc:A+rs:K``, ``naive:...``.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        designed = not text.startswith("naive:")
+        parts = text.removeprefix("naive:").split("+")
+        copies = parities = 0
+        for part in parts if text != "none" else ():
+            found = _PART.fullmatch(part)
+            if not found or (found[1] and copies) or (found[1] is None and parities):
+                raise ConfigError(
+                    f"found protection {text!r}; expected none, arc, arc:K (K copies), aec (one parity), "
+                    f"rs:K (K parities) or arc and a parity scheme joined with +, such as arc:2+rs:2"
+                )
+            if found[1]:
+                copies = int(found[2] or 1)
+            else:
+                parities = int(found[5] or 1)
+        return cls(copies, parities, designed)
+
+    @property
+    def gap(self) -> int:
+        """Places of the ring, from a stripe's own on, whose shards take no part in the stripe."""
+        return self.parities + (self.copies if self.designed and self.parities else 0)
+
+    @property
+    def least_members(self) -> int:
+        """Smallest group that has room for the scheme."""
+        return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
+
+    def share(self, size: int) -> Fraction:
+        """What a member stores, as a part of the image: a shard, its copies, its parities.
+
+        (a+1)/D + k/(D(D-k)), and k/(D(D-a-k)) for the second term where the schemes are co-designed.
+        """
+        stored = Fraction(self.copies + 1, size)
+        return stored + (Fraction(self.parities, size * (size - self.gap)) if self.parities else 0)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.copies:
+            parts.append("arc" if self.copies == 1 else f"arc:{self.copies}")
+        if self.parities:
+            parts.append("aec" if self.parities == 1 else f"rs:{self.parities}")
+        return ("" if self.designed else "naive:") + ("+".join(parts) or "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one member stores of one stripe or shard: the sum of coefficient · sub-block.
+
+    Attributes:
+        index: position in :attr:`Code.pieces`.
+        member: who stores it (dp index).
+        terms: (sub-block, coefficient) pairs; one pair with coefficient 1 is the sub-block itself.
+    """
+
+    index: int
+    member: int
+    terms: tuple[tuple[int, int], ...]
+
+    @property
+    def is_data(self) -> bool:
+        return len(self.terms) == 1 and self.terms[0][1] == 1
+
+    def __str__(self) -> str:
+        text = " ^ ".join(f"B{b}" if c == 1 else f"{c}·B{b}" for b, c in self.terms)
+        return f"member {self.member}: {text}"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A scheme laid over one sharding group.
+
+    Attributes:
+        scheme: which member of the family.
+        ring: members in ring order.
+        splits: sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
+        pieces: everything stored, by member; a member's own data first.
+    """
+
+    scheme: Scheme
+    ring: tuple[int, ...]
+    splits: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ring)
+
+    @property
+    def sub_blocks(self) -> int:
+        return self.size * self.splits
+
+    def owner_of(self, sub_block: int) -> int:
+        """Member to whose shard a sub-block belongs."""
+        return sub_block // self.splits
+
+    @cached_property
+    def _by_member(self) -> dict[int, tuple[Piece, ...]]:
+        found: dict[int, list[Piece]] = {member: [] for member in self.ring}
+        for piece in self.pieces:
+            found[piece.member].append(piece)
+        return {member: tuple(pieces) for member, pieces in found.items()}
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For every sub-block the pieces that are just it, the owner's own first."""
+        found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
+        for piece in self.pieces:
+            if piece.is_data:
+                found[piece.terms[0][0]].append(piece.index)
+        for block, pieces in enumerate(found):
+            pieces.sort(key=lambda p: (self.pieces[p].member != self.owner_of(block), p))
+        return tuple(map(tuple, found))
+
+    def pieces_of(self, member: int) -> tuple[Piece, ...]:
+        """What a member stores."""
+        return self._by_member[member]
+
+    def share_of(self, member: int) -> Fraction:
+        """What a member stores, as a part of the image, counted piece by piece."""
+        return Fraction(len(self.pieces_of(member)), self.sub_blocks)
+
+    def surviving(self, lost: Collection[int]) -> tuple[int, ...]:
+        """Pieces of all members but the lost ones."""
+        return tuple(p.index for p in self.pieces if p.member not in lost)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.scheme}: D={self.size}, ring {self.ring}, {self.splits} sub-blocks per shard, "
+            f"{len(self.pieces)} pieces, {float(self.scheme.share(self.size)):.4f} of the image per member"
+        )
+
+
+def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
+    """Lay a scheme over a sharding group. Pure and deterministic.
+
+    Args:
+        scheme: which scheme.
+        ring: members 0..D-1 in ring order (:func:`reft.topology.ring_order`).
+
+    Raises:
+        ConfigError: if the group is too small for the scheme; says what would fit.
+    """
+    order, size = tuple(ring), len(ring)
+    if sorted(order) != list(range(size)) or not order:
+        raise ValueError(f"found ring {order}; expected every member 0..D-1 once")
+    if size < scheme.least_members:
+        raise ConfigError(
+            f"protection {scheme} needs at least {scheme.least_members} data-parallel members, found {size}; "
+            f"lower the number of copies or parities, or raise the data-parallel degree"
+        )
+    splits = size - scheme.gap if scheme.parities else 1
+    stored: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    for position, member in enumerate(order):
+        kept = [order[(position + i) % size] for i in range(scheme.copies + 1)]
+        stored += [(member, ((m * splits + j, 1),)) for m in kept for j in range(splits)]
+        stored += [(member, terms) for terms in _parities(scheme, order, position)]
+    stored.sort(key=lambda item: item[0])
+    return Code(scheme, order, splits, tuple(Piece(i, m, terms) for i, (m, terms) in enumerate(stored)))
+
+
+def _parities(scheme: Scheme, ring: Sequence[int], position: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The parities at a position: number r of the stripe that begins r places before.
+
+    A stripe's column j is the shard ``gap + j`` places after the stripe, and that shard's sub-block j.
+    """
+    size, splits = len(ring), len(ring) - scheme.gap
+    for r, row in enumerate(parity_rows(scheme.parities, splits) if scheme.parities else ()):
+        stripe = position - r
+        members = [ring[(stripe + scheme.gap + j) % size] for j in range(splits)]
+        yield tuple((m * splits + j, row[j]) for j, m in enumerate(members))
+
+
+def place_code(scheme: Scheme, nodes: Sequence[str]) -> Code:
+    """The code of a sharding group whose member d sits on ``nodes[d]``; ring neighbours sit apart."""
+    return make_code(scheme, ring_order(nodes))
+
+
+def schemes_for(size: int, most: int) -> Iterable[Scheme]:
+    """Every sensible scheme of a group of ``size`` that claims to survive 1 to ``most`` losses."""
+    for tolerance in range(1, most + 1):
+        for copies in range(tolerance + 1):
+            scheme = Scheme(copies, tolerance - copies)
+            if scheme.least_members <= size:
+                yield scheme

@@ -1,0 +1,58 @@
+"""What a placement survives, computed by rank from the real nodes (P4). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations
+
+from reft.protect.codes import Code, Scheme, place_code
+from reft.protect.decode import Systems
+from reft.topology import Topology
+
+
+def survives(code: Code, lost: Collection[int]) -> bool:
+    """Whether the whole image can be computed without the ``lost`` members: a test of rank.
+
+    Unknown sub-blocks that no parity links fall apart into independent systems; each needs as many
+    independent parities as it has unknowns.
+    """
+    return len(set(lost)) < code.size and Systems.of(code, code.surviving(lost)).solvable
+
+
+def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The first of the smallest sets of nodes whose loss cannot be recovered.
+
+    Args:
+        code: the placement.
+        nodes: node of every member; members of one node are lost together. Default: a node each.
+
+    Raises:
+        ValueError: if there is not one node per member.
+    """
+    where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
+    if len(where) != code.size:
+        raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
+    distinct = sorted(set(where), key=where.index)
+    for count in range(1, len(distinct)):
+        for dead in combinations(distinct, count):
+            if not survives(code, [m for m in range(code.size) if where[m] in dead]):
+                return dead
+    return tuple(distinct)
+
+
+def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
+    """Largest t such that *every* loss of t nodes recovers; arguments as in :func:`fatal_loss`.
+
+    A group never survives the loss of all its nodes.
+    """
+    return len(fatal_loss(code, nodes)) - 1
+
+
+def job_tolerance(topology: Topology, scheme: Scheme) -> int:
+    """Node losses that every sharding group of the job survives at once: the minimum over the groups.
+
+    Raises:
+        ConfigError: if the groups are too small for the scheme.
+    """
+    placements = {topology.group_nodes(pp, tp) for pp, tp in topology.groups()}
+    return min(tolerance(place_code(scheme, nodes), nodes) for nodes in sorted(placements))
