@@ -385,10 +385,13 @@ def evaluate_saver(
         extra.append((unit["secs"] - plain) / saves)
         fraction.append((unit["secs"] - plain) / saves / (plain / span))
     mine = [u for u in units if u["saver"] == name]
-    private = [memory.peak_private(u["begin"], u["end"]) for u in mine]
-    plain_private = [memory.peak_private(u["begin"], u["end"]) for u in units if u["saver"] == PLAIN]
-    above = [p for p in private if p is not None]
-    base = [p for p in plain_private if p is not None]
+    peaks = [memory.peak_private(u["begin"], u["end"]) for u in units]
+    above = []
+    for at, unit in enumerate(units):
+        if unit["saver"] == name and None not in peaks[at - 1 : at + 2]:
+            # What an earlier saver left behind lies in the neighbours too, and is not this one's.
+            before, here, after = (p or 0 for p in peaks[at - 1 : at + 2])
+            above.append(here - max(before, after))
     return {
         "stall_secs": estimate([s for u in mine for s in u["stalls"]]).to_json(),
         "extra_secs": estimate(extra).to_json(),
@@ -397,9 +400,7 @@ def evaluate_saver(
         "saves_per_unit": len(mine[0]["stalls"]),
         "drain_secs_median": statistics.median(u["drain_secs"] for u in mine),
         "bytes": mine[0]["bytes"],
-        "private_bytes_above_plain": max(0, max(above) - round(statistics.median(base)))
-        if above and base
-        else None,
+        "private_bytes_above_plain": max(0, *above) if above else None,
     }
 
 
