@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.blocks import ALIGNMENT_BYTES, Section
 from reft.protect.placement import place_group
-from reft.snapshot.plan import ALIGNMENT_BYTES, Section, SectionSizes, make_shard_plan
+from reft.snapshot.plan import SectionSizes, make_shard_plan
 
 
 @st.composite

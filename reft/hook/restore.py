@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reft.blocks import Section
 from reft.errors import ConfigError, ReftError, UnrecoverableError
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, host_file, newest_on_disk, read_host_state
@@ -23,7 +24,6 @@ from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
 from reft.load.transfer import RecoveryOutcome, allgather_bytes, recover
 from reft.snapshot.arenas import coordinates_in_slots, frozen_slots
-from reft.snapshot.plan import Section
 from reft.state.blob import DecodedBlob
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng

@@ -15,10 +15,10 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from reft.blocks import BlockKey, Section
 from reft.errors import TransferError
 from reft.load.inventory import Inventory, authenticate, check_authentic
 from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
-from reft.snapshot.plan import BlockKey, Section
 from reft.store.label import Label
 from reft.topology import Topology
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from reft.blocks import Section
 from reft.errors import ArenaError, LayoutError, TransferError
 from reft.load.inventory import Inventory
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, plan_recovery
 from reft.load.sift import LayoutSpec, listing
-from reft.snapshot.plan import Section
 from reft.store.arena import Arena
 from reft.store.header import checksum
 from reft.store.label import Label

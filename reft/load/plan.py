@@ -16,11 +16,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from reft.blocks import BlockKey, Section
 from reft.errors import LayoutError, ReftError, UnrecoverableError
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.sift import LayoutSpec, Sifted, sift
 from reft.load.sources import GroupSources, SourceBlock, collect_group
-from reft.snapshot.plan import BlockKey, Section
 from reft.store.commit import preferred_label
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology

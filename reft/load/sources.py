@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from reft.blocks import BlockKey, Section
 from reft.load.inventory import ArenaRecord
-from reft.snapshot.plan import BlockKey, Section
 from reft.store.header import Entry
 from reft.topology import Coordinate
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
@@ -41,7 +42,6 @@ from reft.load.plan import (
 )
 from reft.load.sift import LayoutSpec, listing
 from reft.load.waves import Move, Wave, make_waves, serving_ranks
-from reft.snapshot.plan import Section
 from reft.store.header import checksum
 from reft.store.label import Label
 from reft.topology import Topology

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from reft.blocks import ALIGNMENT_BYTES
 from reft.errors import TransferError
 from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind
-from reft.snapshot.plan import ALIGNMENT_BYTES
 from reft.topology import Topology
 
 

@@ -13,34 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
+from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.protect.placement import GroupPlacement
-
-ALIGNMENT_BYTES = 64
-"""Shard and block boundaries are multiples of this, so that any dtype can be viewed in place."""
-
-
-class Section(StrEnum):
-    REPLICATED = "replicated"
-    OWNED = "owned"
-    HOST = "host"
-
-
-@dataclass(frozen=True, order=True)
-class BlockKey:
-    """Identity of a block within its sharding group and version.
-
-    Attributes:
-        section: section of the stage image.
-        member: dp index of the shard (replicated) or of the owner (owned, host).
-        index: position within that shard, 0-based.
-    """
-
-    section: Section
-    member: int
-    index: int
 
 
 @dataclass(frozen=True)

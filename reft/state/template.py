@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from reft.blocks import Section
 from reft.errors import PersistError, UnsupportedStateError
-from reft.snapshot.plan import Section
 from reft.state import codec
 from reft.state.catalogue import SectionImage
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from reft.blocks import Section
 from reft.errors import PersistError, ReftError
-from reft.snapshot.plan import Section
 from reft.store.label import Label
 from reft.store.staging import Part, StagedImages, WorkDir, read_record, write_record
 from reft.topology import Coordinate

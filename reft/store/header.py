@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import xxhash
 
+from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
-from reft.snapshot.plan import BlockKey, Section
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees
 

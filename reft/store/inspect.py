@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reft.blocks import BlockKey
 from reft.errors import ArenaError, LayoutError
-from reft.snapshot.plan import BlockKey
 from reft.store.arena import Arena
 from reft.store.header import ArenaHeader, ArenaState, Entry
 from reft.store.jobdir import JobDir, find_jobs, is_job_dir, job_id_of

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from reft.blocks import Section
 from reft.config import FaultPoint, ReftConfig
 from reft.errors import PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
-from reft.snapshot.plan import Section
 from reft.store.arena import Arena
 from reft.store.assemble import ERROR_PREFIX, NO_DEVICE, AssembleRequest, read_part
 from reft.store.header import ArenaHeader

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.errors import AuthenticationError, PersistError
-from reft.snapshot.plan import ALIGNMENT_BYTES, BlockKey, Section
 from reft.store.header import checksum
 from reft.store.label import Label
 from reft.store.persisted import tag_of

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.snapshot.plan import Section
+from reft.blocks import Section
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry
 from reft.store.header import Geometry
 from reft.store.jobdir import JobDir

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reft.snapshot.plan import Section
+from reft.blocks import Section
 from reft.store.persisted import latest_persisted
 from reft.topology import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from reft.blocks import BlockKey, Section
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.plan import Fetch, RecoveryPlan
 from reft.protect.placement import place_group
-from reft.snapshot.plan import BlockKey, Section, SectionSizes, ShardPlan, make_shard_plan
+from reft.snapshot.plan import SectionSizes, ShardPlan, make_shard_plan
 from reft.store.arena import Arena
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.store.label import Label

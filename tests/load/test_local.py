@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from reft.blocks import Section
 from reft.errors import LayoutError, TransferError
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, offline_topology, open_arenas, plan_verified, read_image
 from reft.load.plan import NotRecoverable
-from reft.snapshot.plan import Section
 from reft.store.arena import Arena
 from reft.topology import Degrees, Topology
 

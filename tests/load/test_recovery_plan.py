@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.blocks import Section
 from reft.errors import LayoutError, UnrecoverableError
 from reft.load.inventory import Inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan, newest_committed, plan_recovery
 from reft.protect.placement import tolerance
-from reft.snapshot.plan import Section
 from reft.store.header import ArenaState
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.snapshot.plan import Section
+from reft.blocks import Section
 
 from .fleet import NEW, OLD
 from .worker import DEAD, SCENARIOS, WORLD_SIZE, prepare_memory

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from reft.blocks import Section
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
@@ -23,7 +24,6 @@ from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
 from reft.load.plan import NotRecoverable, plan_recovery
 from reft.load.transfer import allgather_bytes, execute, gather_inventories, recover
-from reft.snapshot.plan import Section
 from reft.store.arena import Arena
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology

@@ -21,8 +21,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from reft.blocks import Section
 from reft.hook.cpu import avoid_build_at_start
-from reft.snapshot.plan import Section
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from reft.blocks import Section
 from reft.config import PersistConfig, ReftConfig
 from reft.protect.placement import place_group
-from reft.snapshot.plan import Section, SectionSizes, make_shard_plan
+from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
+from reft.blocks import Section
 from reft.config import FaultConfig, FaultPoint, ReftConfig
 from reft.errors import PersistError, UnrecoverableError
 from reft.load.offline import persist_offline
-from reft.snapshot.plan import Section
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.store.arena import Arena
 from reft.store.label import Label

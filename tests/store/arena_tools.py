@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from reft.snapshot.plan import BlockKey, Section
+from reft.blocks import BlockKey, Section
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees

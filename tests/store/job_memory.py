@@ -6,8 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from reft.blocks import Section
 from reft.protect.placement import place_group
-from reft.snapshot.plan import MemberPlan, PlacedBlock, Section, SectionSizes, make_shard_plan
+from reft.snapshot.plan import MemberPlan, PlacedBlock, SectionSizes, make_shard_plan
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, arena_name, checksum
 from reft.store.jobdir import JobDir
 from reft.store.label import Label

@@ -22,8 +22,8 @@ import pytest
 import torch
 from arena_tools import SECRET, fill, header, make, write_version
 
+from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError, OutOfMemoryError
-from reft.snapshot.plan import BlockKey, Section
 from reft.store import files
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, free_bytes, reserved_bytes, scan
 from reft.store.header import FORMAT_VERSION, MAGIC
