@@ -1,0 +1,251 @@
+"""How likely a job survives: formulas, exact counts, Monte Carlo over real placements. Pure.
+
+A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over independent
+causes (hardware, software). With groups of D nodes that survive any k losses (REFERENCE 1.8):
+
+    P_reft(k) = [ sum over j <= k of C(D,j) (1-q)^j q^(D-j) ]^(N/D)        P_ckpt = q^N
+
+This is exact for AEC and Reed-Solomon and a lower bound for ARC, which also survives many larger
+losses; :func:`survived_losses` counts them for any placement, by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, exp, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from reft.errors import ConfigError
+from reft.protect.codes import Code, Scheme, place_code
+from reft.protect.tolerance import survives
+from reft.topology import Topology
+
+_MOST_COUNTED_NODES = 20
+_PRECISION = 1e-9
+_INTERVAL_SIGMAS = 1.96
+
+
+@dataclass(frozen=True)
+class Weibull:
+    """One cause of failure of a node.
+
+    The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``.
+
+    Attributes:
+        scale_secs: time by which a node has failed with probability 1 - 1/e; for shape 1 the mean time
+            between failures of one node.
+        shape: 1 for a constant rate; below 1 young nodes fail more often, above 1 old ones.
+    """
+
+    scale_secs: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scale_secs <= 0 or self.shape <= 0:
+            raise ConfigError(f"found {self}; expected a positive scale and a positive shape")
+
+    def survival(self, secs: float) -> float:
+        """Probability that a node still works after ``secs`` seconds."""
+        return exp(-((max(0.0, secs) / self.scale_secs) ** self.shape))
+
+
+def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
+    """q(t): every cause must spare the node."""
+    product = 1.0
+    for cause in causes:
+        product *= cause.survival(secs)
+    return product
+
+
+def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
+    """Of every number of lost nodes, how many sets are survived if any ``tolerance`` are and no more."""
+    return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
+
+
+def survived_losses(code: Code, nodes: Sequence[str] | None = None) -> tuple[int, ...]:
+    """Of every number of lost nodes, how many sets the placement survives, counted by rank.
+
+    Args:
+        code: the placement.
+        nodes: node of every member; default a node each.
+
+    Raises:
+        ValueError: above 20 nodes, where there are too many sets to count; use :func:`simulate`.
+    """
+    where = tuple(nodes) if nodes is not None else tuple(map(str, range(code.size)))
+    distinct = sorted(set(where), key=where.index)
+    if len(distinct) > _MOST_COUNTED_NODES:
+        raise ValueError(
+            f"found a group of {len(distinct)} nodes; counting every loss takes at most "
+            f"{_MOST_COUNTED_NODES}: use the Monte Carlo simulation"
+        )
+    counts = [0] * (len(distinct) + 1)
+    level: list[tuple[int, ...]] = [()]
+    while level:
+        counts[len(level[0])] = len(level)
+        # A loss that is survived contains only such losses: extend those of the last level.
+        extended = ((*dead, n) for dead in level for n in range(dead[-1] + 1 if dead else 0, len(distinct)))
+        level = [dead for dead in extended if _survives_nodes(code, where, tuple(distinct[n] for n in dead))]
+    return tuple(counts)
+
+
+def _survives_nodes(code: Code, where: Sequence[str], dead: Sequence[str]) -> bool:
+    return survives(code, [m for m, node in enumerate(where) if node in dead])
+
+
+def group_survival(q: float, survived: Sequence[int]) -> float:
+    """Probability that one group survives, each of its nodes with probability ``q``.
+
+    Args:
+        q: survival of a node.
+        survived: of :func:`losses_within` or :func:`survived_losses`.
+    """
+    size = len(survived) - 1
+    return sum(count * (1 - q) ** j * q ** (size - j) for j, count in enumerate(survived))
+
+
+def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
+    """P_reft: all of the ``nodes / D`` groups survive.
+
+    Raises:
+        ValueError: if the nodes cannot be cut into groups of that size.
+    """
+    size = len(survived) - 1
+    if size < 1 or nodes % size:
+        raise ValueError(f"found {nodes} nodes in groups of {size}; expected a multiple")
+    return float(group_survival(q, survived) ** (nodes // size))
+
+
+def unprotected_survival(q: float, nodes: int) -> float:
+    """P_ckpt: no node of the job fails."""
+    return float(q**nodes)
+
+
+def persist_interval_secs(
+    target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
+) -> float:
+    """The advised interval between checkpoints on storage: the t at which P_reft(t) meets ``target``.
+
+    Within it, memory alone carries the job with at least that probability.
+
+    Args:
+        target: wished survival between two persisted checkpoints, between 0 and 1.
+        causes: why nodes fail; at least one.
+        nodes: nodes of the job.
+        survived: as in :func:`protected_survival`.
+
+    Raises:
+        ConfigError: if the target is not between 0 and 1 or no cause is given.
+    """
+    if not 0 < target < 1 or not causes:
+        raise ConfigError(
+            f"found a target survival of {target} and {len(causes)} causes of failure; expected a target "
+            f"above 0 and below 1, such as 0.999, and at least one cause"
+        )
+
+    def met(secs: float) -> bool:
+        return protected_survival(node_survival(secs, causes), nodes, survived) >= target
+
+    low = high = min(cause.scale_secs for cause in causes)
+    while not met(low):
+        low /= 2
+    while met(high):
+        high *= 2
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class SurvivalPoint:
+    """The job after ``secs`` seconds without a persisted checkpoint: survival with and without reft."""
+
+    secs: float
+    node: float
+    protected: float
+    unprotected: float
+
+
+def survival_curve(
+    times_secs: Sequence[float], causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
+) -> tuple[SurvivalPoint, ...]:
+    """Survival over time; arguments as in :func:`persist_interval_secs`."""
+    made = []
+    for secs in times_secs:
+        q = node_survival(secs, causes)
+        made.append(
+            SurvivalPoint(secs, q, protected_survival(q, nodes, survived), unprotected_survival(q, nodes))
+        )
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A probability found by Monte Carlo.
+
+    Attributes:
+        probability: part of the trials that survived.
+        low, high: 95 % interval (Wilson's, which holds near 0 and 1).
+        trials: how many were drawn.
+    """
+
+    probability: float
+    low: float
+    high: float
+    trials: int
+
+    def __str__(self) -> str:
+        return f"{self.probability:.5f} [{self.low:.5f}, {self.high:.5f}], {self.trials} trials, simulated"
+
+
+def simulate(
+    topology: Topology, scheme: Scheme, q: float, *, trials: int = 100_000, seed: int = 0
+) -> Simulated:
+    """Draw node losses and ask the rank test whether every sharding group of the job recovers.
+
+    Args:
+        topology: the real placement; groups that share nodes are lost together.
+        scheme: how every group's replicated section is protected.
+        q: survival of a node, all nodes independent.
+        trials: draws.
+        seed: of the generator; the same seed gives the same result.
+
+    Raises:
+        ConfigError: if the groups are too small for the scheme.
+    """
+    names = sorted(set(topology.nodes))
+    column = {name: i for i, name in enumerate(names)}
+    lost = np.random.default_rng(seed).random((trials, len(names))) >= q
+    alive = np.ones(trials, dtype=np.bool_)
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
+    for where in sorted({topology.group_nodes(pp, tp) for pp, tp in topology.groups()}):
+        alive &= _alive(place_code(scheme, where), lost[:, [column[n] for n in where]], known)
+    return _interval(int(alive.sum()), trials)
+
+
+def _alive(
+    code: Code,
+    lost: npt.NDArray[np.bool_],
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], bool],
+) -> npt.NDArray[np.bool_]:
+    """Which trials a group survives; ``lost`` has shape (trials, members). Every loss is tested once."""
+    _, first, back = np.unique(np.packbits(lost, axis=1), axis=0, return_index=True, return_inverse=True)
+    fine = np.empty(len(first), dtype=np.bool_)
+    for i, at in enumerate(first):
+        key = (code.ring, tuple(np.flatnonzero(lost[at]).tolist()))
+        if key not in known:
+            known[key] = survives(code, key[1])
+        fine[i] = known[key]
+    result: npt.NDArray[np.bool_] = fine[back.reshape(-1)]
+    return result
+
+
+def _interval(alive: int, trials: int) -> Simulated:
+    z, p = _INTERVAL_SIGMAS, alive / trials
+    middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    return Simulated(p, max(0.0, middle - half), min(1.0, middle + half), trials)

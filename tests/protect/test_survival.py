@@ -1,0 +1,163 @@
+"""Survival: the published values, the formula against chance, and the advised interval."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import comb
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.errors import ConfigError
+from reft.protect.codes import Scheme, make_code
+from reft.protect.survival import (
+    Simulated,
+    Weibull,
+    group_survival,
+    losses_within,
+    node_survival,
+    persist_interval_secs,
+    protected_survival,
+    simulate,
+    survival_curve,
+    survived_losses,
+    unprotected_survival,
+)
+from reft.topology import Degrees, Topology
+
+HOUR = 3600.0
+
+
+def grid(pp: int, dp: int, tp: int = 1) -> Topology:
+    """One node per (pp, dp); tensor-parallel ranks share it."""
+    degrees = Degrees(pp, dp, tp)
+    return Topology(degrees, degrees.coordinates(), tuple(f"n{c.pp}.{c.dp}" for c in degrees.coordinates()))
+
+
+def test_published_values() -> None:
+    one = {size: losses_within(size, 1) for size in (4, 8, 16)}
+    assert protected_survival(0.97, 16, one[4]) == pytest.approx(0.9794, abs=5e-5)
+    assert unprotected_survival(0.97, 16) == pytest.approx(0.6143, abs=5e-5)
+    assert protected_survival(0.99, 64, one[8]) == pytest.approx(0.9787, abs=5e-5)
+    assert unprotected_survival(0.99, 64) == pytest.approx(0.5256, abs=5e-5)
+    arc = survived_losses(make_code(Scheme.parse("arc"), range(8)))
+    assert protected_survival(0.99, 64, arc) == pytest.approx(0.9937, abs=5e-5)
+    assert protected_survival(0.999, 64, one[16]) == pytest.approx(0.99952, abs=5e-6)
+
+
+@pytest.mark.parametrize(("text", "size"), [("aec", 5), ("rs:2", 6), ("rs:3", 5), ("arc+aec", 4)])
+def test_the_formula_is_exact_for_mds_codes_and_a_lower_bound_for_others(text: str, size: int) -> None:
+    scheme = Scheme.parse(text)
+    counted = survived_losses(make_code(scheme, range(size)))
+    formula = losses_within(size, scheme.copies + scheme.parities)
+    if scheme.copies:
+        assert all(c >= f for c, f in zip(counted, formula, strict=True))
+    else:
+        assert counted == formula
+
+
+def test_arc_survives_every_loss_without_ring_neighbours() -> None:
+    for size in range(3, 12):
+        apart = tuple(size * comb(size - j, j) // (size - j) if 2 * j <= size else 0 for j in range(size + 1))
+        assert survived_losses(make_code(Scheme.parse("arc"), range(size))) == apart
+
+
+@pytest.mark.parametrize(
+    ("text", "pp", "dp", "q"),
+    [
+        ("none", 2, 3, 0.95),
+        ("aec", 4, 4, 0.97),
+        ("rs:2", 3, 6, 0.9),
+        ("arc", 8, 8, 0.99),
+        ("arc+aec", 2, 5, 0.8),
+    ],
+)
+def test_formula_and_monte_carlo_agree(text: str, pp: int, dp: int, q: float) -> None:
+    scheme = Scheme.parse(text)
+    survived = survived_losses(make_code(scheme, range(dp)))
+    found = simulate(grid(pp, dp), scheme, q, trials=40_000, seed=1)
+    expected = protected_survival(q, pp * dp, survived)
+    # Twice the 95 % interval: false once in ten thousand seeds, and the seed is fixed.
+    half = found.high - found.low
+    assert found.low - half / 2 <= expected <= found.high + half / 2
+    assert "simulated" in str(found)
+
+
+def test_tensor_parallel_groups_of_the_same_nodes_are_lost_together() -> None:
+    scheme = Scheme.parse("aec")
+    once, twice = (simulate(grid(2, 4, tp), scheme, 0.9, trials=5_000) for tp in (1, 4))
+    assert once == twice
+
+
+def test_groups_on_shared_nodes_survive_less() -> None:
+    degrees = Degrees(1, 4, 1)
+    packed = Topology(degrees, degrees.coordinates(), ("A", "A", "B", "C"))
+    scheme = Scheme.parse("aec")
+    survived = survived_losses(make_code(scheme, range(4)), ["A", "A", "B", "C"])
+    assert survived == (1, 2, 0, 0)
+    found = simulate(packed, scheme, 0.9, trials=40_000)
+    assert found.low - 0.005 <= group_survival(0.9, survived) <= found.high + 0.005
+
+
+def test_an_interval_near_certainty_is_not_a_point() -> None:
+    found = simulate(grid(1, 4), Scheme.parse("rs:3"), 0.9999, trials=1_000)
+    assert found.probability == 1.0
+    assert found.low < 1.0
+    assert found == Simulated(1.0, found.low, 1.0, 1_000)
+
+
+@settings(max_examples=50)
+@given(
+    st.floats(0.5, 0.99999),
+    st.floats(1e3, 1e9),
+    st.floats(0.5, 3),
+    st.tuples(st.integers(2, 8), st.integers(1, 30)),
+    st.integers(0, 2),
+)
+def test_the_advised_interval_meets_the_target_and_no_longer_one_does(
+    target: float, scale: float, shape: float, cluster: tuple[int, int], tolerance: int
+) -> None:
+    size, groups = cluster
+    causes = (Weibull(scale, shape), Weibull(3 * scale))
+    survived = losses_within(size, min(tolerance, size - 1))
+    found = persist_interval_secs(target, causes, size * groups, survived)
+    assert protected_survival(node_survival(found, causes), size * groups, survived) >= target
+    later = protected_survival(node_survival(found * 1.001, causes), size * groups, survived)
+    assert later < target
+
+
+def test_more_protection_advises_a_longer_interval() -> None:
+    causes = (Weibull(30 * 24 * HOUR),)
+    advised = [persist_interval_secs(0.999, causes, 64, losses_within(8, k)) for k in (0, 1, 2)]
+    assert advised == sorted(advised)
+    assert advised[1] > 10 * advised[0]
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, -1, 2])
+def test_an_impossible_target_is_refused(target: float) -> None:
+    with pytest.raises(ConfigError, match=r"such as 0\.999"):
+        persist_interval_secs(target, (Weibull(HOUR),), 8, losses_within(4, 1))
+
+
+def test_the_published_form_of_the_weibull_law() -> None:
+    rate, shape, secs = 1e-7, 1.3, 5 * HOUR
+    cause = Weibull(rate ** (-1 / shape), shape)
+    assert cause.survival(secs) == pytest.approx(2.718281828459045 ** (-rate * secs**shape))
+    assert cause.survival(0) == 1
+    with pytest.raises(ConfigError, match="positive"):
+        Weibull(0)
+
+
+def test_the_curve_falls_and_protection_lies_above() -> None:
+    curve = survival_curve([0, HOUR, 24 * HOUR, 240 * HOUR], (Weibull(1e7),), 16, losses_within(4, 1))
+    assert curve[0].protected == curve[0].unprotected == 1
+    assert all(a.protected > b.protected for a, b in pairwise(curve))
+    assert all(p.protected > p.unprotected for p in curve[1:])
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    with pytest.raises(ValueError, match="15 nodes in groups of 4"):
+        protected_survival(0.9, 15, losses_within(4, 1))
+    with pytest.raises(ValueError, match="Monte Carlo"):
+        survived_losses(make_code(Scheme.parse("none"), range(21)))
