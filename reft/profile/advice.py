@@ -79,11 +79,12 @@ def _variability(stage: StageProfile) -> Iterator[str]:
     def varies(window: MeasuredWindow) -> bool:
         return window.length_secs.p10 < 0.5 * window.length_secs.p50
 
-    for window in filter(varies, stage.usable_windows):
-        low, mid, high = (milliseconds(secs) for secs in window.length_secs)
+    vague = list(filter(varies, stage.usable_windows))
+    if vague:
+        short, middle = (sum(w.length_secs[n] for w in vague) for n in (0, 1))
         yield (
-            f"stage {stage.stage_id}: its {window.kind} window at instruction {window.position} varies: "
-            f"{low} to {high} around {mid}; plan with the short end"
+            f"stage {stage.stage_id}: {len(vague)} of its {len(stage.usable_windows)} windows vary much: "
+            f"{milliseconds(middle)} together, but {milliseconds(short)} at their short ends (p10)"
         )
 
 

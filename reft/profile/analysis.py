@@ -12,6 +12,7 @@ import numpy as np
 from reft.profile.activity import Activity
 from reft.profile.idle import StepSegments, find_windows, is_usable
 from reft.profile.result import (
+    Beside,
     ChunkSlice,
     InstructionProfile,
     Method,
@@ -24,9 +25,9 @@ from reft.profile.result import (
     StageProfile,
     StepTimeline,
 )
-from reft.profile.split import Split, overlap_secs, split
+from reft.profile.split import Split, split
 from reft.profile.traces import RankTraces, common_steps
-from reft.snapshot.trace import StepTrace
+from reft.snapshot.trace import ChunkRecord, StepTrace
 
 _DIGITS = 9
 
@@ -207,23 +208,46 @@ def _instructions(
 def _snapshots(ranks: Sequence[RankTraces], cut: Mapping[int, Sequence[StepSegments]]) -> SnapshotUse:
     nbytes: dict[int, float] = defaultdict(float)
     secs: dict[int, float] = defaultdict(float)
-    in_idle = 0.0
+    beside = dict.fromkeys(Beside, 0.0)
     fences = []
     for rank in ranks:
         for trace, step in zip(rank.traces, cut[rank.rank], strict=True):
-            waits = [(s.begin_secs, s.end_secs) for s in step.segments if s.activity is Activity.WAIT]
             fences.append(trace.fence_secs)
             for chunk in trace.chunks:
                 nbytes[chunk.tier] += chunk.nbytes
                 secs[chunk.tier] += chunk.end_secs - chunk.begin_secs
-                in_idle += overlap_secs(chunk.begin_secs, chunk.end_secs, waits)
+                for place, seconds in _beside(chunk, step.segments).items():
+                    beside[place] += seconds
     count = len(fences)
     return SnapshotUse(
         bytes_by_tier={tier: nbytes[tier] / count for tier in sorted(nbytes)},
         secs_by_tier={tier: round(secs[tier] / count, _DIGITS) for tier in sorted(secs)},
-        secs_in_idle=round(in_idle / count, _DIGITS),
+        secs_beside={place: round(beside[place] / count, _DIGITS) for place in Beside},
         fence_secs=Spread.of(fences),
     )
+
+
+_PLACES = {
+    Activity.WAIT: Beside.IDLE,
+    Activity.TRANSFER: Beside.COMMUNICATION,
+    Activity.REDUCE: Beside.COMMUNICATION,
+    Activity.FORWARD: Beside.COMPUTATION,
+    Activity.BACKWARD: Beside.COMPUTATION,
+    Activity.OPTIMIZER: Beside.COMPUTATION,
+}
+
+
+def _beside(chunk: ChunkRecord, segments: Sequence[Segment]) -> dict[Beside, float]:
+    """Seconds of a chunk by what the device did; between instructions: other."""
+    found: dict[Beside, float] = defaultdict(float)
+    left = chunk.end_secs - chunk.begin_secs
+    for segment in segments:
+        both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
+        if both > 0:
+            found[_PLACES.get(segment.activity, Beside.OTHER)] += both
+            left -= both
+    found[Beside.OTHER] += max(0.0, left)
+    return found
 
 
 # -- timelines -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from reft.errors import ConfigError
 from reft.profile.activity import Activity
 from reft.profile.advice import milliseconds, percent
-from reft.profile.result import ProfileResult, RankTimeline, Segment, StageProfile, StepTimeline
+from reft.profile.result import Beside, ProfileResult, RankTimeline, Segment, StageProfile, StepTimeline
 
 _INK = "#22303c"
 _FAINT = "#6b7a88"
@@ -36,6 +36,8 @@ _TIERS = {
 _BAR = (-0.34, 0.46)
 _CHUNKS = (0.19, 0.15)
 _FADED = 0.3
+_MOSTLY = 0.9
+_MUCH_HELD_UP = 0.01
 _LEAST_SHARE = 0.004
 """Narrower bars than this share of the axis carry no number and no border."""
 
@@ -204,12 +206,19 @@ def verdict(result: ProfileResult) -> str:
     if not total:
         return "No snapshots ran in the profiled steps"
     fence = max(use.fence_secs.p50 for use in uses) / result.step_secs.p50
-    in_idle = sum(use.secs_in_idle for use in uses) / max(1e-12, sum(use.secs for use in uses))
-    if fence > 0.01:
+    secs = max(1e-12, sum(use.secs for use in uses))
+    idle, moving, computing = (
+        sum(use.secs_beside.get(place, 0.0) for use in uses) / secs
+        for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
+    )
+    if fence > _MUCH_HELD_UP:
         return f"Snapshots hold training up for {percent(fence)} of a step"
-    if in_idle > 0.9:
-        return f"Snapshots are free here: {percent(in_idle)} of their copying runs in idle time"
-    return f"{percent(in_idle)} of the snapshots' copying runs in idle time, the rest beside training"
+    if idle > _MOSTLY:
+        return f"Snapshots are free here: {percent(idle)} of their copying runs in idle time"
+    return (
+        f"Snapshots copy {percent(idle)} of their time in idle time, {percent(moving)} beside communication, "
+        f"{percent(computing)} beside computation"
+    )
 
 
 def _title(axes: Any, result: ProfileResult, timeline: StepTimeline) -> None:

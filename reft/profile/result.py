@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,15 @@ FORMAT = "reft-profile-1"
 
 class ProfileError(ReftError):
     """A profile cannot be read, or the traces given do not make one."""
+
+
+class Beside(StrEnum):
+    """What the device did while a chunk was copied."""
+
+    IDLE = "idle"
+    COMMUNICATION = "communication"
+    COMPUTATION = "computation"
+    OTHER = "other"
 
 
 class Spread(NamedTuple):
@@ -163,14 +173,19 @@ class SnapshotUse:
     Attributes:
         bytes_by_tier: bytes copied; tiers 1, 2, 3, and 0 for the fence.
         secs_by_tier: seconds these copies took.
-        secs_in_idle: of them, seconds that lay in the device's idle time.
+        secs_beside: of them, seconds by what the device did meanwhile (idle, communication, computation,
+            other).
         fence_secs: spread of the wait of training before the optimizer step.
     """
 
     bytes_by_tier: dict[int, float]
     secs_by_tier: dict[int, float]
-    secs_in_idle: float
+    secs_beside: dict[Beside, float]
     fence_secs: Spread
+
+    @property
+    def secs_in_idle(self) -> float:
+        return self.secs_beside.get(Beside.IDLE, 0.0)
 
     @property
     def nbytes(self) -> float:

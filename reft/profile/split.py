@@ -11,8 +11,9 @@ when both sides are there, so of a call [b, e] whose partner began at r
 
 The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver is
 there), unless one of its kind ended before its receiver came: such sends are buffered and wait for
-nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the alignment
-of the clocks (:mod:`reft.profile.offsets`); waits shorter than it are counted as transfer.
+nobody. A send that returns after its receiver has everything was held up on its host: that rest is
+neither transfer nor idle. Reductions over data-parallel peers wait for the last of them. The error is
+that of the alignment of the clocks (:mod:`reft.profile.offsets`); shorter waits count as transfer.
 
 **The fastest observation**, where no partner is known, or the clocks are aligned worse than a transfer
 lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for longer than
@@ -25,7 +26,7 @@ That is read from the times: where ranks meet, a rank that comes earlier by x se
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,12 +50,14 @@ class Split:
 
     Attributes:
         ready_secs: of a call, when its partners were there too.
+        arrived_secs: of a send, when its receiver had everything.
         matched_secs: seconds of point-to-point calls that a partner's record split.
         unmatched_secs: seconds of those that the fastest observation split.
         causality_secs: worst seconds by which a receive ended before its send began.
     """
 
     ready_secs: dict[Place, float] = field(default_factory=dict)
+    arrived_secs: dict[Place, float] = field(default_factory=dict)
     matched_secs: float = 0.0
     unmatched_secs: float = 0.0
     causality_secs: float = 0.0
@@ -81,8 +84,12 @@ class Split:
             if ready > at:
                 yield _segment(at, min(ready, record.end_secs), Activity.WAIT, record)
                 at = min(ready, record.end_secs)
+            arrived = self.arrived_secs.get((rank, number, index), record.end_secs)
+            if arrived > at:
+                yield _segment(at, min(arrived, record.end_secs), activity, record)
+                at = min(arrived, record.end_secs)
             if record.end_secs > at:
-                yield _segment(at, record.end_secs, activity, record)
+                yield _segment(at, record.end_secs, Activity.OTHER, record)
 
 
 def _segment(begin: float, end: float, activity: Activity, record: InstructionRecord) -> Segment:
@@ -172,6 +179,9 @@ class _Pairs:
                 if ready - record.begin_secs <= rank.offset.error_to(self._peer(rank, record.name).offset):
                     ready = record.begin_secs
                 self._note_causality(record, partner)
+                if is_send(record.name) and partner.end_secs < record.end_secs:
+                    error = rank.offset.error_to(self._peer(rank, record.name).offset)
+                    self._result.arrived_secs[rank.rank, number, index] = partner.end_secs + error
                 self._result.matched_secs += secs
             if ready > record.begin_secs:
                 self._result.ready_secs[rank.rank, number, index] = ready
@@ -301,8 +311,3 @@ def _slope(leads: np.ndarray, lengths: np.ndarray, error_secs: float) -> float:
     if np.sqrt((x**2).mean()) <= max(error_secs, 1e-6):
         return 0.0  # the lead hardly varies: no telling
     return float((x * y).sum() / (x**2).sum())
-
-
-def overlap_secs(begin: float, end: float, stretches: Iterable[tuple[float, float]]) -> float:
-    """Seconds of [begin, end] that lie in any of the stretches, which do not overlap."""
-    return sum(max(0.0, min(end, e) - max(begin, b)) for b, e in stretches)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reft.profile.activity import Activity, activity_of
-from reft.snapshot.trace import InstructionRecord, StepTrace
+from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,23 @@ def _moved(record: InstructionRecord, by_secs: float) -> InstructionRecord:
         record.micro_batch,
         record.begin_secs + by_secs,
         record.end_secs + by_secs,
+    )
+
+
+def settled(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
+    """All but the last trace, with every chunk in the step during which it was copied.
+
+    A device reports its copies late: they may come with the trace of the step after.
+    """
+    begins = [trace.begin_secs for trace in traces]
+    chunks: list[list[ChunkRecord]] = [[] for _ in traces]
+    for chunk in (chunk for trace in traces for chunk in trace.chunks):
+        number = bisect_right(begins, chunk.begin_secs) - 1
+        if number >= 0:
+            chunks[number].append(chunk)
+    return tuple(
+        replace(trace, chunks=tuple(sorted(mine, key=lambda c: c.begin_secs)))
+        for trace, mine in zip(traces[:-1], chunks[:-1], strict=True)
     )
 
 
