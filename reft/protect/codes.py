@@ -166,6 +166,16 @@ class Code:
             pieces.sort(key=lambda p: (self.pieces[p].member != self.owner_of(block), p))
         return tuple(map(tuple, found))
 
+    @cached_property
+    def links(self) -> tuple[tuple[int, ...], ...]:
+        """For every sub-block the parities that it is part of."""
+        found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
+        for piece in self.pieces:
+            if not piece.is_data:
+                for block, _ in piece.terms:
+                    found[block].append(piece.index)
+        return tuple(map(tuple, found))
+
     def pieces_of(self, member: int) -> tuple[Piece, ...]:
         """What a member stores."""
         return self._by_member[member]

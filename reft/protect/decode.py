@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,13 +125,7 @@ class Systems:
             if first is not None:
                 source[block] = first
         unknown = [b for b in range(code.sub_blocks) if b not in source]
-        if not unknown:
-            return cls(code, source, ())
-        return cls(code, source, tuple(_take_apart(code, unknown, sorted(at_hand))))
-
-    @property
-    def solvable(self) -> bool:
-        return all(part.solvable for part in self.parts)
+        return cls(code, source, tuple(take_apart(code, unknown, at_hand.__contains__)))
 
     @cached_property
     def solutions(self) -> dict[int, dict[int, int]]:
@@ -139,9 +133,15 @@ class Systems:
         return {block: terms for part in self.parts for block, terms in part.solve().items()}
 
 
-def _take_apart(code: Code, unknown: Collection[int], available: Iterable[int]) -> Iterable[System]:
-    wanted = set(unknown)
-    leader = {block: block for block in wanted}
+def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], bool]) -> Iterator[System]:
+    """The independent systems of equations for ``unknown`` sub-blocks.
+
+    Args:
+        code: the layout.
+        unknown: sub-blocks of which no usable piece is a copy; every other sub-block has one.
+        usable: whether a piece (index) is at hand.
+    """
+    leader = {block: block for block in unknown}
 
     def find(block: int) -> int:
         while leader[block] != block:
@@ -149,29 +149,22 @@ def _take_apart(code: Code, unknown: Collection[int], available: Iterable[int]) 
             block = leader[block]
         return block
 
-    equations: list[tuple[int, dict[int, int]]] = []
-    for index in available:
-        linked = {b: c for b, c in code.pieces[index].terms if b in wanted}
-        if linked and not code.pieces[index].is_data:
-            equations.append((index, linked))
-            first, *others = map(find, linked)
-            for other in others:
-                leader[find(other)] = find(first)
+    equations = sorted({p for block in leader for p in code.links[block] if usable(p)})
+    linked = {p: {b: c for b, c in code.pieces[p].terms if b in leader} for p in equations}
+    for first, *others in map(tuple, linked.values()):
+        for other in others:
+            leader[find(other)] = find(first)
     columns: dict[int, list[int]] = {}
-    for block in sorted(wanted):
+    for block in sorted(leader):
         columns.setdefault(find(block), []).append(block)
-    rows: dict[int, list[tuple[int, dict[int, int]]]] = {root: [] for root in columns}
-    for index, linked in equations:
-        rows[find(next(iter(linked)))].append((index, linked))
+    rows: dict[int, list[int]] = {root: [] for root in columns}
+    for p in equations:
+        rows[find(next(iter(linked[p])))].append(p)
     for root, blocks in columns.items():
-        ordered = sorted(
-            rows[root], key=lambda row: (any(c != 1 for _, c in code.pieces[row[0]].terms), row[0])
-        )
-        matrix = np.zeros((len(ordered), len(blocks)), dtype=np.uint8)
-        for at, (_, linked) in enumerate(ordered):
-            for block, coefficient in linked.items():
-                matrix[at, blocks.index(block)] = coefficient
-        yield System(tuple(blocks), tuple(index for index, _ in ordered), matrix)
+        # Plain XOR first: what can be decoded by it, is.
+        ordered = sorted(rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p))
+        matrix = np.array([[linked[p].get(b, 0) for b in blocks] for p in ordered], dtype=np.uint8)
+        yield System(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
 
 
 def recoverable(code: Code, available: Iterable[int]) -> frozenset[int]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from reft.protect.codes import Code, Scheme, place_code
-from reft.protect.decode import Systems
+from reft.protect.decode import take_apart
 from reft.topology import Topology
 
 
@@ -16,7 +16,17 @@ def survives(code: Code, lost: Collection[int]) -> bool:
     Unknown sub-blocks that no parity links fall apart into independent systems; each needs as many
     independent parities as it has unknowns.
     """
-    return len(set(lost)) < code.size and Systems.of(code, code.surviving(lost)).solvable
+    gone = set(lost)
+    if len(gone) >= code.size:
+        return False
+    unknown = [
+        block
+        for member in gone
+        for block in range(member * code.splits, (member + 1) * code.splits)
+        if all(code.pieces[p].member in gone for p in code.holders[block])
+    ]
+    systems = take_apart(code, unknown, lambda p: code.pieces[p].member not in gone)
+    return all(system.solvable for system in systems)
 
 
 def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -33,8 +43,12 @@ def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...
     if len(where) != code.size:
         raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
     distinct = sorted(set(where), key=where.index)
+    # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a look.
+    pinned = where[code.ring[0]] if len(distinct) == code.size else None
     for count in range(1, len(distinct)):
         for dead in combinations(distinct, count):
+            if pinned not in (None, *dead):
+                continue
             if not survives(code, [m for m in range(code.size) if where[m] in dead]):
                 return dead
     return tuple(distinct)
