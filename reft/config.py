@@ -6,6 +6,7 @@ An absent block, or ``"enabled": false``, leaves the job untouched (promise P10)
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ ENV_JOB_ID = "REFT_JOB_ID"
 ENV_NODE_ID = "REFT_NODE_ID"
 ENV_SECRET = "REFT_SECRET"
 ENV_STORE = "REFT_STORE"
+ENV_PROFILE = "REFT_PROFILE"
 
 
 class FaultPoint(StrEnum):
@@ -41,6 +43,23 @@ class FaultPoint(StrEnum):
     DURING_STEP = "during_step"
     DURING_RECOVERY = "during_recovery"
     DURING_PERSIST = "during_persist"
+
+
+class Variant(StrEnum):
+    """When the bytes of a version are copied. All but NONE commit the same versions.
+
+    HAS: in the pipeline's idle time first (hierarchical asynchronous snapshotting). The others exist
+    to be measured against: HOST copies in a thread without regard for the device, HOST_DEVICE queues
+    device copies at once without regard for the schedule (on a CPU that is HOST), BLOCKING lets
+    training wait for the copy, INTER_NODE sends all of it to a peer too (Gemini), NONE takes none.
+    """
+
+    HAS = "has"
+    HOST = "host"
+    HOST_DEVICE = "host_device"
+    BLOCKING = "blocking"
+    INTER_NODE = "inter_node"
+    NONE = "none"
 
 
 class _Block(BaseModel):
@@ -76,6 +95,55 @@ class PersistConfig(_Block):
     )
 
 
+class HasConfig(_Block):
+    """How copies are fitted into the idle time of the pipeline."""
+
+    windows: Literal["profiled", "analytic", "paper"] = Field(
+        "profiled",
+        description="where the idle times come from: measured while the job runs, the formulas of 1F1B with "
+        "measured forward and backward times, or Algorithm 1 of the paper as printed",
+    )
+    chunk_bytes: int = Field(
+        256 * 2**10,
+        ge=4096,
+        description="bytes of a chunk, the unit of copying; training waits for one at most when a window "
+        "closes",
+    )
+    compute_share: float = Field(
+        0.2, ge=0, le=1, description="most of the computing time that copies may run beside (tier 2)"
+    )
+    separate_links: bool = Field(
+        False,
+        description="training and snapshots use different links (NVLink and PCIe), so that copies may also "
+        "run beside communication (tier 3)",
+    )
+    overflow: Literal["stall", "interval"] = Field(
+        "stall",
+        description="what does not fit before the optimizer step: 'stall' lets it wait, 'interval' takes "
+        "snapshots less often, so that max_overhead is kept",
+    )
+    max_overhead: float = Field(
+        0.03, gt=0, le=1, description="part of the training time that snapshots may cost, for 'interval'"
+    )
+
+
+class ProfileConfig(_Block):
+    """Measures where the devices of a running job wait; the result is for people and tools."""
+
+    steps: int = Field(0, ge=0, description="measure so many steps, once; 0 switches it off")
+    warmup_steps: int = Field(5, ge=0, description="steps to let pass before")
+    dir: Path = Field(
+        Path("reft-profile"),
+        description="where rank 0 writes profile.json, trace.json (Chrome, Perfetto) and profile.png",
+    )
+    pipelines: int = Field(
+        4, ge=1, description="pipelines (data x tensor parallel) whose instructions are gathered in full"
+    )
+    then: Literal["go_on", "exit"] = Field(
+        "go_on", description="when measured: let the job go on, or end it with exit code 0"
+    )
+
+
 class ReftConfig(_Block):
     """The ``reft`` block."""
 
@@ -92,6 +160,13 @@ class ReftConfig(_Block):
         "sets, overrides it",
     )
     interval_steps: int = Field(1, ge=1, description="take a snapshot every so many optimizer steps")
+    variant: Variant = Field(
+        Variant.HAS,
+        description="when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a "
+        "thread, at once), 'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' "
+        "(and all of it to a peer), 'none' (no snapshots at all)",
+    )
+    has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
     protection: Literal["arc", "none"] = Field(
         "arc",
         description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards; "
@@ -123,6 +198,7 @@ class ReftConfig(_Block):
         25.0, gt=0, description="after SIGTERM or Ctrl-C: time to finish the step, commit and persist"
     )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
+    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 
     @model_validator(mode="after")
@@ -131,6 +207,21 @@ class ReftConfig(_Block):
             raise ValueError(
                 f"block_bytes is {self.block_bytes}; write a multiple of 4096, for example "
                 f"{max(4096, self.block_bytes // 4096 * 4096)}"
+            )
+        if self.has.chunk_bytes % 64:
+            raise ValueError(
+                f"has.chunk_bytes is {self.has.chunk_bytes}; write a multiple of 64, for example "
+                f"{self.has.chunk_bytes // 64 * 64}"
+            )
+        if self.variant is not Variant.HAS and self.has.model_fields_set:
+            raise ValueError(
+                f'"variant": "{self.variant.value}" does not use "has": '
+                f'{{"{sorted(self.has.model_fields_set)[0]}": ...}}; remove it, or write "variant": "has"'
+            )
+        if self.variant is Variant.NONE and self.persist.dir is not None:
+            raise ValueError(
+                '"variant": "none" takes no snapshots, so there is nothing to persist; remove "persist", or '
+                "choose another variant"
             )
         if self.protection == "none" and "copies" in self.model_fields_set and self.copies:
             raise ValueError(
@@ -190,7 +281,7 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
 
 def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
     """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the launcher
-    and its daemon look where they say."""
+    and its daemon look where they say. So do the keys in REFT_PROFILE, which ``reft profile`` sets."""
     environ = environ or {}
     for name, key in ((ENV_MEMORY_DIR, "memory_dir"), (ENV_JOB_ID, "job_id")):
         if value := environ.get(name):
@@ -199,6 +290,9 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
             block[key] = value
     if not block.get("job_id") and environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         block["job_id"] = environ["TORCHELASTIC_RUN_ID"]
+    if asked := environ.get(ENV_PROFILE):
+        # `reft profile` measures any job, with or without a block.
+        block |= {"enabled": True, **json.loads(asked)}
     try:
         return ReftConfig.model_validate(block)
     except ValidationError as error:
@@ -225,6 +319,10 @@ def _explain_errors(error: ValidationError) -> str:
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     if "persist" in path:
         return list(PersistConfig.model_fields)
+    if "has" in path:
+        return list(HasConfig.model_fields)
+    if "profile" in path:
+        return list(ProfileConfig.model_fields)
     if "faults" in path:
         return list(FaultConfig.model_fields)
     return list(ReftConfig.model_fields)
@@ -241,6 +339,11 @@ class KeyDoc:
     meaning: str
 
 
+_NESTED: dict[str, type[_Block]] = {
+    "persist": PersistConfig,
+    "has": HasConfig,
+    "profile": ProfileConfig,
+}
 _UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
 
 
@@ -252,8 +355,8 @@ def explain() -> Iterator[KeyDoc]:
 def _explain_model(model: type[_Block], prefix: str) -> Iterator[KeyDoc]:
     for name, field in model.model_fields.items():
         key = prefix + name
-        if name == "persist":
-            yield from _explain_model(PersistConfig, key + ".")
+        if name in _NESTED:
+            yield from _explain_model(_NESTED[name], key + ".")
         elif name == "faults":
             yield KeyDoc(key, "list", [], "", field.description or "")
             yield from _explain_model(FaultConfig, key + "[].")

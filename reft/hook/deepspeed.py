@@ -6,6 +6,7 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 - ``_take_model_step``: the fence. Both engines pass here before weights change; ``step()`` would not
   do, a pipeline engine never calls it (trap 8).
 - ``train_batch`` / ``step``: the step boundary.
+- ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows (:mod:`reft.hook.weave`).
 - ``load_checkpoint`` / ``save_checkpoint``.
 """
 
@@ -17,7 +18,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reft.config import load_config, parse_block
+from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.restore import Restorer
@@ -168,7 +169,23 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
     _replace(engine, "_take_model_step", model_step)
     if hasattr(engine, "grid"):
         _replace(engine, "train_batch", train_batch)
+        _weave(engine, session)
     else:
         _replace(engine, "step", step)
     _replace(engine, "load_checkpoint", load_checkpoint)
     _replace(engine, "save_checkpoint", save_checkpoint)
+
+
+def _weave(engine: Any, session: Session) -> None:
+    from reft.hook.weave import Weaver
+
+    weaver = Weaver(
+        engine,
+        session.pacer,
+        take_snapshot=session.boundary,
+        active=lambda: (
+            session.worker is not None and (session.variant is Variant.HAS or session.pacer.gate.wanted)
+        ),
+        traced=lambda: session.traced,
+    )
+    session.woven(weaver.take_records)

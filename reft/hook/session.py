@@ -6,10 +6,11 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reft.config import ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig
+from reft.config import ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
@@ -21,8 +22,13 @@ from reft.load.transfer import allgather_bytes
 from reft.protect.placement import tolerance
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
+from reft.snapshot.copying import CopyEngine, Mark, copy_engine_for
+from reft.snapshot.gate import HostGate, StreamGate
+from reft.snapshot.has import HasSchedule, Limits, Overflow
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.pacing import PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.trace import InstructionRecord, StepTrace
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.adapters import adapter_for
 from reft.state.blob import HostBlob
@@ -32,11 +38,24 @@ from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
 from reft.store.label import Label
 from reft.topology import Topology
 
+if TYPE_CHECKING:
+    from reft.profile.profiler import Profiler
+
 logger = logging.getLogger(__name__)
 
+_STOP_NEXT_SECS = 1.0
+"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
 _LONG_STEP_SECS = 0.5
+"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
+measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
+_VOTE_SECS = 5.0
 
 ClientState = Callable[[], Mapping[str, Any]]
+TakeRecords = Callable[[], tuple[tuple[InstructionRecord, ...], float]]
+
+
+def _no_records() -> tuple[tuple[InstructionRecord, ...], float]:
+    return (), 0.0
 
 
 class Session:
@@ -76,11 +95,21 @@ class Session:
         self.preemption = Preemption()
         self.daemon = DaemonClient(self.job_dir.path, self.job_dir.secret)
         self.worker: SnapshotWorker | None = None
+        self.variant = config.variant
+        self.traces: deque[StepTrace] | None = None
+        """Set to a bounded deque to have every step traced."""
+        self.profiler: Profiler | None = None
+        self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
+        self.pacer = self._make_pacer()
+        self._stopping = False
+        self._woven = False
+        self._take_records: TakeRecords = _no_records
+        self._fence_secs = 0.0
         self._images: LiveImages | None = None
         self._blob = HostBlob()
         self._capture_errors: set[type[Exception]] = set()
         self._last_step = int(engine.global_steps)
-        self._boundary_secs = time.monotonic()
+        self._boundary_secs = time.perf_counter()
         self._closed = False
         self._report_start()
 
@@ -122,6 +151,48 @@ class Session:
             fresh = allgather_bytes(secrets.token_bytes(SECRET_BYTES), self.control.group)[0]
             secret = next((s for s in gathered if s), fresh)
         return JobDir.open_or_create(self.config.memory_dir, self.job_id, node=self.node, secret=secret)
+
+    def _make_pacer(self) -> Pacer:
+        has = self.config.has
+        gate = StreamGate() if self.copy_engine.asynchronous else HostGate()
+        # Until something was measured: beside computation, as slowly as ever allowed.
+        gate.share(has.compute_share)
+        return Pacer(
+            gate,
+            PaceOptions(
+                estimator=has.windows,
+                limits=Limits(
+                    compute_share=has.compute_share,
+                    separate_links=has.separate_links,
+                    overflow=Overflow(has.overflow),
+                    max_overhead=has.max_overhead,
+                ),
+                stage_id=self.coordinate.pp,
+                stages=self.topology.degrees.pp,
+                micro_batches=int(self.engine.gradient_accumulation_steps()),
+            ),
+            self._mark if self.copy_engine.asynchronous else None,
+        )
+
+    def _mark(self) -> Mark | None:
+        try:
+            return self.copy_engine.mark()
+        except ReftError:
+            return None  # no version is being taken
+
+    @property
+    def schedule(self) -> HasSchedule | None:
+        """The plan by which bytes are copied now; None before one was made."""
+        return self.pacer.plan
+
+    def use(self, variant: Variant | str) -> None:
+        """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
+        self.variant = Variant(variant)
+
+    def woven(self, take_records: TakeRecords) -> None:
+        """The engine's schedules are woven: windows are known from there."""
+        self._woven = True
+        self._take_records = take_records
 
     def restored(self) -> None:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
@@ -187,6 +258,29 @@ class Session:
 
     # -- start and end -----------------------------------------------------------------------------
 
+    @property
+    def traced(self) -> bool:
+        """Whether somebody wants the traces of steps."""
+        return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
+
+    def _make_profiler(self) -> Profiler | None:
+        """Collective, if a profile is wanted."""
+        if not self.config.profile.steps:
+            return None
+        if not self._woven:
+            logger.warning("reft: %s cannot be profiled, only a pipeline engine", type(self.engine).__name__)
+            return None
+        from reft.profile.profiler import Profiler, RankFacts
+
+        facts = RankFacts(
+            job_id=self.job_id,
+            coordinate=self.coordinate,
+            degrees=self.topology.degrees,
+            secret=self.job_dir.secret,
+            snapshot_bytes=lambda: self.stats.bytes_per_snapshot,
+        )
+        return Profiler(self.config.profile, facts)
+
     def start(self, frozen: Mapping[int, Label]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
         limit = self.config.memory_limit_bytes
@@ -199,6 +293,7 @@ class Session:
             frozen=frozen,
             limit_bytes=limit // local_world_size() if limit is not None else None,
             local_world_size=local_world_size(),
+            engine=self.copy_engine,
         )
         self.worker = SnapshotWorker(
             control=self.control,
@@ -208,14 +303,19 @@ class Session:
                 copies=self.config.redundant_copies,
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
+                chunk_bytes=self.config.has.chunk_bytes,
             ),
             stats=self.stats,
             faults=self.faults,
             on_commit=self._committed,
             on_skip=self._skipped,
+            engine=self.copy_engine,
+            pacer=self.pacer,
         )
         self.daemon.configure(self.config)
-        self.preemption.install()
+        self.profiler = self._make_profiler()
+        if self.variant is not Variant.NONE:  # without versions there are no votes to stop by
+            self.preemption.install()
 
     def close(self) -> None:
         """Finish what is under way and release everything. The memory stays: the launcher removes
@@ -235,27 +335,68 @@ class Session:
         """The fence (P2)."""
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
         if self.worker is not None:
-            waited = self.worker.fence()
+            self._fence_secs = self.worker.fence()
             if self.stats.stalls_secs:
-                self.stats.stalls_secs[-1] += waited
+                self.stats.stalls_secs[-1] += self._fence_secs
 
-    def after_step(self) -> None:
-        """A step boundary: take a snapshot if one is due. Never raises but to stop when told so."""
+    def boundary(self) -> None:
+        """The state after an optimizer step is final: take a snapshot if one is due. Never raises.
+
+        Called behind the optimizer step where the schedule was woven, else behind the whole step; the
+        second call for the same step does nothing.
+        """
         step = int(self.engine.global_steps)
         if step == self._last_step or self.worker is None:
             return
-        now = time.monotonic()
-        step_secs, self._boundary_secs = now - self._boundary_secs, now
+        now = time.perf_counter()
+        began, self._boundary_secs = self._boundary_secs, now
+        step_secs = now - began
         self._last_step = step
+        if not self._woven:
+            self.pacer.end_step("step", (), began, 0.0, 0.0)
+        if self.variant is Variant.NONE:
+            return
         if self.preemption.requested:
-            # The vote that carries this ends within milliseconds: all ranks know before they get there.
-            self.worker.stop_proposal = step + (1 if step_secs > _LONG_STEP_SECS else 2)
+            # The vote that carries this is over when training gets there: all ranks know by then.
+            self.worker.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
+        if step_secs > _LONG_STEP_SECS:
+            self.worker.await_vote(step - 1, _VOTE_SECS)
+        interval = max(self.config.interval_steps, self.worker.interval_steps(step))
         if self.worker.stop_step is not None and step >= self.worker.stop_step:
-            self._stop(step)
-        elif step % self.config.interval_steps == 0:
+            self._stopping = True
+        elif step % interval == 0:
             self.submit(must=False)
         else:
             self.worker.submit(SnapshotRequest(Label(self.incarnation, step), None, b"", idle=True))
+
+    def after_step(self) -> None:
+        """A step has returned. Raises only to stop when told so."""
+        self.boundary()
+        if self.traced:
+            self._trace()
+        if self._stopping:
+            self._stop(self._last_step)
+
+    def _trace(self) -> None:
+        instructions, began = self._take_records()
+        chunks = []
+        if self.worker is not None:
+            while self.worker.copier.records:
+                chunks.append(self.worker.copier.records.popleft())
+        trace = StepTrace(
+            step=self._last_step,
+            rank=self.control.rank,
+            stage_id=self.coordinate.pp,
+            begin_secs=began,
+            end_secs=time.perf_counter(),
+            instructions=instructions,
+            chunks=tuple(chunks),
+            fence_secs=self._fence_secs,
+        )
+        if self.traces is not None:
+            self.traces.append(trace)
+        if self.profiler is not None:
+            self.profiler.add(trace)
 
     def submit(self, *, must: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker.
@@ -278,7 +419,7 @@ class Session:
                 self.data.state(),
             )
             blob = self._blob.encode(self.engine, images, state)
-            request = SnapshotRequest(label, images, blob, must=must)
+            request = SnapshotRequest(label, images, blob, must=must, variant=self.variant)
         except Exception as error:
             # Whatever it is, training goes on (P6). This rank still has to say no in the vote, or
             # its peers would wait.
@@ -288,6 +429,8 @@ class Session:
                 logger.log(level, "[step %d] the state cannot be captured", step, exc_info=error)
             request = SnapshotRequest(label, self._images, b"", cancelled=True)
         self.worker.submit(request)
+        if self.variant is Variant.BLOCKING:
+            request.copied.wait()
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from reft.blocks import Section
 from reft.errors import ArenaError, OutOfMemoryError, TransferError
+from reft.snapshot.copying import CopyEngine
 from reft.snapshot.layout import GroupLayout
-from reft.snapshot.plan import PlacedBlock, Section
+from reft.snapshot.plan import PlacedBlock
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, arena_name, checksum, scan
 from reft.store.commit import SlotTable
 from reft.store.label import Label
@@ -69,6 +71,10 @@ class Filling:
     def write_host(self, placed: PlacedBlock, blob: bytes) -> None:
         self._lengths[placed] = len(blob)
         self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
+
+    def set_checksum(self, placed: PlacedBlock, value: int) -> None:
+        """The block was hashed while it was copied."""
+        self._checksums[placed] = value
 
     def hash(self, placed: PlacedBlock) -> None:
         begin = placed.arena_offset
@@ -167,6 +173,7 @@ class ArenaSet:
             committed globally (P3).
         limit_bytes: most bytes that this rank's arenas may take; None means what is free.
         local_world_size: ranks on this node; rank 0 frees what ranks that are no more left behind.
+        engine: copies into the arenas; told about each of them once.
     """
 
     def __init__(
@@ -180,7 +187,9 @@ class ArenaSet:
         frozen: Mapping[int, Label],
         limit_bytes: int | None,
         local_world_size: int = 1,
+        engine: CopyEngine | None = None,
     ) -> None:
+        self._engine = engine
         self._job_dir = job_dir
         self._local_rank = local_rank
         self._count = count
@@ -271,7 +280,13 @@ class ArenaSet:
 
     def close(self) -> None:
         """Forget the mappings; the files stay."""
+        for arena in self._arenas.values():
+            self._forget(arena)
         self._arenas.clear()
+
+    def _forget(self, arena: Arena) -> None:
+        if self._engine is not None:
+            self._engine.unregister(arena.data)
 
     def _free_slot(self, wait: bool) -> int:
         while True:
@@ -296,6 +311,7 @@ class ArenaSet:
             return arena
         self._check_limit(wanted)
         if arena is not None:
+            self._forget(arena)
             arena.unlock()
         del arena
         self._arenas.pop(slot, None)
@@ -304,6 +320,8 @@ class ArenaSet:
         )
         if not arena.try_lock_exclusive():
             raise ArenaError(f"{arena.path.name} is pinned by a reader")
+        if self._engine is not None:
+            self._engine.register(arena.data)
         self._arenas[slot] = arena
         return arena
 

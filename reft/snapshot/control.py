@@ -30,11 +30,14 @@ class Ballot:
         stop_after_step: this rank was told to stop and can do so after that step; 0 if it was not
             (result: the latest step that any rank named).
         relayout: the state of this rank has another shape than the plan (result: any rank's has).
+        interval_steps: how often this rank could take versions at the allowed overhead (result: the
+            largest of all ranks).
     """
 
     ok: bool
     stop_after_step: int = 0
     relayout: bool = False
+    interval_steps: int = 1
 
 
 class ControlGroup:
@@ -67,20 +70,27 @@ class ControlGroup:
             TransferError: a peer is gone, or votes on another version.
         """
         word = torch.tensor(
-            [int(ballot.ok), -ballot.stop_after_step, -int(ballot.relayout), version, -version],
+            [
+                int(ballot.ok),
+                -ballot.stop_after_step,
+                -int(ballot.relayout),
+                -ballot.interval_steps,
+                version,
+                -version,
+            ],
             dtype=torch.int64,
         )
         try:
             self._all_reduce_min(word)
         except RuntimeError as error:
             raise TransferError(f"a peer vanished during the vote on step {version}: {error}") from error
-        ok, stop, relayout, lowest, highest = word.tolist()
+        ok, stop, relayout, interval, lowest, highest = word.tolist()
         if lowest != -highest:
             raise TransferError(
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(ok=bool(ok), stop_after_step=-stop, relayout=bool(relayout))
+        return Ballot(bool(ok), -stop, bool(relayout), -interval)
 
     def _all_reduce_min(self, tensor: torch.Tensor) -> None:
         options = dist.AllreduceOptions()

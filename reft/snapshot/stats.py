@@ -20,6 +20,8 @@ class SnapshotStats:
         peer_bytes: bytes received from ring peers so far.
         stalls_secs: seconds the training thread spent on each snapshot (capture and fence), the
             newest 4096.
+        tier_bytes: bytes copied in bubbles (1), beside computation (2), beside communication (3), and
+            while training waited (0).
         copy_secs: seconds each copy took on the worker thread, the newest 4096.
         committed_step: newest step known to be committed.
         stale_since_step: first step since which no version was committed; None while all is well.
@@ -31,6 +33,7 @@ class SnapshotStats:
     skipped: Counter[str] = field(default_factory=Counter)
     bytes_per_snapshot: int = 0
     peer_bytes: int = 0
+    tier_bytes: Counter[int] = field(default_factory=Counter)
     stalls_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     copy_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     committed_step: int | None = None
@@ -58,6 +61,7 @@ class SnapshotStats:
             "skipped": dict(self.skipped),
             "bytes_per_rank": self.bytes_per_snapshot,
             "peer_bytes": self.peer_bytes,
+            "tier_bytes": {str(tier): self.tier_bytes[tier] for tier in range(4)},
             "stall_secs_median": statistics.median(self.stalls_secs) if self.stalls_secs else None,
             "copy_secs_median": statistics.median(self.copy_secs) if self.copy_secs else None,
             "committed_step": self.committed_step,

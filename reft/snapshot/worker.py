@@ -17,19 +17,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from reft.config import FaultPoint
+from reft.blocks import Section
+from reft.config import FaultPoint, Variant
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
 from reft.snapshot.arenas import ArenaSet, Filling
+from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
+from reft.snapshot.copier import Copier, bytes_by_tier
+from reft.snapshot.copying import CopyEngine, copy_engine_for
+from reft.snapshot.gate import Gate, OpenGate
+from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
-from reft.snapshot.plan import Section
+from reft.snapshot.pacing import Pacer
 from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.trace import ChunkRecord
 from reft.store.label import Label
 from reft.topology import Topology
 
@@ -47,6 +55,7 @@ class SnapshotRequest:
         host_blob: encoded host state.
         must: wait for a free slot and never cancel (restore, last snapshot before an exit).
         idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
+        variant: when the bytes are copied; all variants are the same to recovery.
     """
 
     label: Label
@@ -54,11 +63,17 @@ class SnapshotRequest:
     host_blob: bytes
     must: bool = False
     idle: bool = False
+    variant: Variant = Variant.HOST
     started: bool = False
     cancelled: bool = False
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     committed: bool = False
+
+    @property
+    def paced(self) -> bool:
+        """Whether the copy keeps to the windows; one that must be taken does not."""
+        return self.variant is Variant.HAS and not (self.must or self.idle)
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ class WorkerOptions:
     copies: int
     block_bytes: int
     host_bytes: int
+    chunk_bytes: int = 256 * 2**10
 
 
 class SnapshotWorker:
@@ -82,6 +98,8 @@ class SnapshotWorker:
         faults: injected faults.
         on_commit: called on the worker thread after each global commit.
         on_skip: called on the worker thread with (step, cause) for each version given up.
+        engine: copies the bytes; by default between host memory.
+        pacer: knows the windows; without one no version is paced.
     """
 
     def __init__(
@@ -95,6 +113,8 @@ class SnapshotWorker:
         faults: FaultPlan,
         on_commit: Callable[[SnapshotRequest], None],
         on_skip: Callable[[int, str], None],
+        engine: CopyEngine | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self._control = control
         self._topology = topology
@@ -104,10 +124,17 @@ class SnapshotWorker:
         self._faults = faults
         self._on_commit = on_commit
         self._on_skip = on_skip
+        self._pacer = pacer
+        self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes)
         self._layout: GroupLayout | None = None
         self._layout_signature: object = None
         self._images: LiveImages | None = None
         self._host_bytes = options.host_bytes
+        self._records: list[ChunkRecord] = []
+        self._plan_failed = False
+        self._interval = (0, 1, 1)
+        self._voted_step = -1
+        self._peer_traffic = PeerTraffic(control, options.block_bytes)
         self._queue: deque[SnapshotRequest] = deque()
         self._wake = threading.Condition()
         self._fence_waiting = False
@@ -128,6 +155,13 @@ class SnapshotWorker:
             if self._broken is not None:
                 self._give_up(request, "broken", self._broken)
                 return
+            if self._closing:
+                self._give_up(request, "closed")
+                return
+            if request.images is not None:
+                self.copier.begin()
+            if request.paced and self._pacer is not None:
+                self._pacer.gate.enter()
             self._queue.append(request)
             self._wake.notify_all()
 
@@ -150,15 +184,42 @@ class SnapshotWorker:
                 elif not request.copied.is_set():
                     running.append(request)
             self._fence_waiting = bool(running)
-        for request in running:
-            request.copied.wait()
+        if running:
+            with self._hurried():
+                for request in running:
+                    request.copied.wait()
         self._fence_waiting = False
+        self.copier.fence()
         return time.perf_counter() - began
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """The gate lets everything through meanwhile; nothing is paced any more afterwards."""
+        if self._pacer is None:
+            yield
+            return
+        self._pacer.gate.hurry()
+        try:
+            yield
+        finally:
+            self._pacer.gate.relax()
+
+    def interval_steps(self, step: int) -> int:
+        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""
+        since, now, before = self._interval
+        return now if step >= since else before
+
+    def await_vote(self, step: int, timeout_secs: float) -> None:
+        """Wait until the ranks have voted on the version of ``step``, so that what they said is known."""
+        with self._wake:
+            self._wake.wait_for(
+                lambda: self._voted_step >= step or not self._queue or self._broken is not None, timeout_secs
+            )
 
     def drain(self, timeout_secs: float) -> bool:
         """Wait until every version handed over is committed or given up."""
         deadline = time.monotonic() + timeout_secs
-        with self._wake:
+        with self._hurried(), self._wake:
             while self._queue and self._broken is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -173,6 +234,7 @@ class SnapshotWorker:
             self._closing = True
             self._wake.notify_all()
         self._thread.join(timeout=5.0)
+        self.copier.close()
         self._arenas.close()
 
     # -- worker thread -------------------------------------------------------------------------
@@ -225,7 +287,8 @@ class SnapshotWorker:
     def _process(self, request: SnapshotRequest) -> None:
         """Take one version through the whole protocol. Every path casts the same votes."""
         if request.idle:
-            self._vote(request, ok=False)
+            while self._vote(request, ok=False).relayout:
+                self._agree(request)
             return
         while True:
             filling, failure = self._try_copy(request)
@@ -256,6 +319,7 @@ class SnapshotWorker:
         self._stats.commit(request.label.step)
         request.committed = True
         self._on_commit(request)
+        self._learn(request, filling)
 
     def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
         if filling is not None:
@@ -268,11 +332,23 @@ class SnapshotWorker:
             ok=ok,
             stop_after_step=self.stop_proposal,
             relayout=wants_layout and self._layout_is_old(request),
+            interval_steps=self._advised_interval(),
         )
-        verdict = self._control.vote(ballot, request.label.step)
+        step = request.label.step
+        verdict = self._control.vote(ballot, step)
         if verdict.stop_after_step and self.stop_step is None:
             self.stop_step = verdict.stop_after_step
+        if verdict.interval_steps != self._interval[1]:
+            logger.info("[step %d] from step %d on, every %d", step, step + 2, verdict.interval_steps)
+            self._interval = (step + 2, verdict.interval_steps, self._interval[1])
+        with self._wake:
+            self._voted_step = step
+            self._wake.notify_all()
         return verdict
+
+    def _advised_interval(self) -> int:
+        plan = self._pacer.plan if self._pacer is not None else None
+        return plan.advised_interval_steps if plan and plan.overflow is Overflow.INTERVAL else 1
 
     def _layout_is_old(self, request: SnapshotRequest) -> bool:
         return (
@@ -299,6 +375,8 @@ class SnapshotWorker:
         )
         self._layout_signature = images.signature
         self._stats.bytes_per_snapshot = self._layout.mine.data_bytes
+        self._peer_traffic.agree(self._layout.mine.data_bytes)
+        self.copier.cache.clear()
         self._arenas.reserve(self._layout)
         logger.info("layout of the snapshots: %s", self._layout.plan)
 
@@ -332,25 +410,47 @@ class SnapshotWorker:
             return None, f"{type(error).__name__}: {error}"
 
     def _copy(self, images: LiveImages, request: SnapshotRequest, filling: Filling) -> None:
-        """Fill the arena from the live tensors. A block is hashed while it is still in the cache,
-        unless training waits at the fence: then all copies come first."""
-        blocks = filling.local_blocks
-        for number, placed in enumerate(blocks):
-            if number == len(blocks) // 2:
-                self._faults.reach(FaultPoint.DURING_COPY, request.label.step)
-            section = placed.key.section
-            if section is Section.HOST:
+        """Fill the arena from the live tensors."""
+        for placed in filling.local_blocks:
+            if placed.key.section is Section.HOST:
                 filling.write_host(placed, request.host_blob)
-            else:
-                image = images.replicated if section is Section.REPLICATED else images.owned
-                image.read_into(placed.block.start_bytes, filling.tensor(placed))
-            if not self._fence_waiting:
                 filling.hash(placed)
+        gate, step = self._gate_for(request), request.label.step
+        try:
+            self._records = self.copier.copy(
+                images,
+                filling,
+                gate,
+                half_way=lambda: self._faults.reach(FaultPoint.DURING_COPY, step),
+                handed_over=request.copied.set,
+            )
+        finally:
+            gate.leave()
+        self._stats.tier_bytes.update(bytes_by_tier(self._records))
+
+    def _learn(self, request: SnapshotRequest, filling: Filling) -> None:
+        """Have the pacer plan the next versions; without a new plan the old one stays."""
+        if self._pacer is None or not request.paced:
+            return
+        try:
+            self._pacer.version_done(_bytes_by_section(filling), self._records)
+        except Exception:
+            if not self._plan_failed:
+                logger.exception("snapshots cannot be planned anew; they go on as planned before")
+            self._plan_failed = True
+
+    def _gate_for(self, request: SnapshotRequest) -> Gate:
+        if request.paced and self._pacer is not None:
+            return self._pacer.gate
+        waited_for = request.must or request.variant is Variant.BLOCKING
+        return OpenGate(0 if waited_for else 2, lambda: self._fence_waiting)
 
     def _try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
         try:
             filling.hash_rest()
             self._exchange(filling)
+            if request.variant is Variant.INTER_NODE:
+                self._peer_traffic.send(filling.arena.data)
             filling.seal()
             self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
             return True, None
@@ -378,3 +478,13 @@ class SnapshotWorker:
             {ranks[m]: filling.incoming(m) for m in kept},
         )
         self._stats.peer_bytes += filling.check_received()
+
+
+def _bytes_by_section(filling: Filling) -> dict[str, int]:
+    """What this rank copies from its own device."""
+    found: dict[str, int] = {}
+    for placed in filling.local_blocks:
+        section = placed.key.section
+        if section is not Section.HOST:
+            found[section.value] = found.get(section.value, 0) + placed.block.nbytes
+    return found

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from reft.config import FaultConfig, FaultPoint
 from reft.faults import FaultPlan
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
+from reft.snapshot.copy_cpu import CpuCopyEngine
+from reft.snapshot.copying import CopyTicket, Mark, Piece
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
@@ -141,19 +144,15 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     me.settle(me.snapshot(1, must=True))
     gate, entered = threading.Event(), threading.Event()
 
-    class Gated(SectionImage):
-        def read_into(self, start: int, out: torch.Tensor) -> None:
+    class Held(CpuCopyEngine):
+        def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
             entered.set()
             gate.wait(60)
-            super().read_into(start, out)
+            return super().copy(pieces, after)
 
     me.step(2)
-    images = me.images()
-    slow = LiveImages(
-        Gated([(f"r{i}", t) for i, t in enumerate(me.replicated)]), images.owned, images.signature
-    )
-    held = SnapshotRequest(Label(1, 2), slow, host_blob(rank, 2))
-    me.worker.submit(held)
+    me.worker.copier.engine = Held()
+    held = me.snapshot(2)
     assert entered.wait(60)
     late = me.snapshot(3)  # cannot start: the worker is busy with version 2
     fenced = threading.Event()

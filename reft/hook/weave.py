@@ -1,0 +1,275 @@
+"""Weaving: snapshot instructions in the schedule that a pipeline engine is about to execute.
+
+The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the same
+training instructions in the same order, with instructions of ours around those in which the device may
+wait, and behind the optimizer step. They are DeepSpeed's own kind of instruction and are looked up in a
+copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
+parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
+
+Bubble time is spent *inside* receives, so a window opens before one and closes after it. The wait for
+the other stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+from reft.snapshot.pacing import Pacer
+from reft.snapshot.trace import InstructionRecord
+
+_WAITING = ("Recv", "Send", "Reduce")
+"""Beginnings of the names of instructions in which a device may wait for others."""
+
+
+class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
+    """The device is about to wait: snapshot copies may run.
+
+    Args:
+        window_id (int): position of the waiting instruction in the step's stream.
+        receives (bool): whether it is a receive.
+    """
+
+    def __init__(self, window_id: int, receives: bool) -> None:
+        super().__init__(window_id=window_id, receives=receives)
+
+
+class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
+    """The device goes on: no snapshot copy runs any more.
+
+    Args:
+        window_id (int): the window that was opened.
+    """
+
+    def __init__(self, window_id: int) -> None:
+        super().__init__(window_id=window_id)
+
+
+class TakeSnapshot(PipeInstruction):  # type: ignore[misc]
+    """The state after the optimizer step is final: a version begins here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow, TakeSnapshot)
+
+
+@dataclass
+class _Stream:
+    """What is known about a schedule from having executed it."""
+
+    names: list[str] = field(default_factory=list)
+    ends_with_optimizer_step: bool = False
+
+
+class WovenSchedule:
+    """A schedule with snapshot instructions; everything else is the schedule's own.
+
+    Args:
+        schedule: what the engine was about to execute.
+        take: insert :class:`TakeSnapshot` behind the optimizer step.
+        seen: takes the names of the training instructions, in order.
+    """
+
+    def __init__(self, schedule: Any, *, take: bool, seen: list[str]) -> None:
+        self._schedule = schedule
+        self._take = take
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for commands in self._schedule:
+            yield list(self._weave(commands))
+
+    def _weave(self, commands: Any) -> Iterator[Any]:
+        for command in commands:
+            name = type(command).__name__
+            position = len(self._seen)
+            self._seen.append(name)
+            if name.startswith(_WAITING):
+                yield OpenSnapshotWindow(position, name.startswith("Recv"))
+                yield command
+                yield CloseSnapshotWindow(position)
+            else:
+                yield command
+            if self._take and name == "OptimizerStep":
+                yield TakeSnapshot()
+
+
+class Weaver:
+    """Weaves the schedules of one pipeline engine. Made once, at ``attach``.
+
+    Args:
+        engine: a ``PipelineEngine``.
+        pacer: opens and closes windows.
+        take_snapshot: called behind the optimizer step, where nothing follows it in the schedule.
+        active: whether anything is to be woven; asked before every schedule.
+        traced: whether every instruction is timed; asked before every schedule.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        pacer: Pacer,
+        *,
+        take_snapshot: Callable[[], None],
+        active: Callable[[], bool],
+        traced: Callable[[], bool],
+    ) -> None:
+        self._pacer = pacer
+        self._take_snapshot = take_snapshot
+        self._active = active
+        self._traced = traced
+        self._streams: dict[Hashable, _Stream] = {}
+        self._records: list[InstructionRecord] = []
+        self._compute_secs: dict[str, list[float]] = {"ForwardPass": [], "BackwardPass": []}
+        self._counts: Counter[str] = Counter()
+        self._position = 0
+        self._began = 0.0
+        self._drains = False
+        self._key: Hashable = None
+        self._source: Mapping[type, Callable[..., Any]] = {}
+        self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
+        self._wrap(engine, "_exec_schedule", self._exec_schedule)
+        self._wrap(engine, "_aggregate_total_loss", self._aggregate)
+
+    @staticmethod
+    def _wrap(engine: Any, name: str, method: Callable[..., Any]) -> None:
+        original = getattr(engine, name, None)
+        if original is not None:
+            setattr(engine, name, functools.wraps(original)(functools.partial(method, engine, original)))
+
+    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
+        """Instructions timed since the last call, and when the last schedule began."""
+        records, self._records = self._records, []
+        return tuple(records), self._began
+
+    # -- execution -----------------------------------------------------------------------------------
+
+    def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
+        self._began = time.perf_counter()
+        traced = self._traced()
+        if not (traced or self._active()):
+            return original(schedule)
+        key = _key_of(schedule)
+        known = self._streams.get(key)
+        stream = _Stream()
+        woven = WovenSchedule(
+            schedule, take=known is not None and known.ends_with_optimizer_step, seen=stream.names
+        )
+        self._position = 0
+        self._counts.clear()
+        for secs in self._compute_secs.values():
+            secs.clear()
+        engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
+        self._pacer.begin_step(key)
+        try:
+            result = original(woven)
+        finally:
+            self._pacer.close()  # whatever happened, no window stays open
+        stream.ends_with_optimizer_step = stream.names[-1:] == ["OptimizerStep"]
+        self._streams[key] = stream
+        self._drains = stream.ends_with_optimizer_step
+        if not self._drains:
+            self._end_step(key, stream)
+        else:
+            self._key = key
+        return result
+
+    def _aggregate(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of the step: the first stages wait here for the last one, or all for all."""
+        if not self._drains:
+            return original(*args, **kwargs)
+        self._drains = False
+        stream = self._streams[self._key]
+        self._pacer.open(len(stream.names), receives=True)
+        began = time.perf_counter()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            ended = time.perf_counter()
+            self._pacer.close()
+        if self._traced():
+            self._records.append(
+                InstructionRecord(len(stream.names), "AggregateTotalLoss", None, began, ended)
+            )
+        self._end_step(self._key, stream)
+        return result
+
+    def _end_step(self, key: Hashable, stream: _Stream) -> None:
+        forward, backward = (self._compute_secs[name] for name in ("ForwardPass", "BackwardPass"))
+        self._pacer.end_step(key, stream.names, self._began, _median(forward), _median(backward))
+
+    def _exec_open(self, engine: Any, window_id: int, receives: bool) -> None:
+        self._pacer.open(window_id, receives)
+
+    def _exec_close(self, engine: Any, window_id: int) -> None:
+        self._pacer.close()
+
+    def _exec_take(self, engine: Any) -> None:
+        self._take_snapshot()
+
+    # -- timing --------------------------------------------------------------------------------------
+
+    def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
+        """This engine's map: what its class has now, with clocks (around everything if traced, else
+        around computation), and the snapshot instructions."""
+        source = type(engine)._INSTRUCTION_MAP
+        if source != self._source:
+            self._source = dict(source)
+            self._maps.clear()
+        if traced not in self._maps:
+            own: dict[type, Callable[..., Any]] = {
+                OpenSnapshotWindow: self._exec_open,
+                CloseSnapshotWindow: self._exec_close,
+                TakeSnapshot: self._exec_take,
+            }
+            clocked = {
+                kind: self._clocked(kind.__name__, execute, traced)
+                if traced or kind.__name__ in self._compute_secs
+                else execute
+                for kind, execute in source.items()
+            }
+            self._maps[traced] = {**clocked, **own}
+        return self._maps[traced]
+
+    def _clocked(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+        secs = self._compute_secs.get(name)
+
+        def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return execute(engine, *args, **kwargs)
+            finally:
+                ended = time.perf_counter()
+                if secs is not None:
+                    secs.append(ended - began)
+                if traced:
+                    self._record(name, "buffer_id" in kwargs, began, ended)
+
+        return clocked
+
+    def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
+        micro_batch = self._counts[name] if of_micro_batch else None
+        self._counts[name] += 1
+        self._records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
+        self._position += 1
+
+
+def _key_of(schedule: Any) -> Hashable:
+    """Tells apart schedules whose streams differ."""
+    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id"))
+    return (type(schedule).__module__, type(schedule).__qualname__, *facts)
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

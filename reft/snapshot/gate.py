@@ -1,0 +1,280 @@
+"""The gate between training and the copying thread: a chunk is copied only while the gate lets it.
+
+The training thread opens it right before an instruction in which the device waits and closes it right
+after; the copying thread asks before every chunk. Two gates, one for each kind of copy engine:
+
+- :class:`HostGate`: copies are done when the call returns. Closing waits for the chunk in flight, so no
+  chunk of tier 1 runs beside a training instruction other than the one it was let in for.
+- :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out the
+  bytes planned for each window, to be started after the mark that was taken where the window opens.
+
+Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2), when
+training has shown no sign of life for long (nothing is disturbed then), and all of them as soon as the
+fence waits (tier 0).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from reft.snapshot.copying import Mark
+
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Leave to copy.
+
+    Attributes:
+        tier: 1, 2, or 0 for what the fence waits for.
+        window: number of the window; None outside of windows.
+        nbytes: how much may be copied before asking again; at least one chunk.
+        mark: start no earlier than there.
+    """
+
+    tier: int
+    window: int | None = None
+    nbytes: int = 1
+    mark: Mark | None = None
+
+
+_HURRY = Permit(0)
+_BESIDE = Permit(2)
+
+
+class Gate(Protocol):
+    """What the training thread and the copying thread share."""
+
+    patience_secs: float
+    """How long training may be silent before copies go on without a window."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a version is to be copied, or being copied, through this gate."""
+
+    def open(self, window: int, nbytes: int, mark: Mark | None) -> None:
+        """T: the device will wait now; ``nbytes`` are planned for this window."""
+
+    def close(self) -> float:
+        """T: the device goes on. Returns the seconds waited for the chunk in flight."""
+
+    def hurry(self) -> None:
+        """T: let everything through until :meth:`relax`; the fence waits."""
+
+    def relax(self) -> None:
+        """T: end of the hurry, and of the version: nothing is to be copied until :meth:`enter`."""
+
+    def share(self, part: float) -> None:
+        """Part of the time outside of windows in which chunks may run, 0 to 1."""
+
+    def enter(self) -> None:
+        """T: there is something to copy from now on."""
+
+    def leave(self) -> None:
+        """W: nothing any more."""
+
+    def admit(self) -> Permit:
+        """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
+
+    def release(self, permit: Permit, secs: float) -> None:
+        """W: the chunk was copied and took ``secs``."""
+
+
+class HostGate:
+    """For engines whose copies are done when the call returns (CPU). See :class:`Gate`."""
+
+    def __init__(self) -> None:
+        self.patience_secs = 1.0
+        self._in_flight = threading.Lock()
+        self._changed = threading.Event()
+        self._window: int | None = None
+        self._hurrying = False
+        self._share = 0.0
+        self._wanted = False
+        self._next_beside = 0.0
+        self._alive_at = time.perf_counter()
+        self._permits: dict[int, Permit] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    # -- training thread: every line here is paid by training ---------------------------------------
+
+    def open(self, window: int, nbytes: int, mark: Mark | None) -> None:
+        self._window = window
+        if self._wanted:
+            self._changed.set()
+
+    def close(self) -> float:
+        if self._window is None:
+            return 0.0
+        self._window = None
+        self._alive_at = time.perf_counter()
+        if not self._wanted:
+            return 0.0
+        if not self._hurrying:
+            self._changed.clear()
+        with self._in_flight:
+            return time.perf_counter() - self._alive_at
+
+    def hurry(self) -> None:
+        self._hurrying = True
+        self._changed.set()
+
+    def relax(self) -> None:
+        self._hurrying = self._wanted = False
+        self._alive_at = time.perf_counter()
+        self._changed.clear()
+
+    def share(self, part: float) -> None:
+        self._share = part
+
+    def enter(self) -> None:
+        self._wanted = True
+        self._next_beside = 0.0
+
+    # -- copying thread ------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        self._wanted = False
+
+    def admit(self) -> Permit:
+        while True:
+            self._in_flight.acquire()
+            if self._hurrying:
+                return _HURRY
+            window = self._window
+            if window is not None:
+                permit = self._permits.get(window)
+                if permit is None:
+                    permit = self._permits[window] = Permit(1, window)
+                return permit
+            wait_secs = self._until_beside()
+            if wait_secs <= 0:
+                return _BESIDE
+            self._in_flight.release()
+            self._changed.wait(wait_secs)
+
+    def _until_beside(self) -> float:
+        now = time.perf_counter()
+        silent_at = self._alive_at + self.patience_secs
+        if now >= silent_at:
+            return 0.0
+        if self._share <= 0:
+            return silent_at - now
+        return min(self._next_beside, silent_at) - now
+
+    def release(self, permit: Permit, secs: float) -> None:
+        self._in_flight.release()
+        if permit.tier == 2 and self._share > 0:
+            self._next_beside = time.perf_counter() + secs * (1.0 / self._share - 1.0)
+
+
+class StreamGate:
+    """For engines that queue copies on a device. See :class:`Gate`."""
+
+    def __init__(self) -> None:
+        self.patience_secs = 1.0
+        self._changed = threading.Condition()
+        self._windows: deque[Permit] = deque()
+        self._hurrying = False
+        self._wanted = False
+        self._alive_at = time.perf_counter()
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def open(self, window: int, nbytes: int, mark: Mark | None) -> None:
+        self._alive_at = time.perf_counter()
+        if nbytes and mark is not None and self._wanted:
+            with self._changed:
+                self._windows.append(Permit(1, window, nbytes, mark))
+                self._changed.notify()
+
+    def close(self) -> float:
+        return 0.0
+
+    def hurry(self) -> None:
+        with self._changed:
+            self._hurrying = True
+            self._changed.notify()
+
+    def relax(self) -> None:
+        with self._changed:
+            self._hurrying = self._wanted = False
+            self._windows.clear()
+            self._alive_at = time.perf_counter()
+
+    def share(self, part: float) -> None:
+        """Nothing: what is planned beside computation is part of each window's bytes."""
+
+    def enter(self) -> None:
+        with self._changed:
+            self._windows.clear()
+            self._wanted = True
+
+    def leave(self) -> None:
+        with self._changed:
+            self._wanted = False
+            self._windows.clear()
+
+    def admit(self) -> Permit:
+        with self._changed:
+            while True:
+                if self._hurrying:
+                    return Permit(0, nbytes=_UNLIMITED)
+                if self._windows:
+                    return self._windows.popleft()
+                left = self._alive_at + self.patience_secs - time.perf_counter()
+                if left <= 0:
+                    return Permit(2, nbytes=_UNLIMITED)
+                self._changed.wait(left)
+
+    def release(self, permit: Permit, secs: float) -> None:
+        pass
+
+
+class OpenGate:
+    """Lets everything through at once: for versions that are not paced, and for the baselines.
+
+    Args:
+        tier: what chunks count as; 0 where training waits for them.
+        hurried: whether the fence waits by now; then chunks count as tier 0 too.
+    """
+
+    def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
+        self.patience_secs = 0.0
+        self._permit = Permit(tier)
+        self._hurried = hurried
+
+    @property
+    def wanted(self) -> bool:
+        return False
+
+    def open(self, window: int, nbytes: int, mark: Mark | None) -> None: ...
+
+    def close(self) -> float:
+        return 0.0
+
+    def hurry(self) -> None: ...
+
+    def relax(self) -> None: ...
+
+    def share(self, part: float) -> None: ...
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def admit(self) -> Permit:
+        return _HURRY if self._hurried() else self._permit
+
+    def release(self, permit: Permit, secs: float) -> None: ...

@@ -1,0 +1,312 @@
+"""The pacer: measures the windows of a running job, plans with HAS, opens and closes the gate.
+
+One per engine. The training thread tells it what begins and ends (:mod:`reft.hook.weave`); the copying
+thread asks its gate before every chunk and has the plan renewed after every version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from reft.errors import ConfigError
+from reft.snapshot.copying import Mark
+from reft.snapshot.gate import Gate
+from reft.snapshot.has import BandwidthModel, HasSchedule, Interval, Limits, plan_schedule
+from reft.snapshot.trace import ChunkRecord
+from reft.snapshot.windows import AnalyticEstimator, PaperEstimator, ProfiledEstimator, Window, WindowKind
+
+SETTLED_STEPS = 2
+"""Steps that are seen before the first plan: what is made at first use takes long and never again."""
+_MEMORY = 0.3
+_SHARE_OF_A_STEP = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One call in which the device may have waited, in one step.
+
+    Attributes:
+        position: of the instruction in the step's stream; ``len(stream)`` is what follows it.
+        begin_secs, end_secs: host clock.
+        overrun_secs: how long training then waited for a chunk.
+        open: whether copies were let in.
+    """
+
+    position: int
+    begin_secs: float
+    end_secs: float
+    overrun_secs: float
+    open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the training thread saw in one step."""
+
+    key: Hashable
+    names: Sequence[str]
+    begin_secs: float
+    end_secs: float
+    waits: Sequence[Wait]
+    forward_secs: float
+    backward_secs: float
+
+
+@dataclass
+class Smoothed:
+    """Begin and length of one wait, exponentially smoothed over the steps."""
+
+    start_secs: float
+    length_secs: float
+
+    def see(self, start_secs: float, length_secs: float) -> None:
+        self.start_secs += _MEMORY * (start_secs - self.start_secs)
+        self.length_secs += _MEMORY * (length_secs - self.length_secs)
+
+
+@dataclass
+class WindowMeter:
+    """Windows of one schedule, measured step by step. Pure.
+
+    Attributes:
+        names: class name of every instruction, in order; a wait at ``len(names)`` is the drain.
+        steps: seen so far.
+    """
+
+    names: Sequence[str]
+    steps: int = 0
+    step_secs: float = 0.0
+    forward_secs: float = 0.0
+    backward_secs: float = 0.0
+    _waits: dict[int, Smoothed] = field(default_factory=dict)
+
+    def see(self, step: Observed) -> None:
+        """Take one step in."""
+        self.steps += 1
+        begin, secs = step.begin_secs, step.end_secs - step.begin_secs
+        weight = 1.0 if self.steps <= SETTLED_STEPS else _MEMORY
+        self.step_secs += weight * (secs - self.step_secs)
+        self.forward_secs += weight * (step.forward_secs - self.forward_secs)
+        self.backward_secs += weight * (step.backward_secs - self.backward_secs)
+        if self.steps <= SETTLED_STEPS:
+            self._waits.clear()
+        for wait in step.waits:
+            start, length = wait.begin_secs - begin, wait.end_secs - wait.begin_secs - wait.overrun_secs
+            known = self._waits.get(wait.position)
+            if known is None:
+                self._waits[wait.position] = Smoothed(start, length)
+            else:
+                known.see(start, length)
+
+    def windows(self) -> tuple[Window, ...]:
+        """In order of time and not overlapping; the drain is moved behind the last instruction."""
+        found: list[Window] = []
+        for position, wait in sorted(self._waits.items()):
+            start = max(wait.start_secs, found[-1].stop_secs if found else 0.0)
+            stop = max(start, wait.start_secs + wait.length_secs)
+            found.append(Window(self.kind(position), start, stop, position))
+        return tuple(found)
+
+    def kind(self, position: int) -> WindowKind:
+        """Why a stage waits there, from what it does before and after."""
+        if position >= len(self.names):
+            return WindowKind.DRAIN
+        before, after = self.names[:position], self.names[position:]
+        if "ForwardPass" not in before:
+            return WindowKind.FILL
+        if "BackwardPass" not in before:
+            return WindowKind.MID if self.names[position].endswith("Grad") else WindowKind.OTHER
+        if "BackwardPass" not in after:
+            return WindowKind.DRAIN
+        return WindowKind.COOL_DOWN if "ForwardPass" not in after else WindowKind.OTHER
+
+
+@dataclass(frozen=True)
+class PaceOptions:
+    """Fixed settings.
+
+    Attributes:
+        estimator: ``profiled``, ``analytic`` or ``paper``.
+        limits: of HAS.
+        stage_id, stages, micro_batches: of this rank; the formulas need them.
+    """
+
+    estimator: str
+    limits: Limits
+    stage_id: int
+    stages: int
+    micro_batches: int
+
+
+class Pacer:
+    """See the module docstring.
+
+    Args:
+        gate: between training and the copying thread.
+        options: fixed settings.
+        mark: takes a point of the device's time line; None where the engine has none.
+    """
+
+    def __init__(self, gate: Gate, options: PaceOptions, mark: Callable[[], Mark | None] | None) -> None:
+        self.gate = gate
+        self.options = options
+        self.plan: HasSchedule | None = None
+        self.model = BandwidthModel()
+        self._mark = mark
+        self._plan_key: Hashable = None
+        self._budgets: Mapping[int, tuple[int, int]] = {}
+        self._meters: dict[Hashable, WindowMeter] = {}
+        self._observed: deque[Observed] = deque(maxlen=16)
+        self._waits: list[Wait] = []
+        self._opened: tuple[int, float, bool] | None = None
+        self._ordinal = 0
+        self._planned_step = False
+
+    # -- training thread -----------------------------------------------------------------------------
+
+    def begin_step(self, key: Hashable) -> None:
+        """The engine begins to execute a schedule; ``key`` tells schedules apart."""
+        self._planned_step = self.plan is not None and key == self._plan_key
+        self._ordinal = 0
+
+    def open(self, position: int, receives: bool) -> None:
+        """The instruction at ``position`` may make the device wait.
+
+        Args:
+            position: in the step's stream.
+            receives: whether it is a receive: before anything was measured, each is a window.
+        """
+        window, nbytes = -1, 0
+        if self._planned_step:
+            window, nbytes = self._budgets.get(position, (-1, 0))
+        elif receives:
+            window, nbytes = self._ordinal, 2**62
+            self._ordinal += 1
+        if window >= 0:
+            self.gate.open(window, nbytes, self._mark() if self._mark is not None else None)
+        self._opened = (position, time.perf_counter(), window >= 0)
+
+    def close(self) -> None:
+        """The instruction has returned."""
+        if self._opened is None:
+            return
+        position, began, opened = self._opened
+        self._opened = None
+        overrun = self.gate.close() if opened else 0.0
+        self._waits.append(Wait(position, began, time.perf_counter(), overrun, opened))
+
+    def end_step(
+        self,
+        key: Hashable,
+        names: Sequence[str],
+        begin_secs: float,
+        forward_secs: float,
+        backward_secs: float,
+    ) -> None:
+        """The step is over: hand over what was seen."""
+        waits, self._waits = self._waits, []
+        now = time.perf_counter()
+        self._observed.append(Observed(key, names, begin_secs, now, waits, forward_secs, backward_secs))
+
+    # -- copying thread ------------------------------------------------------------------------------
+
+    def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
+        """A version was copied: learn from it, plan the next ones.
+
+        Args:
+            sections: bytes by section that this rank copies.
+            chunks: what was copied when.
+        """
+        self._learn(chunks)
+        last: Observed | None = None
+        while self._observed:
+            last = self._observed.popleft()
+            meter = self._meters.get(last.key)
+            if meter is None or len(meter.names) != len(last.names):
+                meter = self._meters[last.key] = WindowMeter(last.names)
+            meter.see(last)
+            self._judge(last, chunks)
+        if last is None:
+            return
+        meter = self._meters[last.key]
+        self.gate.patience_secs = max(0.05, _SHARE_OF_A_STEP * meter.step_secs)
+        if meter.steps <= SETTLED_STEPS:
+            return
+        plan = self._plan(meter, sections)
+        self._budgets = {
+            p.position: (i, self._budget(plan, i))
+            for i, p in enumerate(plan.windows)
+            if p.position is not None
+        }
+        self.plan, self._plan_key = plan, last.key
+        self.gate.share(plan.compute_share(self.model.compute))
+
+    def _budget(self, plan: HasSchedule, window: int) -> int:
+        """Bytes to start with a window: its own, and, for engines that queue, its part of the rest."""
+        beside = plan.tier_bytes[2] + plan.tier_bytes[3]
+        return plan.windows[window].nbytes + -(-beside // len(plan.windows))
+
+    def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
+        for tier in (1, 2):
+            mine = [c for c in chunks if c.tier == tier]
+            secs = sum(c.end_secs - c.begin_secs for c in mine)
+            self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
+
+    def _judge(self, step: Observed, chunks: Sequence[ChunkRecord]) -> None:
+        """Which windows were overrun, which had room."""
+        if self.plan is None or step.key != self._plan_key or not chunks:
+            return
+        ended = chunks[-1].end_secs
+        for wait in step.waits:
+            if wait.open:
+                self.model.observe_window(
+                    wait.position,
+                    open_secs=wait.end_secs - wait.begin_secs - wait.overrun_secs,
+                    overrun_secs=wait.overrun_secs,
+                    full=wait.overrun_secs == 0.0 or ended < wait.begin_secs,
+                )
+
+    def _plan(self, meter: WindowMeter, sections: Mapping[str, int]) -> HasSchedule:
+        windows = self._windows(meter)
+        gaps = [(0.0, 0.0), *((w.start_secs, w.stop_secs) for w in windows), (meter.step_secs, 0.0)]
+        computing = [Interval(a[1], b[0]) for a, b in pairwise(gaps) if b[0] > a[1]]
+        reductions = [
+            Interval(w.start_secs, w.stop_secs)
+            for w in meter.windows()
+            if w.position < len(meter.names) and meter.names[w.position].startswith("Reduce")
+        ]
+        return plan_schedule(
+            sections,
+            windows,
+            self.model.bandwidth,
+            step_secs=meter.step_secs,
+            computing=computing,
+            communicating=reductions,
+            limits=self.options.limits,
+            model=self.model,
+            estimator=self.options.estimator,
+        )
+
+    def _windows(self, meter: WindowMeter) -> tuple[Window, ...]:
+        options = self.options
+        measured = tuple(
+            w
+            for w in meter.windows()
+            if w.position >= len(meter.names) or not meter.names[w.position].startswith("Reduce")
+        )
+        if options.estimator == "profiled" or not (meter.forward_secs > 0 and meter.backward_secs > 0):
+            return ProfiledEstimator.of({options.stage_id: measured}).windows(options.stage_id)
+        kind = {"analytic": AnalyticEstimator, "paper": PaperEstimator}.get(options.estimator)
+        if kind is None:
+            raise ConfigError(f"windows are {options.estimator!r}; write profiled, analytic or paper")
+        formula = kind(options.stages, options.micro_batches, meter.forward_secs, meter.backward_secs)
+        # The formulas end a step with the reductions; the engine waits for the other stages after them.
+        ends = len(meter.names)
+        return tuple(
+            Window(w.kind, w.start_secs, w.stop_secs, ends if w.kind is WindowKind.DRAIN else w.position)
+            for w in formula.windows(options.stage_id)
+        )
