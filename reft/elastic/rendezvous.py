@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -147,9 +146,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: ended.set())
+    # Blocked before the server's threads start, so that only this thread takes them.
+    ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         server = RendezvousServer(options.host, options.port)
     except ConfigError as error:
@@ -157,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     text = json.dumps(asdict(server.info)) if options.json else f"rendezvous at {server.info.endpoint}"
     print(text, flush=True)
-    ended.wait()
+    signal.sigwait(ends)
     return 0
 
 

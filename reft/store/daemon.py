@@ -233,6 +233,11 @@ def _create_time(pid: int) -> float:
         return 0.0
 
 
+def _set_apart(end: Callable[[], None]) -> None:
+    """End from a signal handler. The main thread may be inside the very lock that ``end`` takes."""
+    threading.Thread(target=end, name="reft-end", daemon=True).start()
+
+
 def main(argv: Sequence[str]) -> int:
     """``python -m reft.store.daemon``, started by the launcher; returns the exit code."""
     parser = argparse.ArgumentParser(prog="reft daemon", description=__doc__)
@@ -243,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         daemon = Daemon(JobDir.open(options.job_dir), options.launcher_pid)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: daemon.end())
+        signal.signal(signal.SIGTERM, lambda *_: _set_apart(daemon.end))
         return daemon.run()
     except (ReftError, OSError) as error:
         logger.error("the node daemon cannot run: %s", error)
