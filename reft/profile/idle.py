@@ -31,6 +31,10 @@ class StepSegments:
     step_secs: float
     segments: tuple[Segment, ...]
 
+    def begins(self) -> dict[int, float]:
+        """When each instruction began, from the first one, by position."""
+        return {s.position: s.begin_secs - self.origin_secs for s in reversed(self.segments)}
+
     def waits(self) -> dict[int, Segment]:
         """The wait of each instruction that has one, by position."""
         return {s.position: s for s in self.segments if s.activity is Activity.WAIT}
@@ -78,7 +82,7 @@ def is_usable(name: str) -> bool:
 def find_windows(
     stream: Sequence[InstructionRecord], steps: Sequence[StepSegments], bandwidth: float | None
 ) -> tuple[MeasuredWindow, ...]:
-    """Windows of a stage, by start.
+    """Windows of a stage, in the order of its instructions.
 
     Args:
         stream: the stage's instructions.
@@ -89,16 +93,14 @@ def find_windows(
     names = {r.position: r.name for r in stream}
     least = max(LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps])))
     waits = [step.waits() for step in steps]
+    begins = [step.begins() for step in steps]
     windows = []
     for position in sorted(set().union(*waits) & set(kind_of)):
         here = [w.get(position) for w in waits]
         length = Spread.of(0.0 if s is None else s.secs for s in here)
         if length.p50 < least:
             continue
-        begins = [
-            s.begin_secs - step.origin_secs for s, step in zip(here, steps, strict=True) if s is not None
-        ]
-        start = round(float(np.median(begins)), 9)
+        start = round(float(np.median([b[position] for b in begins if position in b])), 9)
         windows.append(
             MeasuredWindow(
                 kind=kind_of[position],
@@ -112,4 +114,4 @@ def find_windows(
                 bytes_fit_p10=None if bandwidth is None else int(length.p10 * bandwidth),
             )
         )
-    return tuple(sorted(windows, key=lambda w: w.start_secs))
+    return tuple(windows)

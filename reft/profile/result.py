@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -208,7 +208,7 @@ class StageProfile:
             time between instructions (Python, data, the launch of kernels).
         usable_secs: of them, those in which snapshots may be copied: not within the optimizer step.
         snapshot_bytes: bytes one rank copies per snapshot; 0 if unknown.
-        windows: recurring idle intervals, by start.
+        windows: recurring idle intervals, in the order of the instructions.
         instructions: the stream, by position.
         snapshots: what snapshots did.
     """
@@ -292,14 +292,14 @@ class ProfileResult:
     timelines: tuple[StepTimeline, ...]
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """Usable windows of a stage, for the planner of snapshots.
+        """Usable windows of a stage, for the planner of snapshots; in order, not overlapping.
 
         Raises:
             ProfileError: no such stage was profiled.
         """
         for stage in self.stages:
             if stage.stage_id == stage_id:
-                return tuple(w.window() for w in stage.usable_windows)
+                return tuple(_apart([w.window() for w in stage.usable_windows]))
         raise ProfileError(
             f"stage {stage_id} is not in this profile, which has stages {[s.stage_id for s in self.stages]}; "
             f"profile the job again with the layout it runs with now"
@@ -348,6 +348,15 @@ class ProfileResult:
         if not isinstance(data, dict):
             raise ProfileError(f"{path} holds a {type(data).__name__}, expected the object of a profile")
         return cls.from_json(data)
+
+
+def _apart(windows: Sequence[Window]) -> Iterator[Window]:
+    """Medians of different windows may overlap; the later one begins where the earlier one ends."""
+    ended = 0.0
+    for window in windows:
+        start = max(ended, window.start_secs)
+        ended = max(start, window.stop_secs)
+        yield replace(window, start_secs=start, stop_secs=ended)
 
 
 @cache

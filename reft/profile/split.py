@@ -25,6 +25,7 @@ That is read from the times: where ranks meet, a rank that comes earlier by x se
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -111,96 +112,147 @@ def split(ranks: Sequence[RankTraces]) -> Split:
 # -- point to point --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """What a call shares with one of another rank.
+
+    Attributes:
+        name: the send or receive of this rank.
+        peer: the other rank.
+        call: the other rank's call.
+    """
+
+    name: str
+    peer: RankTraces
+    call: InstructionRecord
+
+
+_Meetings = dict[int, list[_Meeting]]
+"""By index of the call in the trace."""
+
+
 class _Pairs:
-    """Splits sends, receives and commits."""
+    """Splits the calls that move data between two ranks."""
 
     def __init__(self, ranks: Sequence[RankTraces], result: Split) -> None:
-        self._ranks = {r.rank: r for r in ranks if r.complete}
-        self._by_place = {(r.pp, r.pipeline): r for r in ranks if r.complete}
+        self._ranks = [r for r in ranks if r.complete]
+        self._by_place = {(r.pp, r.pipeline): r for r in self._ranks}
         self._stages = 1 + max((r.pp for r in ranks), default=0)
         self._result = result
-        self._fastest = {rank: _fastest(r.traces) for rank, r in self._ranks.items()}
+        self._fastest = {r.rank: _fastest(r.traces) for r in self._ranks}
 
     def run(self) -> None:
-        for rank in self._ranks.values():
-            partners = [self._partners(rank, number) for number in range(len(rank.traces))]
-            buffered = self._buffered(rank, partners)
-            for number, of_step in enumerate(partners):
+        if not self._ranks:
+            return
+        meetings: dict[int, list[_Meetings]] = {
+            r.rank: [defaultdict(list) for _ in r.traces] for r in self._ranks
+        }
+        for pipeline in {r.pipeline for r in self._ranks}:
+            for what, towards in (("Activation", 1), ("Grad", -1)):
+                for number in range(len(self._ranks[0].traces)):
+                    self._match(pipeline, what, towards, number, meetings)
+        for rank in self._ranks:
+            buffered = _buffered(rank, meetings[rank.rank])
+            for number, of_step in enumerate(meetings[rank.rank]):
                 self._split(rank, number, of_step, buffered)
 
-    def _buffered(self, rank: RankTraces, partners: Sequence[dict[int, InstructionRecord]]) -> set[str]:
-        """Sends that wait for nobody: one of them was over before its receiver came."""
-        found = set()
-        for trace, of_step in zip(rank.traces, partners, strict=True):
-            for index, partner in of_step.items():
-                record = trace.instructions[index]
-                late = partner.begin_secs - record.end_secs
-                error = rank.offset.error_to(self._peer(rank, record.name).offset)
-                if is_send(record.name) and late > error + _RESOLUTION_SECS:
-                    found.add(record.name)
-        return found
-
-    def _partners(self, rank: RankTraces, number: int) -> dict[int, InstructionRecord]:
-        """By index of a call of this rank: its partner's record."""
-        trace = rank.traces[number]
-        if any(is_commit(i.name) for i in trace.instructions):
-            return {}  # calls only queue; what they move is not in order per direction
-        partners: dict[int, InstructionRecord] = {}
-        for what, towards in (("Activation", 1), ("Grad", -1)):
-            for verb, other_verb, sign in (("Recv", "Send", -1), ("Send", "Recv", 1)):
-                mine = [i for i, r in enumerate(trace.instructions) if r.name == verb + what]
-                neighbour = (rank.pp + sign * towards) % self._stages
-                peer = self._by_place.get((neighbour, rank.pipeline))
-                if not mine or peer is None or peer is rank or self._is_vague(rank, peer, verb + what):
-                    continue
-                theirs = [r for r in peer.traces[number].instructions if r.name == other_verb + what]
-                if _agree([trace.instructions[i] for i in mine], theirs):
-                    partners.update(zip(mine, theirs, strict=True))
-        return partners
-
-    def _is_vague(self, rank: RankTraces, peer: RankTraces, name: str) -> bool:
-        """Whether the clocks say less than the fastest observation does."""
-        return rank.offset.error_to(peer.offset) > self._fastest[rank.rank].get((name,), np.inf)
-
-    def _split(
-        self, rank: RankTraces, number: int, partners: dict[int, InstructionRecord], buffered: set[str]
+    def _match(
+        self,
+        pipeline: tuple[int, int],
+        what: str,
+        towards: int,
+        number: int,
+        meetings: dict[int, list[_Meetings]],
     ) -> None:
-        instructions = rank.traces[number].instructions
+        """Pair all sends of a kind in a step with their receives, or none: where the numbers of any two
+        neighbours differ, the schedule sends both ways (DualPipeV), and order does not tell who meets."""
+        pairs = []
+        for stage in range(self._stages):
+            sender = self._by_place.get((stage, pipeline))
+            receiver = self._by_place.get(((stage + towards) % self._stages, pipeline))
+            if sender is None or receiver is None or sender is receiver:
+                continue
+            sent = _calls_for("Send" + what, sender.traces[number])
+            received = _calls_for("Recv" + what, receiver.traces[number])
+            if not _agree(sent, received):
+                return
+            if not self._is_vague(sender, receiver):
+                pairs.append((sender, sent, receiver, received))
+        for sender, sent, receiver, received in pairs:
+            for (_, at, call), (_, other_at, other_call) in zip(sent, received, strict=True):
+                meetings[sender.rank][number][at].append(_Meeting("Send" + what, receiver, other_call))
+                meetings[receiver.rank][number][other_at].append(_Meeting("Recv" + what, sender, call))
+
+    def _is_vague(self, one: RankTraces, other: RankTraces) -> bool:
+        """Whether their clocks say less than the fastest observation does."""
+        fastest = min((*self._fastest[one.rank].values(), *self._fastest[other.rank].values()), default=0.0)
+        return one.offset.error_to(other.offset) > fastest
+
+    def _split(self, rank: RankTraces, number: int, meetings: _Meetings, buffered: set[str]) -> None:
+        result, instructions = self._result, rank.traces[number].instructions
         for index, kind in _transfers(instructions):
-            record = instructions[index]
+            record, place = instructions[index], (rank.rank, number, index)
             secs = record.end_secs - record.begin_secs
-            partner = partners.get(index)
-            if partner is None:
+            met = meetings.get(index, [])
+            if not met:
+                result.unmatched_secs += secs
                 ready = record.end_secs - self._fastest[rank.rank][kind]
-                self._result.unmatched_secs += secs
             else:
-                ready = record.begin_secs if record.name in buffered else partner.begin_secs
-                ready = min(ready, record.end_secs)
-                if ready - record.begin_secs <= rank.offset.error_to(self._peer(rank, record.name).offset):
+                result.matched_secs += secs
+                error = max(rank.offset.error_to(m.peer.offset) for m in met)
+                waited_for = [m.call.begin_secs for m in met if m.name not in buffered]
+                ready = min(max(waited_for, default=record.begin_secs), record.end_secs)
+                if ready - record.begin_secs <= error:
                     ready = record.begin_secs
-                self._note_causality(record, partner)
-                if is_send(record.name) and partner.end_secs < record.end_secs:
-                    error = rank.offset.error_to(self._peer(rank, record.name).offset)
-                    self._result.arrived_secs[rank.rank, number, index] = partner.end_secs + error
-                self._result.matched_secs += secs
+                arrived = max(m.call.end_secs for m in met) + error
+                if all(is_send(m.name) for m in met) and arrived < record.end_secs:
+                    result.arrived_secs[place] = arrived
+                self._note_causality(record, met)
             if ready > record.begin_secs:
-                self._result.ready_secs[rank.rank, number, index] = ready
+                result.ready_secs[place] = ready
 
-    def _note_causality(self, record: InstructionRecord, partner: InstructionRecord) -> None:
-        if is_receive(record.name):
-            late = partner.begin_secs - record.end_secs
-            self._result.causality_secs = max(self._result.causality_secs, late)
-
-    def _peer(self, rank: RankTraces, name: str) -> RankTraces:
-        towards = 1 if name.endswith("Activation") else -1
-        sign = -1 if is_receive(name) else 1
-        return self._by_place[(rank.pp + sign * towards) % self._stages, rank.pipeline]
+    def _note_causality(self, record: InstructionRecord, met: Sequence[_Meeting]) -> None:
+        for meeting in met:
+            if is_receive(meeting.name):
+                late = meeting.call.begin_secs - record.end_secs
+                self._result.causality_secs = max(self._result.causality_secs, late)
 
 
-def _agree(mine: Sequence[InstructionRecord], theirs: Sequence[InstructionRecord]) -> bool:
-    return len(mine) == len(theirs) and all(
+def _buffered(rank: RankTraces, meetings: Sequence[_Meetings]) -> set[str]:
+    """Kinds of sends that wait for nobody: one of them was over before its receiver came."""
+    found = set()
+    for trace, of_step in zip(rank.traces, meetings, strict=True):
+        for index, met in of_step.items():
+            for m in met:
+                late = m.call.begin_secs - trace.instructions[index].end_secs
+                if is_send(m.name) and late > rank.offset.error_to(m.peer.offset) + _RESOLUTION_SECS:
+                    found.add(m.name)
+    return found
+
+
+def _calls_for(name: str, trace: StepTrace) -> list[tuple[InstructionRecord, int, InstructionRecord]]:
+    """(instruction, index of its call, call) of all instructions of a name, in order. Where transfers are
+    only queued, the call is the commit that follows."""
+    instructions = trace.instructions
+    commits = [n for n, r in enumerate(instructions) if is_commit(r.name)]
+    found = []
+    for index, record in enumerate(instructions):
+        if record.name == name:
+            after = bisect_right(commits, index)
+            if commits and after == len(commits):
+                continue  # never carried out
+            at = commits[after] if commits else index
+            found.append((record, at, instructions[at]))
+    return found
+
+
+def _agree(
+    sent: Sequence[tuple[InstructionRecord, int, InstructionRecord]],
+    received: Sequence[tuple[InstructionRecord, int, InstructionRecord]],
+) -> bool:
+    return len(sent) == len(received) and all(
         a.micro_batch == b.micro_batch or a.micro_batch is None or b.micro_batch is None
-        for a, b in zip(mine, theirs, strict=True)
+        for (a, _, _), (b, _, _) in zip(sent, received, strict=True)
     )
 
 

@@ -1,0 +1,90 @@
+"""The profiler against the simulator, which knows why every stage waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.profile.activity import Activity
+from reft.profile.analysis import JobFacts, analyse
+from reft.profile.result import ProfileResult
+from reft.profile.traces import ClockOffset, RankTraces
+from reft.simulate.costs import Costs
+from reft.simulate.pipeline import simulate
+from reft.simulate.result import Simulation
+from reft.simulate.schedules import (
+    Schedule,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+
+TRANSFERS = ("Recv", "Send", "CommitP2P")
+UNEQUAL = Costs(
+    forward_secs=(2e-3, 3e-3, 1e-3),
+    backward_secs=(4e-3, 3e-3, 5e-3),
+    load_secs=1e-4,
+    link_latency_secs=1e-4,
+    reduce_secs=(1e-3,) * 3,
+    optimizer_secs=(2e-3,) * 3,
+)
+
+
+def profile(simulation: Simulation, steps: int = 3) -> ProfileResult:
+    """As if the simulated step had been run and traced several times."""
+    by_step = [simulation.to_traces(n + 1, n * simulation.makespan_secs) for n in range(steps)]
+    ranks = [
+        RankTraces(stage, stage, 0, 0, ClockOffset(), 0, True, traces)
+        for stage, traces in enumerate(zip(*by_step, strict=True))
+    ]
+    return analyse(ranks, JobFacts("simulated", len(ranks), (len(ranks), 1, 1), 0.0))
+
+
+def waits_in_transfers(result: ProfileResult) -> dict[tuple[int, int], float]:
+    """(stage, position) to seconds, of the first step."""
+    return {
+        (rank.stage_id, s.position): s.secs
+        for rank in result.timelines[0].ranks
+        for s in rank.segments
+        if s.activity is Activity.WAIT and s.name.startswith(TRANSFERS)
+    }
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [one_f_one_b(3, 5), gpipe(3, 4), interleaved(3, 6, 2), zero_bubble_h1(3, 6)],
+    ids=lambda schedule: schedule.name,
+)
+def test_every_wait_of_a_simulated_schedule_is_found(schedule: Schedule):
+    simulation = simulate(schedule, UNEQUAL)
+    found = waits_in_transfers(profile(simulation))
+    true = {
+        (stage.stage_id, i.position): i.waited_secs
+        for stage in simulation.stages
+        for i in stage.intervals
+        if i.instruction.name.startswith(TRANSFERS) and i.waited_secs > 1e-9
+    }
+    assert true
+    for place in {*found, *true}:
+        assert found.get(place, 0.0) == pytest.approx(true.get(place, 0.0), abs=1e-8), place
+
+
+def test_queued_transfers_are_not_overstated():
+    simulation = simulate(dual_pipe_v(3, 8), UNEQUAL)
+    result = profile(simulation)
+    true = {
+        (stage.stage_id, i.position): i.waited_secs for stage in simulation.stages for i in stage.intervals
+    }
+    found = {
+        (rank.stage_id, s.position): s.secs
+        for rank in result.timelines[0].ranks
+        for s in rank.segments
+        if s.activity is Activity.WAIT
+    }
+    assert {name for name in (i.name for s in result.stages for i in s.instructions if i.wait_secs)} == {
+        "CommitP2P"
+    }
+    assert sum(found.values()) > 0
+    for place, secs in found.items():
+        assert secs <= true[place] + UNEQUAL.link_latency_secs + 1e-9
