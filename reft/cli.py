@@ -30,6 +30,7 @@ app = typer.Typer(
 # them themselves; typer only lists them.
 _PASS_THROUGH = {
     "launch": ("reft.elastic.launch", "torchrun with reft: starts this node's daemon and trainers"),
+    "profile": ("reft.cli_profile", "run a job and measure where its devices wait; show saved profiles"),
     "rendezvous": ("reft.elastic.rendezvous", "serve the job's store on a host that does not train"),
     "demo": ("reft.demo", "train over several nodes here, kill some, compare with an undisturbed run"),
 }

@@ -294,7 +294,16 @@ def main(argv: Sequence[str]) -> int:
     _log_to_stderr()
     try:
         options = parse_options(argv)
-        _log_to_stderr(options.node)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
+    return launch(options)
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run one node of a job to its end; returns the exit code, as :func:`main` does."""
+    _log_to_stderr(options.node)
+    try:
         return Launcher(options).run()
     except ConfigError as error:
         logger.error("%s", error)

@@ -141,7 +141,15 @@ def parse_options(argv: Sequence[str]) -> LaunchOptions:
         ConfigError: something does not fit together; says what to write.
         SystemExit: argparse's own refusals, and ``--help``.
     """
-    args = make_parser().parse_args(list(argv))
+    return options_of(make_parser().parse_args(list(argv)))
+
+
+def options_of(args: argparse.Namespace) -> LaunchOptions:
+    """Complete what :func:`make_parser`, or a parser made of it, has parsed.
+
+    Raises:
+        ConfigError: something does not fit together; says what to write.
+    """
     try:
         _choose_rendezvous(args)
         _check_program(args)

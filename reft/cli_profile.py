@@ -1,0 +1,201 @@
+"""``reft profile``: runs a job like ``reft launch``, measures some steps, says where its devices wait."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from reft.config import ENV_PROFILE, ProfileConfig
+from reft.errors import ConfigError, ReftError
+
+if TYPE_CHECKING:
+    from reft.profile.result import ProfileResult
+
+EXIT_NOT_WELL = 1
+EXIT_WRONG_USE = 2
+_NAME = "reft profile"
+_WIDTH = 170
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end,
+    2 for wrong use, else what ``reft launch`` returns."""
+    try:
+        if any(argument == "--from" or argument.startswith("--from=") for argument in argv):
+            return _show_saved(argv)
+        return _run(argv)
+    except ConfigError as error:
+        _say(error)
+        return EXIT_WRONG_USE
+    except ReftError as error:
+        _say(error)
+        return EXIT_NOT_WELL
+
+
+def _say(error: object) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"{_NAME}: {error}", style="red", markup=False)
+
+
+def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the profile as JSON; '-' is stdout")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write Chrome trace events, for ui.perfetto.dev"
+    )
+    group.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw the timeline (png, svg, pdf; needs matplotlib)"
+    )
+    group.add_argument("--figure-step", type=int, metavar="STEP", help="draw this step, not the median one")
+
+
+# -- a saved profile -------------------------------------------------------------------------------
+
+
+def _show_saved(argv: Sequence[str]) -> int:
+    from reft.profile.result import ProfileResult
+
+    parser = argparse.ArgumentParser(prog=_NAME, description="Show a profile that was saved.")
+    group = parser.add_argument_group("profile")
+    group.add_argument("--from", type=Path, dest="saved", required=True, metavar="FILE", help="its JSON")
+    _add_outputs(group)
+    args = parser.parse_args(list(argv))
+    _present(ProfileResult.load(args.saved), args)
+    return 0
+
+
+# -- a new one -------------------------------------------------------------------------------------
+
+
+def _run(argv: Sequence[str]) -> int:
+    from reft.elastic.launch import launch
+    from reft.elastic.options import make_parser, options_of
+    from reft.profile.profiler import PROFILE_FILE
+    from reft.profile.result import ProfileResult
+
+    parser = make_parser()
+    parser.prog = _NAME
+    parser.description = (
+        "Runs a job like 'reft launch', whose options it takes, measures some warm steps, and tells where "
+        "the devices of every pipeline stage wait and what of a snapshot fits there. The job ends with the "
+        "measurement. 'reft profile --from FILE' shows a saved profile."
+    )
+    _add_options(parser)
+    args = parser.parse_args(list(argv))
+    _check_figure(args.figure)
+    with tempfile.TemporaryDirectory(prefix="reft-profile-") as scratch:
+        folder = (args.dir or Path(scratch)).absolute()
+        _set_up_environment(args, folder)
+        written = folder / PROFILE_FILE
+        written.unlink(missing_ok=True)
+        code = launch(options_of(args))
+        if code != 0:
+            return code
+        if not written.exists():
+            return _explain_nothing(args)
+        _present(ProfileResult.load(written), args)
+    return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    defaults = ProfileConfig()
+    group = parser.add_argument_group("profile")
+    group.add_argument(
+        "--steps", type=int, default=10, help="steps to measure (default: %(default)s)", dest="profile_steps"
+    )
+    group.add_argument(
+        "--warmup-steps",
+        type=int,
+        default=defaults.warmup_steps,
+        help="steps to let pass before (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pipelines",
+        type=int,
+        default=defaults.pipelines,
+        help="pipelines whose instructions are gathered in full (default: %(default)s)",
+    )
+    group.add_argument("--dir", type=Path, help="keep everything that is written in this directory")
+    group.add_argument(
+        "--keep-running", action="store_true", help="let the job go on after the measurement, to its own end"
+    )
+    group.add_argument(
+        "--without-snapshots", action="store_true", help="measure the job as it is without snapshots"
+    )
+    _add_outputs(group)
+
+
+def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
+    """What the trainers, who inherit it, are to do; see :func:`reft.config.parse_block`."""
+    profile = ProfileConfig(
+        steps=args.profile_steps,
+        warmup_steps=args.warmup_steps,
+        dir=folder,
+        pipelines=args.pipelines,
+        then="go_on" if args.keep_running else "exit",
+    )
+    block: dict[str, object] = {"profile": profile.model_dump(mode="json")}
+    if args.without_snapshots:
+        block |= {"variant": "none", "has": {}, "persist": {}}
+    os.environ[ENV_PROFILE] = json.dumps(block)
+    if args.job_id is None and args.rdzv_id == "none":
+        # The memory of the job proper is neither restored from nor touched.
+        args.job_id = f"profile-{uuid.uuid4().hex[:12]}"
+
+
+def _explain_nothing(args: argparse.Namespace) -> int:
+    print(
+        f"{_NAME}: the job ended well, but this node has no profile of it. The node of rank 0 has it; if "
+        f"this is that node, the job made fewer than {args.warmup_steps} + {args.profile_steps} steps (lower "
+        f"--warmup-steps or --steps), or has no pipeline engine",
+        file=sys.stderr,
+    )
+    return EXIT_NOT_WELL
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def _check_figure(path: Path | None) -> None:
+    """Before the job runs, not after it."""
+    import importlib.util
+
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--figure needs matplotlib, which is not installed: pip install 'reft-ckpt[plot]'")
+
+
+def _present(result: ProfileResult, args: argparse.Namespace) -> None:
+    from reft.profile.chrome import write_trace
+    from reft.profile.figure import draw
+    from reft.profile.table import show
+
+    if args.json is not None and str(args.json) == "-":
+        json.dump(result.to_json(), sys.stdout)
+        print()
+    else:
+        wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+        show(result, Console(width=wide))
+    written = []
+    if args.json is not None and str(args.json) != "-":
+        result.save(args.json)
+        written.append(args.json)
+    if args.trace is not None:
+        write_trace(result, args.trace)
+        written.append(args.trace)
+    if args.figure is not None:
+        draw(result, args.figure, args.figure_step)
+        written.append(args.figure)
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,175 @@
+"""A real job under ``reft profile``: two pipeline stages over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from reft.profile.activity import Activity
+from reft.profile.result import ProfileResult
+from reft.profile.traces import ClockOffset
+from reft.snapshot.windows import WindowKind
+from tests.pretrain.conftest import run_bounded
+from tests.profile.test_outputs import check_trace
+
+STEPS = 14
+MICRO_BATCHES = 4
+JOB = [
+    "-m",
+    "reft.pretrain",
+    "--pp",
+    "2",
+    "--micro-batches",
+    MICRO_BATCHES,
+    "--hidden",
+    "128",
+    "--layers",
+    "4",
+]
+JOB += ["--seq", "128", "--steps", STEPS]
+
+
+def run_job(folder: Path, *command: object) -> dict[int, str]:
+    """Run the pretraining job; the losses by step, bit for bit."""
+    events = folder / "events"
+    text = Path(os.__file__).parent / "argparse.py"
+    paths = ["--data", text, "--cache-dir", folder / "cache", "--save-dir", folder / "save"]
+    arguments = [*command, "--memory-dir", folder / "memory", "--nproc-per-node", "2", *JOB, *paths]
+    done = run_bounded(
+        [sys.executable, "-m", "reft.cli", *map(str, arguments)], 240, folder, REFT_EVENTS=str(events)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [
+        json.loads(line) for path in events.glob("rank-*.jsonl") for line in path.read_text().splitlines()
+    ]
+    return {e["step"]: e["loss_hex"] for e in lines if e["event"] == "step" and "loss_hex" in e}
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("profiled")
+    files = {name: folder / "out" / f"{name}.json" for name in ("profile", "trace")}
+    options = ["--steps", 6, "--warmup-steps", 3, "--keep-running"]
+    outputs = ["--json", files["profile"], "--trace", files["trace"]]
+    losses = run_job(folder, "profile", *options, *outputs)
+    return SimpleNamespace(losses=losses, result=ProfileResult.load(files["profile"]), trace=files["trace"])
+
+
+def test_losses_are_those_of_the_job_without_profiling(profiled, tmp_path):
+    """P1; the job went on to its own end."""
+    assert sorted(profiled.losses) == list(range(1, STEPS + 1))
+    assert profiled.losses == run_job(tmp_path, "launch")
+
+
+def test_the_steps_after_the_warm_up_were_measured(profiled):
+    result = profiled.result
+    assert result.steps == (4, 5, 6, 7, 8, 9)
+    assert result.degrees == (2, 1, 1)
+    assert [s.ranks for s in result.stages] == [(0,), (1,)]
+    assert result.method.matched_share == 1
+    assert result.method.clock_error_secs == 0  # one host, one clock
+
+
+def test_every_instruction_of_the_schedule_was_seen(profiled):
+    from tests.profile.timelines import train_schedule
+
+    for stage, stream in zip(profiled.result.stages, train_schedule(2, MICRO_BATCHES), strict=True):
+        seen = [(i.name, i.micro_batch) for i in stage.instructions]
+        assert seen == [*stream, ("AggregateTotalLoss", None)]
+
+
+def test_windows_are_where_the_schedule_says(profiled):
+    first, last = profiled.result.stages
+    mid = next(w for w in first.windows if w.kind is WindowKind.MID)
+    assert mid.position == next(i.position for i in first.instructions if i.name == "RecvGrad")
+    # The first stage has nothing to wait for before that.
+    assert all(w.position >= mid.position for w in first.windows)
+    fill = last.windows[0]
+    assert (fill.kind, fill.position, fill.name) == (WindowKind.FILL, 0, "RecvActivation")
+    # While the last stage fills, the first one computes; while the first one waits, the last one does.
+    forward = next(i for i in first.instructions if i.name == "ForwardPass")
+    assert forward.compute_secs > 0
+    assert not any(w.kind in (WindowKind.MID, WindowKind.COOL_DOWN) for w in last.windows)
+
+
+def test_times_add_up(profiled):
+    """Activities never exceed the step, and neighbours agree on what one waited for."""
+    for stage in profiled.result.stages:
+        assert sum(s.p50 for s in stage.secs.values()) < 1.2 * stage.step_secs.p50
+        assert stage.secs[Activity.FORWARD].p50 > 0
+        assert stage.secs[Activity.BACKWARD].p50 > 0
+    for timeline in profiled.result.timelines:
+        for rank in timeline.ranks:
+            for one, following in zip(rank.segments, rank.segments[1:], strict=False):
+                assert following.begin_secs >= one.end_secs - 1e-8
+
+
+def test_snapshot_chunks_are_on_the_timeline(profiled):
+    for stage in profiled.result.stages:
+        assert stage.snapshot_bytes > 0
+        # Snapshots may be dropped on a busy machine, but not all of them.
+        assert 0 < stage.snapshots.nbytes <= 1.01 * stage.snapshot_bytes
+    for timeline in profiled.result.timelines:
+        for rank in timeline.ranks:
+            assert all(rank.begin_secs <= c.begin_secs for c in rank.chunks)
+
+
+def test_the_trace_file_can_be_loaded(profiled):
+    check_trace(profiled.trace, ranks=2)
+
+
+def gather_traces(rank: int, port: int, folder: str) -> None:
+    """One process of :func:`test_traces_and_clocks_are_gathered_between_processes`."""
+    import torch.distributed as dist
+
+    from reft.profile import gather, offsets
+    from reft.profile.traces import RankTraces
+    from tests.profile.timelines import Job, train_schedule
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    # Ranks 1 and 2 pretend to be on another host.
+    aligned = offsets.measure(dist.group.WORLD, "here" if rank == 0 else "there")
+    traces = Job(train_schedule(3, 2), {"ForwardPass": 1e-3}).run(2)[rank].traces
+    mine = RankTraces(rank, rank, 0, 0, ClockOffset(), 10 * rank, rank != 1, traces)
+    gathered = gather.gather(mine, b"s" * 32, dist.group.WORLD)
+    if rank == 0:
+        assert gathered is not None
+        facts = {
+            "bytes": [g.snapshot_bytes for g in gathered],
+            "equal": [
+                g.traces == Job(train_schedule(3, 2), {"ForwardPass": 1e-3}).run(2)[g.rank].traces
+                for g in gathered
+            ],
+            "offsets": [[o.secs, o.error_secs, o.clock] for o in aligned],
+        }
+        (Path(folder) / "facts.json").write_text(json.dumps(facts))
+    else:
+        assert gathered is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_traces_and_clocks_are_gathered_between_processes(tmp_path):
+    import socket
+
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(gather_traces, (port, str(tmp_path)), nprocs=3)
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["bytes"] == [0, 10, 20]
+    assert facts["equal"] == [True] * 3
+    zero, one, two = (ClockOffset(*o) for o in facts["offsets"])
+    assert zero == ClockOffset()
+    assert one == two, "processes of one host are asked once"
+    # All are on this host: the true offset is 0, and the bound has to contain it.
+    assert abs(one.secs) <= one.error_secs
+    assert one.error_to(two) == 0
+    assert one.error_to(zero) == one.error_secs

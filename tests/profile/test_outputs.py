@@ -1,0 +1,162 @@
+"""What people and tools get to see of a profile."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from reft import cli, cli_profile
+from reft.config import ENV_PROFILE, explain, parse_block
+from reft.errors import ConfigError
+from reft.profile.activity import Activity
+from reft.profile.advice import advice
+from reft.profile.analysis import JobFacts, analyse
+from reft.profile.chrome import write_trace
+from reft.profile.figure import draw, verdict
+from reft.profile.result import ProfileResult
+from reft.profile.table import tables
+from reft.snapshot.trace import ChunkRecord
+from tests.profile.timelines import Job, train_schedule, with_chunks
+
+SECS = {"ForwardPass": 2e-3, "BackwardPass": 4e-3, "ReduceGrads": 1e-3, "OptimizerStep": 3e-3}
+
+
+def a_profile(chunks: dict | None = None, secs: dict | None = None, stages: int = 2) -> ProfileResult:
+    ranks = Job(train_schedule(stages, 4), {**SECS, **(secs or {})}, transfer_secs=2e-4, jitter=0.02).run(6)
+    facts = JobFacts("job", stages, (stages, 1, 1), 0.0)
+    return analyse(with_chunks(ranks, chunks or {}), facts)
+
+
+IN_MID = [ChunkRecord(1, 2_000_000, 5.0e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)]
+IN_FILL = [ChunkRecord(1, 2_000_000, 1e-5, 9.1e-4, 0, "replicated")]
+TOO_MUCH = [ChunkRecord(2, 9_000_000, 1e-3 * i, 1e-3 * (i + 1), None, "replicated") for i in range(30)]
+
+
+def printed(result: ProfileResult) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(tables(result))
+    return console.export_text()
+
+
+def test_the_table_names_stages_windows_and_what_fits():
+    text = printed(a_profile({0: IN_MID, 1: IN_FILL}))
+    assert "pp 2 x dp 1 x tp 1: 6 steps" in text
+    assert "mid" in text
+    assert "fill" in text
+    assert "RecvGrad" in text
+    assert "4.0 MB / 0 bytes / 0 bytes / 0 bytes" in text
+
+
+def test_advice_says_what_fits_and_what_does_not():
+    lines = advice(a_profile({0: IN_MID, 1: TOO_MUCH}))
+    assert any(line.startswith("stage 0: a snapshot of 4.0 MB fits into") for line in lines)
+    assert any(line.startswith("stage 1: a snapshot of 270.0 MB does not fit") for line in lines)
+    slow = advice(a_profile(secs={(1, "BackwardPass"): 9e-3}))
+    assert any("stage 1 computes" in line and "longer than the mean stage" in line for line in slow)
+    assert any("no recurring idle time" in line for line in advice(a_profile(stages=1)))
+
+
+def test_the_title_says_whether_snapshots_are_free():
+    assert verdict(a_profile()) == "No snapshots ran in the profiled steps"
+    assert verdict(a_profile({0: IN_MID, 1: IN_FILL})).startswith("Snapshots are free here")
+    assert "beside computation" in verdict(a_profile({0: IN_MID, 1: TOO_MUCH}))
+
+
+def test_trace_events_are_in_order_and_do_not_overlap_on_a_track(tmp_path):
+    path = tmp_path / "trace.json"
+    result = a_profile({0: IN_MID, 1: IN_FILL})
+    write_trace(result, path)
+    check_trace(path, ranks=2)
+
+
+def check_trace(path, ranks: int) -> None:
+    """Loadable, one process per rank, and no two slices of a track at the same time."""
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append(
+                (event["ts"], event["ts"] + event["dur"], event["name"])
+            )
+    assert {pid for pid, _ in tracks} == set(range(ranks))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {names[track] for track in tracks} >= {"steps", "instructions"}
+    for slices in tracks.values():
+        for (_, end, name), (begin, _, following) in pairwise(slices):
+            assert begin >= end - 1e-3, f"{following} begins {end - begin} us before {name} ends"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_figure_is_drawn(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"figure.{suffix}"
+    result = a_profile({0: IN_MID, 1: IN_FILL})
+    draw(result, path)
+    assert path.stat().st_size > 5000
+    if suffix == "svg":
+        # Text is drawn as paths, with the words as comments.
+        text = path.read_text()
+        assert "stage 1" in text
+        assert "Snapshots are free here" in text
+    with pytest.raises(ConfigError, match="step 99 was not profiled; the profile has steps"):
+        draw(result, path, step=99)
+
+
+def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'reft-ckpt\[plot\]'"):
+        draw(a_profile(), tmp_path / "figure.png")
+
+
+def test_a_saved_profile_is_shown_again(tmp_path, capsys):
+    saved, trace, copy = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "again.json"
+    result = a_profile({0: IN_MID})
+    result.save(saved)
+    code = cli.main(["profile", "--from", str(saved), "--trace", str(trace), "--json", str(copy)])
+    assert code == 0
+    assert "idle windows of a step" in capsys.readouterr().out
+    assert copy.read_text() == saved.read_text()
+    check_trace(trace, ranks=2)
+    assert cli.main(["profile", f"--from={saved}", "--json", "-"]) == 0
+    assert ProfileResult.from_json(json.loads(capsys.readouterr().out)) == result
+
+
+def test_what_cannot_be_shown_is_refused(tmp_path, capsys):
+    assert cli.main(["profile", "--from", str(tmp_path / "none.json")]) == 1
+    assert "cannot read a profile" in capsys.readouterr().err
+
+
+def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch):
+    assert {"profile.steps", "profile.warmup_steps", "profile.dir"} <= {doc.key for doc in explain()}
+    with pytest.raises(ConfigError, match=r'did you mean "warmup_steps"'):
+        parse_block({"enabled": True, "profile": {"warmup_step": 3}})
+    assert parse_block({}).profile.steps == 0
+
+    started = []
+    monkeypatch.setattr("reft.elastic.launch.launch", lambda options: started.append(options) or 1)
+    monkeypatch.setenv(ENV_PROFILE, "")
+    command = ["--steps", "7", "--warmup-steps", "2", "--dir", str(tmp_path), "--nproc-per-node", "2"]
+    assert cli_profile.main([*command, "train.py", "--steps", "100"]) == 1
+    (options,) = started
+    assert options.arguments[-3:] == ("train.py", "--steps", "100")
+    assert options.job_id.startswith("profile-")
+    import os
+
+    block = parse_block({}, os.environ)  # a job without a block
+    assert block.enabled
+    assert (block.profile.steps, block.profile.warmup_steps, block.profile.then) == (7, 2, "exit")
+    assert block.profile.dir == tmp_path
+
+
+def test_activities_of_instructions_nobody_told_us_about():
+    from reft.profile.activity import activity_of
+
+    assert activity_of("BackwardWeight") is Activity.BACKWARD
+    assert activity_of("RecvActivation") is Activity.TRANSFER
+    assert activity_of("AggregateTotalLoss") is Activity.REDUCE
+    assert activity_of("SomethingNew") is Activity.OTHER
