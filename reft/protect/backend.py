@@ -46,6 +46,10 @@ class Backend(Protocol):
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
         """A new buffer of zeros on the device of ``like``."""
 
+    def batch_bytes(self, like: Buffer) -> int:
+        """Length of intermediate buffers on the device of ``like``: they stay in its cache where possible,
+        and are long enough to hide the cost of a call. A multiple of a cell."""
+
 
 def numpy_backend() -> Backend:
     """The backend of the host."""
@@ -192,7 +196,7 @@ class ChunkedBackend(ABC):
         chosen = [[j for j, c in enumerate(row) if c] for row in rows]
         width, views = self._words([*sources, *targets], nbytes)
         whole = nbytes // width
-        step = max(1, self._chunk_bytes(targets[0], len(views)) // width)
+        step = max(1, self._chunk_bytes(targets[0]) // width)
         xor = self._xor
         for start in range(0, whole, step):
             cut = [view[start : min(start + step, whole)] for view in views]
@@ -214,7 +218,7 @@ class ChunkedBackend(ABC):
         programs = [packet_program(row) for row in rows]
         cells = nbytes // CELL_BYTES
         split = cells * CELL_BYTES // width
-        step = max(1, self._chunk_bytes(targets[0], len(views)) // CELL_BYTES)
+        step = max(1, self._chunk_bytes(targets[0]) // CELL_BYTES)
         folded = [view[:split].reshape(cells, PACKETS, CELL_BYTES // PACKETS // width) for view in views]
         for start in range(0, cells, step):
             cut = [view[start : min(start + step, cells)] for view in folded]
@@ -237,13 +241,17 @@ class ChunkedBackend(ABC):
                     source, at = step.right
                     self._xor(left, buffers[source][:, at : at + step.count], out)
 
+    def batch_bytes(self, like: Buffer) -> int:
+        """See :meth:`Backend.batch_bytes`."""
+        return max(CELL_BYTES, self._chunk_bytes(like) // CELL_BYTES * CELL_BYTES)
+
     @abstractmethod
     def _words(self, buffers: Sequence[Buffer], nbytes: int) -> tuple[int, list[Any]]:
         """Views of the widest word that suits all buffers, cut to whole words; and its width in bytes."""
 
     @abstractmethod
-    def _chunk_bytes(self, target: Buffer, streams: int) -> int:
-        """Bytes of a chunk such that ``streams`` chunks stay in the cache."""
+    def _chunk_bytes(self, target: Buffer) -> int:
+        """Bytes of a target that stay in the cache while the sources stream past."""
 
     @abstractmethod
     def _xor(self, left: Any, right: Any, out: Any) -> None: ...

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from reft.errors import ReftError
 from reft.protect.backend import Backend, Buffer, combine_ragged
 from reft.protect.codes import Piece
-from reft.protect.decode import Combination, DecodePlan
+from reft.protect.decode import Combination, DecodePlan, Factored, factor
 from reft.protect.section import CodedSection
 
 
@@ -131,6 +131,28 @@ def _decode_stripe(
             short.append((target, scratch))
             target = scratch
         outs.append(target)
-    combine_ragged(backend, rows, sources, outs)
+    factored = factor(section.code, batch, indices)
+    if factored:
+        _solve(factored, sources, outs, backend)
+    else:
+        combine_ragged(backend, rows, sources, outs)
     for target, scratch in short:
         target[:] = scratch[: len(target)]
+
+
+def _solve(
+    factored: Factored, sources: Sequence[Buffer], targets: Sequence[Buffer], backend: Backend
+) -> None:
+    """Syndromes first, then the unknowns, in ranges whose syndromes stay in the cache."""
+    nbytes = len(targets[0])
+    step = backend.batch_bytes(targets[0])
+    scratch = [backend.zeros(min(step, nbytes), targets[0]) for _ in factored.equations]
+    generic = len(targets) - factored.last_by_xor
+    for start in range(0, nbytes, step):
+        stop = min(start + step, nbytes)
+        syndromes = [s[: stop - start] for s in scratch]
+        outs = [t[start:stop] for t in targets]
+        combine_ragged(backend, factored.equations, [s[start:stop] for s in sources], syndromes)
+        backend.combine(factored.solution[:generic], syndromes, outs[:generic])
+        if factored.last_by_xor:
+            backend.combine(((1,) * len(outs),), [syndromes[0], *outs[:generic]], outs[generic:])

@@ -14,7 +14,7 @@ from reft.protect.gf256 import Row, bit_matrix
 from reft.protect.rs import PACKET_BYTES, PACKETS, needs_packets
 
 THREADS = 256
-"""Threads of a block: with 16-byte words, one block is one cell of 32 KiB."""
+"""Threads of a block. With coefficients above 1, a block takes so many columns of a cell."""
 
 NAME = "reft_combine"
 
@@ -60,7 +60,12 @@ def launch_of(rows: Sequence[Row], width: int, nbytes: int) -> Launch:
     if not needs_packets(rows):
         return Launch(max(1, -(-words // THREADS)), (words, nbytes))
     whole, rest = divmod(words, PACKETS * (PACKET_BYTES // width))
-    return Launch(whole + bool(rest), (whole, rest // PACKETS))
+    return Launch((whole + bool(rest)) * _tiles(width), (whole, rest // PACKETS))
+
+
+def _tiles(width: int) -> int:
+    """Blocks that share a cell."""
+    return PACKET_BYTES // width // THREADS
 
 
 @lru_cache(maxsize=256)
@@ -115,9 +120,11 @@ def _packet_body(rows: Sequence[Row], width: int) -> str:
     bits = range(PACKETS)
     lines = [
         "  const Count cells = m + (n ? 1 : 0);",
-        "  for (Count c = blockIdx.x; c < cells; c += gridDim.x) {",
+        f"  for (Count tile = blockIdx.x; tile < cells * {_tiles(width)}; tile += gridDim.x) {{",
+        f"    const Count c = tile / {_tiles(width)};",
+        f"    const Count w = tile % {_tiles(width)} * {THREADS} + threadIdx.x;",
         f"    const Count words = c < m ? {words} : n;",
-        "    for (Count w = threadIdx.x; w < words; w += blockDim.x) {",
+        "    if (w < words) {",
         f"      const Count at = c * {words * PACKETS} + w;",
         *(f"      Word a{r}_{i} = zero();" for r in range(len(rows)) for i in bits),
     ]

@@ -3,15 +3,19 @@
 ARC (paper section on asynchronous redundant copying, REFERENCE 1.4): member d keeps its own shard
 and the shards of its k ring successors, all cut from its own replica, so no bytes cross the network.
 ``peer`` (Gemini): what a member alone owns (its ZeRO partition, its host state) is sent to its k
-ring predecessors. Both therefore have the same holders, and one map serves for both.
+ring predecessors. Both therefore have the same holders, and one map serves for both. Under an erasure
+code parities stand in for copies of replicated state; what a member alone owns is still copied to as many
+peers as the code survives losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
+from reft.protect.codes import Code, Scheme, make_code
+from reft.protect.tolerance import tolerance as tolerance_of_code
 from reft.topology import Topology, ring_order
 
 
@@ -22,33 +26,51 @@ class GroupPlacement:
     Attributes:
         ring: members in ring order; the copies of a member live on its predecessors.
         copies: redundant copies of every shard (k); 0 means none.
+        parities: parities of every stripe of the replicated section; 0 means no erasure code.
     """
 
     ring: tuple[int, ...]
     copies: int
+    parities: int = 0
 
     @property
     def size(self) -> int:
         return len(self.ring)
 
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.copies, self.parities)
+
+    def code(self) -> Code:
+        """How the replicated section is protected.
+
+        Raises:
+            ConfigError: the group is too small for the scheme.
+        """
+        return make_code(self.scheme, self.ring)
+
     def kept_by(self, member: int) -> tuple[int, ...]:
-        """Members whose bytes ``member`` keeps: itself first, then its ring successors."""
-        at = self.ring.index(member)
-        return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
+        """Members whose own bytes ``member`` keeps: itself first, then its ring successors."""
+        return self._successors(member, self.copies + self.parities)
+
+    def replicas_kept_by(self, member: int) -> tuple[int, ...]:
+        """Members whose shards of the replicated section ``member`` keeps: itself first."""
+        return self._successors(member, self.copies)
 
     def holders_of(self, member: int) -> tuple[int, ...]:
-        """Members that keep the bytes of ``member``: itself first, then its ring predecessors."""
+        """Members that keep the own bytes of ``member``: itself first, then its ring predecessors."""
         at = self.ring.index(member)
-        return tuple(self.ring[(at - i) % self.size] for i in range(self._span))
+        span = min(self.copies + self.parities + 1, self.size)
+        return tuple(self.ring[(at - i) % self.size] for i in range(span))
 
-    @property
-    def _span(self) -> int:
-        return min(self.copies + 1, self.size)
+    def _successors(self, member: int, count: int) -> tuple[int, ...]:
+        at = self.ring.index(member)
+        return tuple(self.ring[(at + i) % self.size] for i in range(min(count + 1, self.size)))
 
 
-def place_group(nodes: Sequence[str], copies: int) -> GroupPlacement:
+def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPlacement:
     """Placement of a sharding group whose member d sits on ``nodes[d]``. Pure and deterministic."""
-    return GroupPlacement(ring=ring_order(nodes), copies=copies)
+    return GroupPlacement(ring=ring_order(nodes), copies=copies, parities=parities)
 
 
 def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
@@ -58,6 +80,14 @@ def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
     their copies. A group never "survives" the loss of all its nodes.
     """
     distinct = sorted(set(nodes))
+    if placement.parities:
+        coded = tolerance_of_code(placement.code(), nodes)
+        return min(
+            coded,
+            group_tolerance(
+                nodes, replace(placement, copies=placement.copies + placement.parities, parities=0)
+            ),
+        )
     holder_nodes = [{nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes))]
     for lost in range(1, len(distinct)):
         for dead in combinations(distinct, lost):
@@ -66,9 +96,13 @@ def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
     return max(0, len(distinct) - 1)
 
 
-def tolerance(topology: Topology, copies: int) -> int:
-    """Node losses that every sharding group of the job survives at once: the minimum over groups."""
+def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
+    """Node losses that every sharding group of the job survives at once: the minimum over groups.
+
+    Raises:
+        ConfigError: the groups are too small for the scheme.
+    """
     return min(
-        group_tolerance(nodes, place_group(nodes, copies))
+        group_tolerance(nodes, place_group(nodes, copies, parities))
         for nodes in (topology.group_nodes(pp, tp) for pp, tp in topology.groups())
     )

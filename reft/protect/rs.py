@@ -6,8 +6,8 @@ and every square submatrix is regular for up to 255 blocks. More parities take a
 that its first row and column are 1.
 
 **Packets.** A field element is not a byte of the buffer: that would need a table look-up or a chain of
-shifts for every byte. Its bit i lies in packet i. A buffer is a sequence of *cells* of 32 KiB; a cell is
-8 packets of 4 KiB, and the elements of the cell are the columns through its 8 packets. Multiplication by
+shifts for every byte. Its bit i lies in packet i. A buffer is a sequence of *cells* of 512 KiB; a cell is
+8 packets of 64 KiB, and the elements of the cell are the columns through its 8 packets. Multiplication by
 2 is then a renaming of packets and three XORs of packets, and a whole encoding consists of XORs of long
 contiguous ranges, which every device does at memory speed. A last, shorter cell has packets of an eighth
 of its length, so the length of a buffer must be a multiple of 128 bytes (8 packets of 16-byte words).
@@ -24,7 +24,8 @@ from itertools import pairwise
 from reft.protect.gf256 import Row, inverse, multiply, power
 
 PACKETS = 8
-PACKET_BYTES = 4096
+PACKET_BYTES = 64 * 2**10
+"""Long enough for the host's prefetchers: with packets of a page the codes run at half the speed."""
 CELL_BYTES = PACKETS * PACKET_BYTES
 GRAIN_BYTES = PACKETS * 16
 """Length of buffers in codes with more than XOR: a multiple of this."""

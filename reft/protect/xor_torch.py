@@ -15,7 +15,7 @@ import torch
 from reft.protect.backend import ChunkedBackend
 
 _DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_HOST_CACHE_BYTES = 2**20
+_HOST_CHUNK_BYTES = 512 * 2**10
 _DEVICE_CHUNK_BYTES = 4 * 2**20
 """Below the second-level cache of every supported device; long enough to hide a launch."""
 
@@ -37,10 +37,8 @@ class TorchBackend(ChunkedBackend):
         whole = nbytes // width * width
         return width, [b[:whole].view(_DTYPES[width]) for b in buffers]
 
-    def _chunk_bytes(self, target: torch.Tensor, streams: int) -> int:
-        if target.device.type == "cpu":
-            return max(32 * 2**10, _HOST_CACHE_BYTES // streams)
-        return _DEVICE_CHUNK_BYTES
+    def _chunk_bytes(self, target: torch.Tensor) -> int:
+        return _HOST_CHUNK_BYTES if target.device.type == "cpu" else _DEVICE_CHUNK_BYTES
 
     def _xor(self, left: Any, right: Any, out: Any) -> None:
         torch.bitwise_xor(left, right, out=out)

@@ -21,6 +21,7 @@ from reft.errors import ConfigError
 from reft.protect.backend import Backend, check_combine, cupy_backend, numpy_backend
 from reft.protect.gf256 import Row
 from reft.protect.kernels import NAME, THREADS, kernel_source, launch_of
+from reft.protect.rs import CELL_BYTES
 from reft.protect.xor_torch import TorchBackend
 
 _SHIM = """
@@ -43,6 +44,9 @@ class HostKernel:
 
     def zeros(self, nbytes: int, like: np.ndarray) -> np.ndarray:
         return np.zeros(nbytes, np.uint8)
+
+    def batch_bytes(self, like: np.ndarray) -> int:
+        return CELL_BYTES
 
     def combine(
         self, rows: Sequence[Row], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]
@@ -78,7 +82,7 @@ def _compiled(rows: tuple[Row, ...], width: int) -> Any:
     folder = Path(mkdtemp(prefix="reft-kernel-"))
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(_SHIM + kernel_source(rows, width) + driver)
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library], check=True)
+    subprocess.run(["g++", "-O0", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library], check=True)
     return ctypes.CDLL(str(library)).run
 
 

@@ -264,7 +264,7 @@ def test_any_size_and_ring_recovers(nbytes: int, size: int, text: str, order: li
 
 def test_large_sections_of_many_cells_recover() -> None:
     for text, lost in (("aec", (1,)), ("rs:2", (0, 3)), ("arc+aec", (1, 2)), ("rs:3", (0, 1, 2))):
-        section = CodedSection(code_of(text, 5), 3_000_017)
+        section = CodedSection(code_of(text, 5), 40_000_017)
         image = image_of(section.nbytes)
         assert np.array_equal(restore(section, store(section, image), lost), image), text
 
