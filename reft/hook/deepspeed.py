@@ -188,4 +188,4 @@ def _weave(engine: Any, session: Session) -> None:
         ),
         traced=lambda: session.traced,
     )
-    session.woven(weaver.take_records)
+    session.woven(weaver)

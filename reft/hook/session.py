@@ -39,6 +39,7 @@ from reft.store.label import Label
 from reft.topology import Topology
 
 if TYPE_CHECKING:
+    from reft.hook.weave import Weaver
     from reft.profile.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -51,11 +52,6 @@ measure exactly the same, and all of them must have heard the vote before they d
 _VOTE_SECS = 5.0
 
 ClientState = Callable[[], Mapping[str, Any]]
-TakeRecords = Callable[[], tuple[tuple[InstructionRecord, ...], float]]
-
-
-def _no_records() -> tuple[tuple[InstructionRecord, ...], float]:
-    return (), 0.0
 
 
 class Session:
@@ -102,8 +98,7 @@ class Session:
         self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
         self.pacer = self._make_pacer()
         self._stopping = False
-        self._woven = False
-        self._take_records: TakeRecords = _no_records
+        self._weaver: Weaver | None = None
         self._fence_secs = 0.0
         self._images: LiveImages | None = None
         self._blob = HostBlob()
@@ -189,10 +184,9 @@ class Session:
         """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
         self.variant = Variant(variant)
 
-    def woven(self, take_records: TakeRecords) -> None:
+    def woven(self, weaver: Weaver) -> None:
         """The engine's schedules are woven: windows are known from there."""
-        self._woven = True
-        self._take_records = take_records
+        self._weaver = weaver
 
     def restored(self) -> None:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
@@ -267,9 +261,10 @@ class Session:
         """Collective, if a profile is wanted."""
         if not self.config.profile.steps:
             return None
-        if not self._woven:
+        if self._weaver is None:
             logger.warning("reft: %s cannot be profiled, only a pipeline engine", type(self.engine).__name__)
             return None
+        from reft.profile.clock import DeviceClock
         from reft.profile.profiler import Profiler, RankFacts
 
         facts = RankFacts(
@@ -279,7 +274,10 @@ class Session:
             secret=self.job_dir.secret,
             snapshot_bytes=lambda: self.stats.bytes_per_snapshot,
         )
-        return Profiler(self.config.profile, facts)
+        # On a device calls return before their work is done; its own clock is read, without waiting.
+        clock = DeviceClock() if self.copy_engine.asynchronous else None
+        self._weaver.mark = None if clock is None else clock.mark
+        return Profiler(self.config.profile, facts, clock)
 
     def start(self, frozen: Mapping[int, Label]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
@@ -352,7 +350,7 @@ class Session:
         began, self._boundary_secs = self._boundary_secs, now
         step_secs = now - began
         self._last_step = step
-        if not self._woven:
+        if self._weaver is None:
             self.pacer.end_step("step", (), began, 0.0, 0.0)
         if self.variant is Variant.NONE:
             return
@@ -377,8 +375,14 @@ class Session:
         if self._stopping:
             self._stop(self._last_step)
 
+    def _take_records(self) -> tuple[tuple[InstructionRecord, ...], float, list[tuple[Any, Any]]]:
+        """Instructions of the step, when it began, and the device's marks of them, if these are wanted."""
+        if self._weaver is None:
+            return (), 0.0, []
+        return *self._weaver.take_records(), self._weaver.take_marks()
+
     def _trace(self) -> None:
-        instructions, began = self._take_records()
+        instructions, began, marks = self._take_records()
         chunks = []
         if self.worker is not None:
             while self.worker.copier.records:
@@ -396,7 +400,9 @@ class Session:
         if self.traces is not None:
             self.traces.append(trace)
         if self.profiler is not None:
-            self.profiler.add(trace)
+            self.profiler.add(trace, marks)
+            if self._weaver is not None and not self.profiler.measuring:
+                self._weaver.mark = None
 
     def submit(self, *, must: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker.

@@ -131,6 +131,9 @@ class Weaver:
         self._traced = traced
         self._streams: dict[Hashable, _Stream] = {}
         self._records: list[InstructionRecord] = []
+        self._marks: list[tuple[Any, Any]] = []
+        self.mark: Callable[[], Any] | None = None
+        """Set to have the device's time marked before and after every traced instruction, too."""
         self._compute_secs: dict[str, list[float]] = {"ForwardPass": [], "BackwardPass": []}
         self._counts: Counter[str] = Counter()
         self._position = 0
@@ -152,6 +155,11 @@ class Weaver:
         """Instructions timed since the last call, and when the last schedule began."""
         records, self._records = self._records, []
         return tuple(records), self._began
+
+    def take_marks(self) -> list[tuple[Any, Any]]:
+        """What :attr:`mark` returned before and after each instruction since the last call."""
+        marks, self._marks = self._marks, []
+        return marks
 
     # -- execution -----------------------------------------------------------------------------------
 
@@ -192,6 +200,7 @@ class Weaver:
         self._drains = False
         stream = self._streams[self._key]
         self._pacer.open(len(stream.names), receives=True)
+        mark = self._mark() if self._traced() else None
         began = time.perf_counter()
         try:
             result = original(*args, **kwargs)
@@ -202,6 +211,7 @@ class Weaver:
             self._records.append(
                 InstructionRecord(len(stream.names), "AggregateTotalLoss", None, began, ended)
             )
+            self._mark_end(mark)
         self._end_step(self._key, stream)
         return result
 
@@ -246,6 +256,7 @@ class Weaver:
         secs = self._compute_secs.get(name)
 
         def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            mark = self._mark() if traced else None
             began = time.perf_counter()
             try:
                 return execute(engine, *args, **kwargs)
@@ -255,8 +266,16 @@ class Weaver:
                     secs.append(ended - began)
                 if traced:
                     self._record(name, "buffer_id" in kwargs, began, ended)
+                    self._mark_end(mark)
 
         return clocked
+
+    def _mark(self) -> Any:
+        return None if self.mark is None else self.mark()
+
+    def _mark_end(self, began: Any) -> None:
+        if began is not None and self.mark is not None:
+            self._marks.append((began, self.mark()))
 
     def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
         micro_batch = self._counts[name] if of_micro_batch else None

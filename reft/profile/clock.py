@@ -16,7 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+_ANCHORS = 5
 
 Mark = Any
 """What :meth:`Clock.mark` returned: opaque until it is resolved."""
@@ -53,6 +55,14 @@ class HostClock:
         return list(marks)
 
 
+class _Anchor(NamedTuple):
+    """An event whose host time is known."""
+
+    event: Any
+    at_secs: float
+    error_secs: float
+
+
 class DeviceClock:
     """Events on the current CUDA or ROCm stream.
 
@@ -73,9 +83,9 @@ class DeviceClock:
         self._new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
         self._synchronize = torch.cuda.synchronize
         self._free: list[Any] = []
-        self._anchor: tuple[Any, float] | None = None
-        self.drift_secs = 0.0
-        """By how much the two clocks moved apart between the anchors of the last resolution."""
+        self._anchor: _Anchor | None = None
+        self.error_secs = 0.0
+        """Of the last resolution: half the wait for its anchor, and the drift since the first one."""
 
     def begin(self) -> None:
         self._anchor = self._take_anchor()
@@ -89,30 +99,29 @@ class DeviceClock:
         if not marks:
             return []
         first, last = self._anchor, self._take_anchor()
+        self.error_secs = last.error_secs
         if first is not None:
-            passed = float(first[0].elapsed_time(last[0])) / 1e3
-            self.drift_secs = abs(last[1] - first[1] - passed)
+            passed = float(first.event.elapsed_time(last.event)) / 1e3
+            self.error_secs += abs(last.at_secs - first.at_secs - passed)
         # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only, so
         # that one long stretch to the anchor is followed by short ones within the step.
-        origin = last[1] - float(marks[0].elapsed_time(last[0])) / 1e3
+        origin = last.at_secs - float(marks[0].elapsed_time(last.event)) / 1e3
         times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
         self._free.extend(marks)
         return times
 
-    def _take_anchor(self) -> tuple[Any, float]:
-        """An event and its host time; the shortest of a few waits is the most exact."""
-        best: tuple[float, Any, float] | None = None
+    def _take_anchor(self) -> _Anchor:
+        """Of a few, the one with the shortest wait is the most exact."""
         self._synchronize()
-        for _ in range(5):
-            event = self._new_event()
-            asked = time.perf_counter()
-            event.record()
-            event.synchronize()
-            told = time.perf_counter()
-            if best is None or told - asked < best[0]:
-                best = (told - asked, event, (asked + told) / 2)
-        assert best is not None
-        return best[1], best[2]
+        return min((self._one_anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor.error_secs)
+
+    def _one_anchor(self) -> _Anchor:
+        event = self._new_event()
+        asked = time.perf_counter()
+        event.record()
+        event.synchronize()
+        told = time.perf_counter()
+        return _Anchor(event, (asked + told) / 2, (told - asked) / 2)
 
 
 def default_clock() -> Clock:

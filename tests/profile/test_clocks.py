@@ -1,0 +1,192 @@
+"""Whose clock says what, and how sure that is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from deepspeed.runtime.pipe import schedule
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.hook.weave import Weaver
+from reft.profile.clock import DeviceClock, HostClock
+from reft.profile.offsets import Round, between, clock_id, estimate
+from reft.profile.profiler import with_times
+from reft.profile.traces import ClockOffset, settled
+from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
+from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
+
+seconds = st.floats(0, 0.1)
+
+
+@given(ahead=st.floats(-1e4, 1e4), ways=st.lists(st.tuples(seconds, seconds), min_size=1, max_size=10))
+def test_the_true_offset_is_within_the_bound(ahead, ways):
+    """Whatever the two ways of a round take."""
+    asked, rounds = 100.0, []
+    for there, back in ways:
+        rounds.append(Round(asked, asked + there + ahead, asked + there + back))
+        asked += 1
+    offset = estimate(rounds)
+    assert abs(offset.secs + ahead) <= offset.error_secs + 1e-9
+    assert offset.error_secs == pytest.approx(min(a + b for a, b in ways) / 2, abs=1e-9)
+
+
+@given(first=st.floats(-10, 10), drift=st.floats(-1e-3, 1e-3), at=st.floats(0, 1))
+def test_drift_between_two_measurements_is_part_of_the_bound(first, drift, at):
+    before, after = ClockOffset(first, 1e-6, 1), ClockOffset(first + drift, 2e-6, 1)
+    middle = between(before, after)
+    assert abs(middle.secs - (first + at * drift)) <= middle.error_secs
+    assert middle.clock == 1
+
+
+def test_processes_of_one_host_read_one_clock():
+    assert clock_id() == clock_id()
+    assert ClockOffset(0.0, 1e-3, 1).error_to(ClockOffset(0.0, 2e-3, 1)) == 0
+    assert ClockOffset(0.0, 1e-3, 1).error_to(ClockOffset(0.0, 2e-3, 2)) == pytest.approx(3e-3)
+
+
+class _OnStream(SimulatedEvent):
+    """As ``torch.cuda.Event``: recorded on the current stream."""
+
+    stream: SimulatedStream
+
+    def record(self, stream=None) -> None:
+        super().record(stream or self.stream)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A compute stream behind ``torch.cuda``."""
+    _OnStream.stream = stream = SimulatedStream()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", _OnStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
+    return stream
+
+
+def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_returned(device):
+    clock = DeviceClock()
+    clock.begin()
+    go = threading.Event()
+    marks = []
+    for _ in range(3):
+        marks.append(clock.mark())
+        device.put(go.wait)
+        device.put(lambda: time.sleep(0.01))
+        marks.append(clock.mark())
+    # Marking did not wait for the device, which cannot go on yet.
+    marked_at = time.perf_counter()
+    go.set()
+    found = clock.resolve(marks)
+    truth = [mark.point.secs for mark in marks]
+    assert truth[1] > marked_at
+    assert found == pytest.approx(truth, abs=clock.error_secs + 1e-6)
+
+
+def test_events_are_used_again(device):
+    clock = DeviceClock()
+    clock.begin()
+    first = [clock.mark() for _ in range(4)]
+    clock.resolve(first)
+    assert {id(clock.mark()) for _ in range(4)} == {id(mark) for mark in first}
+
+
+def test_without_a_device_the_error_says_what_to_use():
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with pytest.raises(RuntimeError, match="use HostClock"):
+        DeviceClock()
+
+
+def a_trace(step: int, chunks: tuple[ChunkRecord, ...] = ()) -> StepTrace:
+    records = tuple(
+        InstructionRecord(n, "ForwardPass", n, step + n * 0.1, step + n * 0.1 + 0.1) for n in range(3)
+    )
+    return StepTrace(step, 0, 0, float(step), step + 0.9, records, chunks, 0.0)
+
+
+def test_times_of_another_clock_replace_those_of_the_host():
+    trace = a_trace(1)
+    marks = [(10.0 + n, 10.5 + n) for n in range(3)]
+    again = with_times(trace, HostClock(), marks)
+    assert [(i.begin_secs, i.end_secs) for i in again.instructions] == marks
+    assert [i.name for i in again.instructions] == [i.name for i in trace.instructions]
+    assert with_times(trace, HostClock(), []) == trace
+    with pytest.raises(ValueError):
+        with_times(trace, HostClock(), marks[:2])
+
+
+def test_chunks_that_were_reported_late_belong_to_the_step_they_ran_in():
+    def chunk(at: float) -> ChunkRecord:
+        return ChunkRecord(1, 10, at, at + 0.01, 0, "replicated")
+
+    reported = deque([(chunk(0.5),), (chunk(1.2),), (chunk(2.4), chunk(2.2), chunk(1.9)), (chunk(3.1),)])
+    traces = [a_trace(step, reported.popleft()) for step in (1, 2, 3, 4)]
+    steps = settled(traces)
+    assert [t.step for t in steps] == [1, 2, 3]
+    # What began before the first step is not this profile's.
+    assert [[c.begin_secs for c in t.chunks] for t in steps] == [[1.2, 1.9], [2.2, 2.4], [3.1]]
+    assert [replace(t, chunks=()) for t in steps] == [a_trace(s) for s in (1, 2, 3)]
+
+
+class _Pacer:
+    """Takes what a weaver tells, plans nothing."""
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: None
+
+
+class _Engine:
+    """Executes schedules as DeepSpeed's pipeline engine does."""
+
+    def __init__(self) -> None:
+        self.executed = []
+
+    def _exec(self, buffer_id: int | None = None) -> None:
+        self.executed.append(buffer_id)
+
+    def _aggregate_total_loss(self) -> float:
+        return 1.5
+
+    _KINDS = (
+        schedule.LoadMicroBatch,
+        schedule.ForwardPass,
+        schedule.BackwardPass,
+        schedule.ReduceGrads,
+        schedule.OptimizerStep,
+    )
+    _INSTRUCTION_MAP = dict.fromkeys(_KINDS, _exec)
+
+    def _exec_schedule(self, steps) -> None:
+        for commands in steps:
+            for command in commands:
+                self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
+
+    def train_batch(self) -> float:
+        self._exec_schedule(schedule.DataParallelSchedule(3, 1, 0))
+        return self._aggregate_total_loss()
+
+
+def test_every_traced_instruction_has_its_marks_and_no_other():
+    engine, wanted = _Engine(), [True]
+    weaver = Weaver(
+        engine, _Pacer(), take_snapshot=lambda: None, active=lambda: True, traced=lambda: wanted[0]
+    )
+    engine.train_batch()
+    records, _ = weaver.take_records()
+    assert (len(records), weaver.take_marks()) == (12, [])
+    ticks = count()
+    weaver.mark = lambda: next(ticks)
+    assert engine.train_batch() == 1.5
+    records, _ = weaver.take_records()
+    assert [r.name for r in records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
+    assert weaver.take_marks() == [(2 * n, 2 * n + 1) for n in range(len(records))]
+    wanted[0] = False
+    engine.train_batch()
+    assert (weaver.take_records()[0], weaver.take_marks()) == ((), [])
