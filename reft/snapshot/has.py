@@ -25,6 +25,7 @@ from reft.snapshot.windows import Window
 MIB = 2**20
 SHORTEST_WINDOW_SECS = 0.0002
 """Shorter waits are not used: to wake the copying thread costs about a tenth of this."""
+_LONGEST_INTERVAL = 2**62
 
 
 class Overflow(StrEnum):
@@ -304,7 +305,7 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
         return 1
     if max_overhead <= 0:
         raise ConfigError(f"the allowed overhead is {max_overhead}; write a part above 0, such as 0.03")
-    return max(1, math.ceil(stall_secs / (max_overhead * step_secs)))
+    return max(1, math.ceil(min(_LONGEST_INTERVAL, stall_secs / (max_overhead * step_secs))))
 
 
 def _draining_steps(staged: int, *tiers: tuple[Planned, ...]) -> int:

@@ -46,9 +46,11 @@ def write_corpus(directory: Path) -> Path:
 
 @dataclass
 class Scratch:
-    """Where jobs are run: text, logs and what undisturbed runs have shown."""
+    """Where jobs are run: text, logs and what undisturbed runs have shown; ``variant``: when planned jobs
+    copy their bytes."""
 
     root: Path
+    variant: str = "has"
     _references: dict[str, Losses] = field(default_factory=dict)
 
     def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
@@ -351,7 +353,7 @@ def run_planned(scratch: Scratch, job: PlannedJob, name: str, reference: Losses)
         job.shape,
         job.optimizer,
         steps=job.steps,
-        block=job.reft_block(str(scratch.root / name / "persisted")),
+        block={**job.reft_block(str(scratch.root / name / "persisted")), "variant": scratch.variant},
         max_restarts=job.process_kills,
     )
     with running:

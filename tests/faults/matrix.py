@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from reft.config import Variant
 from reft.elastic.local_cluster import LocalClusterError
 from tests.faults.cases import (
     OPTIMIZERS,
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-faults-"))
     root.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    outcomes = run_jobs(Scratch(root), wanted)
+    outcomes = run_jobs(Scratch(root, args.variant), wanted)
     summary = summarise(outcomes, full=args.full, left_out=reason, secs=time.monotonic() - began)
     console.print(table(outcomes))
     verdict = "[green]all as promised[/]" if summary["good"] else "[bold red]NOT as promised[/]"
@@ -140,6 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write the result there; - is standard output")
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="jobs whose line in --list holds one of these"
+    )
+    parser.add_argument(
+        "--variant",
+        choices=[v.value for v in Variant if v is not Variant.NONE],
+        default=Variant.HAS.value,
+        help="when bytes are copied (default has)",
     )
     parser.add_argument("--list", action="store_true", help="show the jobs, run nothing")
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep logs and events there")

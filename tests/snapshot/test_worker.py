@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.multiprocessing as mp
 
-from reft.snapshot.plan import Section
+from reft.blocks import Section
 from reft.store.arena import Arena, ArenaState, scan
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 

@@ -1,0 +1,206 @@
+"""Woven schedules under DeepSpeed's real PipelineEngine: P1, P2, and that copies keep to the windows."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe import schedule
+
+from reft.hook.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.snapshot.trace import StepTrace
+from tests.hook.weave_job import STEPS, VARIANTS, GPipe
+
+JOB = Path(__file__).with_name("weave_job.py")
+WAITING = ("Recv", "Send", "Reduce", "Aggregate")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("weave")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
+    shared = {
+        **clean,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(JOB.parents[2])) if p),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(JOB), str(root)],
+            env={**shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        logs = [r.communicate(timeout=240)[0] for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+    for r, log in zip(ranks, logs, strict=True):
+        assert r.returncode == 0, log[-4000:]
+    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(2)]
+
+
+def traces(run: dict[str, Any]) -> list[StepTrace]:
+    return [StepTrace.from_json(t) for t in run["traces"]]
+
+
+# -- the woven schedule itself ----------------------------------------------------------------------
+
+
+def schedules() -> Iterator[schedule.PipeSchedule]:
+    kinds = [schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule, GPipe]
+    for kind, stages, micro_batches in product(kinds, (1, 2, 4), (1, 3, 8)):
+        yield from (kind(micro_batches, stages, s) for s in range(stages))
+    if hasattr(schedule, "DualPipeVSchedule"):
+        yield from (schedule.DualPipeVSchedule(8, 4, s) for s in range(4))
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_weaving_leaves_the_training_instructions_as_they_are(take: bool) -> None:
+    """The same objects, steps and order, whatever the schedule's class."""
+    for plain in schedules():
+        expected = list(plain)
+        names: list[str] = []
+        recorded = _Recorded(plain, expected)
+        woven = WovenSchedule(recorded, take=take, seen=names)
+        steps = list(woven)
+        kept = [[c for c in step if not isinstance(c, SNAPSHOT_INSTRUCTIONS)] for step in steps]
+        assert [[id(c) for c in step] for step in kept] == [[id(c) for c in step] for step in expected]
+        assert names == [type(c).__name__ for step in expected for c in step]
+        assert woven.num_pipe_buffers() == plain.num_pipe_buffers()
+        assert woven.micro_batches == plain.micro_batches
+        _check_places(steps, take)
+
+
+class _Recorded:
+    """A schedule whose instructions were made before, so that they can be told apart by identity."""
+
+    def __init__(self, plain: Any, steps: list[list[Any]]) -> None:
+        self._plain, self._steps = plain, steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._steps)
+
+
+def _check_places(steps: list[list[Any]], take: bool) -> None:
+    position = 0
+    for step in steps:
+        for i, command in enumerate(step):
+            if isinstance(command, OpenSnapshotWindow):
+                assert command.window_id == position
+                assert type(step[i + 1]).__name__.startswith(WAITING)
+                assert type(step[i + 2]).__name__ == "CloseSnapshotWindow"
+            elif isinstance(command, TakeSnapshot):
+                assert take
+                assert type(step[i - 1]).__name__ == "OptimizerStep"
+            elif not isinstance(command, SNAPSHOT_INSTRUCTIONS):
+                position += 1
+
+
+# -- under the engine -------------------------------------------------------------------------------
+
+
+def test_p1_losses_are_equal_to_the_bit_with_every_variant(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        reference = r["reference"][:STEPS]
+        for name, run in r["variants"].items():
+            assert run["losses"] == reference, name
+        assert all(r[name]["losses"] == reference for name in ("none", "analytic", "paper"))
+        assert r["gpipe"]["losses"] == r["gpipe_reference"]
+
+
+def test_p10_the_class_and_other_engines_stay_as_they_are(results: list[dict[str, Any]]) -> None:
+    assert all(r["class_map"] and r["inert"] for r in results)
+
+
+def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        for name in VARIANTS:
+            assert r["variants"][name]["stats"]["committed_step"] == STEPS, name
+            assert r["resumed"][name]["path"] == f"memory:{name}/{STEPS}"
+            assert r["resumed"][name]["losses"] == r["reference"][STEPS:], name
+        assert r["none"]["stats"]["taken"] == 0
+
+
+@pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
+def test_the_engine_executes_exactly_the_unwoven_schedule(results: list[dict[str, Any]], run: str) -> None:
+    for r in results:
+        found = r["variants"]["has"] if run == "has" else r[run]
+        steps = [t for t in traces(found) if any(i.name == "OptimizerStep" for i in t.instructions)]
+        assert len(steps) == STEPS
+        for trace in steps:
+            executed = [i.name for i in trace.instructions if i.name != "AggregateTotalLoss"]
+            assert executed == found["names"]
+            assert [i.position for i in trace.instructions] == list(range(len(trace.instructions)))
+
+
+@pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
+def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
+    results: list[dict[str, Any]], run: str
+) -> None:
+    for r in results:
+        found = r["variants"]["has"] if run == "has" else r[run]
+        instructions = [i for t in traces(found) for i in t.instructions]
+        chunks = [c for t in traces(found) for c in t.chunks if c.tier == 1]
+        for chunk in chunks:
+            assert chunk.window is not None
+            beside = [
+                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
+            ]
+            assert len(beside) <= 1
+            assert all(i.name.startswith(WAITING) for i in beside), (chunk, beside)
+    # Not an empty promise: the stage that waits first, for its first activations, has copied.
+    last = results[1]["variants"]["has"] if run == "has" else results[1][run]
+    assert sum(c.nbytes for t in traces(last) for c in t.chunks if c.tier == 1) > 0
+
+
+def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        for name in (*VARIANTS, "gpipe"):
+            found = r["gpipe"] if name == "gpipe" else r["variants"][name]
+            chunks = sorted((c.begin_secs, c.end_secs) for t in traces(found) for c in t.chunks)
+            assert len(chunks) > STEPS
+            for begin, end in found["updates"]:
+                assert not [c for c in chunks if c[0] < end and begin < c[1]], name
+
+
+def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        has, host = r["variants"]["has"], r["variants"]["host"]
+        assert has["estimator"] == "profiled"
+        assert (r["analytic"]["estimator"], r["paper"]["estimator"]) == ("analytic", "paper")
+        copied = sum(c.nbytes for t in traces(has) for c in t.chunks)
+        # The last version, after the last step, belongs to no traced step but the evaluation's.
+        assert copied <= sum(has["stats"]["tier_bytes"].values())
+        assert sum(has["plan"].values()) * has["stats"]["taken"] == sum(has["stats"]["tier_bytes"].values())
+        assert host["stats"]["tier_bytes"]["1"] == 0
+        assert host["plan"] is None
+        blocking = r["variants"]["blocking"]["stats"]["tier_bytes"]
+        assert blocking["0"] == sum(blocking.values())
+
+
+def test_an_evaluation_in_between_changes_nothing(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        assert len({run["evaluated"] for run in r["variants"].values()}) == 1

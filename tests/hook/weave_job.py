@@ -1,0 +1,184 @@
+"""Two pipeline stages under DeepSpeed's real PipelineEngine, with every variant, traced."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+import reft
+from reft.hook.cpu import avoid_build_at_start
+from reft.hook.deepspeed import session_of
+from reft.hook.weave import SNAPSHOT_INSTRUCTIONS
+
+avoid_build_at_start()
+
+VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
+WIDTH, MICRO_BATCHES, STEPS = 384, 4, 14
+CHUNK_BYTES = 64 * 1024
+
+
+class GPipe(schedule.PipeSchedule):
+    """All forwards, then all backwards: a schedule that DeepSpeed does not know. Its last stage keeps one
+    loss only, so there a backward follows its forward at once."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        last = self.is_last_stage
+        for m in range(self.micro_batches):
+            yield [schedule.RecvActivation(m)] if not self.is_first_stage else []
+            yield [schedule.LoadMicroBatch(m), schedule.ForwardPass(m)]
+            yield [schedule.BackwardPass(m)] if last else [schedule.SendActivation(m)]
+        for m in range(self.micro_batches):
+            yield [] if last else [schedule.RecvGrad(m), schedule.BackwardPass(m)]
+            yield [schedule.SendGrad(m)] if not self.is_first_stage else []
+        yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
+
+    def num_pipe_buffers(self) -> int:
+        return int(self.micro_batches)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.linear(x).tanh())
+
+
+def make(gpipe: bool = False) -> Any:
+    torch.manual_seed(7)
+    model = PipelineModule(
+        [LayerSpec(Block) for _ in range(8)],
+        num_stages=2,
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 48,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "steps_per_print": None,
+    }
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+    if gpipe:
+        engine._train_schedule = lambda: GPipe(engine.micro_batches, engine.num_stages, engine.stage_id)
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    return engine
+
+
+def batches(step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The data is a function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(MICRO_BATCHES):
+        x = torch.randn(48, WIDTH, generator=generator)
+        yield x, x.flip(0)
+
+
+def train(engine: Any, until: int) -> list[str]:
+    losses = []
+    while engine.global_steps < until:
+        losses.append(float(engine.train_batch(batches(engine.global_steps))).hex())
+    return losses
+
+
+def block(root: Path, name: str, **options: Any) -> dict[str, Any]:
+    memory = root / f"memory{os.environ['RANK']}"
+    return {"enabled": True, "job_id": name, "memory_dir": str(memory), **options}
+
+
+def note_updates(engine: Any) -> list[tuple[float, float]]:
+    """When the weights really change."""
+    inner, seen = engine.optimizer, []
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    original = inner.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seen.append((began, time.perf_counter()))
+
+    inner.step = step
+    return seen
+
+
+def traced(root: Path, name: str, variant: str, gpipe: bool = False, **options: Any) -> dict[str, Any]:
+    """Train with a variant; what was done when."""
+    engine = make(gpipe)
+    has = {"has": {"chunk_bytes": CHUNK_BYTES, **options}} if variant == "has" else {}
+    session = reft.attach(engine, config=block(root, name, variant=variant, **has))
+    session.traces = deque(maxlen=100)
+    updates = note_updates(engine)
+    losses = train(engine, STEPS)
+    evaluated = float(engine.eval_batch(batches(99)))
+    session.worker.drain(60)
+    plan, stats = session.schedule, session.stats.to_json()
+    result = {
+        "losses": losses,
+        "evaluated": evaluated,
+        "traces": [t.to_json() for t in session.traces],
+        "updates": updates,
+        "stats": stats,
+        "names": [type(c).__name__ for step in engine._train_schedule() for c in step],
+        "plan": None if plan is None else {str(t): n for t, n in plan.tier_bytes.items()},
+        "estimator": None if plan is None else plan.estimator,
+    }
+    session.close()
+    return result
+
+
+def resumed(root: Path, name: str, variant: str) -> dict[str, Any]:
+    """Another incarnation: what the variant left in memory, and the losses from there on."""
+    engine = make()
+    session = reft.attach(engine, config=block(root, name, variant=variant))
+    path, _ = engine.load_checkpoint(str(root / "none"))
+    losses = train(engine, STEPS + 3)
+    session.close()
+    return {"path": path, "losses": losses}
+
+
+def main(root: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    deepspeed.init_distributed("gloo", verbose=False)
+    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
+    plain = make()
+    out: dict[str, Any] = {
+        "reference": train(plain, STEPS + 3),
+        "evaluated": float(plain.eval_batch(batches(99))),
+    }
+    out["class_map"] = not set(SNAPSHOT_INSTRUCTIONS) & set(type(plain)._INSTRUCTION_MAP)
+    out["inert"] = session_of(plain) is None and "_INSTRUCTION_MAP" not in vars(plain)
+    out["variants"] = {v: traced(root, v, v) for v in VARIANTS}
+    out["resumed"] = {v: resumed(root, v, v) for v in VARIANTS}
+    out["gpipe_reference"] = train(make(gpipe=True), STEPS)
+    out["gpipe"] = traced(root, "gpipe", "has", gpipe=True)
+    for windows in ("analytic", "paper"):
+        out[windows] = traced(root, windows, "has", windows=windows)
+    none = traced(root, "none", "none")
+    out["none"] = {"losses": none["losses"], "stats": none["stats"]}
+    return out
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    result = main(where)
+    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    os._exit(0)
