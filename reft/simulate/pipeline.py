@@ -11,10 +11,12 @@ Data-parallel peers are taken to behave alike, so one pipeline stands for all.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reft.errors import ConfigError
 from reft.simulate.checks import Channel, ScheduleError, channel_of, check_schedule, is_send
+from reft.simulate.copying import Copying, CopyProgress
 from reft.simulate.costs import Costs
 from reft.simulate.instructions import (
     CommitP2P,
@@ -27,28 +29,43 @@ from reft.simulate.result import Interval, Simulation, StageResult
 from reft.simulate.schedules import Schedule
 from reft.simulate.waits import idle_windows
 
+_NO_COPY = Copying(nbytes=0, bytes_per_sec=1.0)
+
 
 class DeadlockError(ScheduleError):
     """Stages wait for each other."""
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs, copying: Sequence[Copying] = ()) -> Simulation:
     """Run one step.
+
+    Args:
+        schedule: what every stage executes.
+        costs: how long that takes.
+        copying: the snapshot that each stage takes beside it; none if empty.
 
     Raises:
         ScheduleError: the instructions do not fit together.
         DeadlockError: stages wait for each other; the message names them and their instructions.
-        ConfigError: costs are for another number of stages.
+        ConfigError: costs or copying are for another number of stages.
     """
     if costs.stages != schedule.stages:
         raise ConfigError(
             f"costs are for {costs.stages} stages, the schedule {schedule.name} has {schedule.stages}"
         )
+    if copying and len(copying) != schedule.stages:
+        raise ConfigError(f"copying is for {len(copying)} stages, the schedule has {schedule.stages}")
     check_schedule(schedule)
-    run = _Run(schedule, costs)
+    run = _Run(schedule, costs, copying)
     run.to_the_end()
     stages = tuple(
-        StageResult(stage.stage_id, tuple(stage.intervals), idle_windows(stage.intervals))
+        StageResult(
+            stage.stage_id,
+            tuple(stage.intervals),
+            idle_windows(stage.intervals),
+            tuple(stage.copy.pieces),
+            stage.fence_secs,
+        )
         for stage in run.stages
     )
     return Simulation(schedule.name, schedule.micro_batches, stages)
@@ -60,6 +77,7 @@ class _Message:
 
     sent_secs: float | None = None
     received_secs: float | None = None
+    slowdown: float = 1.0
     starts_secs: float = 0.0
     ends_secs: float = 0.0
 
@@ -68,7 +86,9 @@ class _Message:
 class _Stage:
     stage_id: int
     stream: tuple[Instruction, ...]
+    copy: CopyProgress
     clock_secs: float = 0.0
+    fence_secs: float = 0.0
     intervals: list[Interval] = field(default_factory=list)
     queue: list[Transfer] = field(default_factory=list)
     posted: list[tuple[bool, _Message]] | None = None
@@ -91,9 +111,14 @@ class _Stage:
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, copying: Sequence[Copying]) -> None:
         self._schedule, self._costs = schedule, costs
-        self.stages = [_Stage(p, stream) for p, stream in enumerate(schedule.streams)]
+        self.stages = [
+            _Stage(p, stream, CopyProgress(copying[p] if copying else _NO_COPY))
+            for p, stream in enumerate(schedule.streams)
+        ]
+        for stage in self.stages:
+            stage.clock_secs = stage.copy.before_step()
         self._sends: dict[Channel, deque[_Message]] = defaultdict(deque)
         self._receives: dict[Channel, deque[_Message]] = defaultdict(deque)
         self._link_free_secs: dict[tuple[int, int], float] = defaultdict(float)
@@ -124,6 +149,7 @@ class _Run:
             stage.queue.append(instruction)
         chunks = len(self._schedule.places[stage.stage_id])
         busy_secs = self._costs.seconds(stage.stage_id, chunks, instruction)
+        busy_secs = stage.copy.work(instruction, stage.clock_secs, busy_secs)
         stage.done(stage.clock_secs, stage.clock_secs + busy_secs)
         return True
 
@@ -148,7 +174,10 @@ class _Run:
                 return new
             if message.ends_secs > ends_secs:
                 begins_secs, ends_secs = message.starts_secs, message.ends_secs
-        stage.done(max(begins_secs, stage.clock_secs), ends_secs)
+        begins_secs = max(begins_secs, stage.clock_secs)
+        stage.copy.wait(stage.clock_secs, begins_secs)
+        stage.copy.during(stage.stream[stage.position], begins_secs, ends_secs)
+        stage.done(begins_secs, ends_secs)
         stage.posted = None
         stage.queue = []
         return True
@@ -164,34 +193,43 @@ class _Run:
             mine[channel].append(message)
         if sends:
             message.sent_secs = stage.clock_secs
+            message.slowdown = stage.copy.transfer_slowdown()
         else:
             message.received_secs = stage.clock_secs
         self._time(message, channel, just_sent=sends)
         return sends, message
 
     def _time(self, message: _Message, channel: Channel, just_sent: bool) -> None:
+        took_secs = self._costs.transfer_secs * message.slowdown
         if self._costs.blocking_sends:
             if message.sent_secs is not None and message.received_secs is not None:
                 message.starts_secs = max(message.sent_secs, message.received_secs)
-                message.ends_secs = message.starts_secs + self._costs.transfer_secs
+                message.ends_secs = message.starts_secs + took_secs
         elif just_sent and message.sent_secs is not None:
             link = channel[1:3]
             message.starts_secs = max(message.sent_secs, self._link_free_secs[link])
-            message.ends_secs = message.starts_secs + self._costs.transfer_secs
+            message.ends_secs = message.starts_secs + took_secs
             self._link_free_secs[link] = message.ends_secs - self._costs.link_latency_secs
 
     # ---- reductions ----
 
     def _meet(self, stage: _Stage, instruction: Instruction, members: tuple[int, ...]) -> bool:
-        """A reduction begins when its last member is there."""
+        """A reduction begins when its last member is there; the optimizer, when it has copied too."""
         there = self._arrivals[instruction.name, stage.reductions[instruction.name]]
         new = stage.stage_id not in there
-        there[stage.stage_id] = stage.clock_secs
+        fence = isinstance(instruction, OptimizerStep)
+        there[stage.stage_id] = stage.clock_secs + (stage.copy.left_secs if fence else 0.0)
         if len(there) < len(members):
             return new
         begins_secs = max(there.values())
+        if fence:
+            others_secs = max((t for p, t in there.items() if p != stage.stage_id), default=0.0)
+            stage.fence_secs = stage.copy.finish(stage.clock_secs, others_secs)
+        stage.copy.wait(stage.clock_secs, begins_secs)
         stage.reductions[instruction.name] += 1
-        stage.done(begins_secs, begins_secs + self._costs.seconds(stage.stage_id, 1, instruction))
+        ends_secs = begins_secs + self._costs.seconds(stage.stage_id, 1, instruction)
+        stage.copy.during(instruction, begins_secs, ends_secs)
+        stage.done(begins_secs, ends_secs)
         return True
 
     # ---- deadlocks ----

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from reft.simulate.copying import Piece, Tier, bytes_by_tier
 from reft.simulate.instructions import Compute, Instruction, MicroBatchInstruction
-from reft.snapshot.trace import InstructionRecord, StepTrace
+from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
 from reft.snapshot.windows import ProfiledEstimator, Window
 
 
@@ -47,11 +48,15 @@ class StageResult:
         stage_id: 0-based.
         intervals: every instruction, in order.
         windows: where it waited for other stages, in order.
+        pieces: when its snapshot was copied, in order.
+        fence_secs: how long all stages waited for its snapshot before the optimizer.
     """
 
     stage_id: int
     intervals: tuple[Interval, ...]
     windows: tuple[Window, ...]
+    pieces: tuple[Piece, ...] = ()
+    fence_secs: float = 0.0
 
     @cached_property
     def end_secs(self) -> float:
@@ -103,7 +108,10 @@ class Simulation:
         return ProfiledEstimator({s.stage_id: s.windows for s in self.stages}, name="simulated")
 
     def to_traces(self, step: int = 1, start_secs: float = 0.0) -> tuple[StepTrace, ...]:
-        """As the hook would have recorded it, one trace per stage; ranks are the stages."""
+        """As the hook would have recorded it, one trace per stage; ranks are the stages.
+
+        Where queued transfers waited is a matter of the ``CommitP2P`` that started them.
+        """
         return tuple(_trace(stage, step, start_secs) for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +128,8 @@ class Simulation:
                     "compute_secs": s.compute_secs,
                     "idle_secs": s.idle_secs,
                     "other_secs": s.other_secs,
+                    "copied_bytes": {t.name.lower(): n for t, n in bytes_by_tier(s.pieces).items()},
+                    "fence_secs": s.fence_secs,
                     "windows": [w.to_json() for w in s.windows],
                 }
                 for s in self.stages
@@ -160,6 +170,18 @@ def _trace(stage: StageResult, step: int, start_secs: float) -> StepTrace:
         begin_secs=start_secs,
         end_secs=start_secs + stage.end_secs,
         instructions=records,
-        chunks=(),
-        fence_secs=0.0,
+        chunks=tuple(_chunk(piece, stage.windows, start_secs) for piece in stage.pieces),
+        fence_secs=stage.fence_secs,
+    )
+
+
+def _chunk(piece: Piece, windows: tuple[Window, ...], start_secs: float) -> ChunkRecord:
+    inside = (n for n, w in enumerate(windows) if w.start_secs <= piece.begin_secs < w.stop_secs)
+    return ChunkRecord(
+        tier=int(piece.tier),
+        nbytes=round(piece.nbytes),
+        begin_secs=start_secs + piece.begin_secs,
+        end_secs=start_secs + piece.end_secs,
+        window=next(inside, None) if piece.tier is Tier.WAITING else None,
+        section="replicated",
     )

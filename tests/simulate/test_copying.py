@@ -1,0 +1,151 @@
+"""Snapshots beside a simulated step: nothing is lost, nothing is free that is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.errors import ConfigError
+from reft.simulate.copying import Beside, Copying, Tier, bytes_by_tier
+from reft.simulate.costs import Costs
+from reft.simulate.pipeline import simulate
+from reft.simulate.schedules import SCHEDULES, one_f_one_b
+
+MB = 1e6
+parts = st.floats(0.0, 1.0)
+speeds = st.floats(0.05, 1.0)
+besides = st.builds(Beside, parts, speeds)
+
+
+@st.composite
+def snapshots(draw):
+    """A schedule, its costs, and a copy on each stage."""
+    stages = draw(st.integers(1, 5))
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    schedule = SCHEDULES[name](stages, stages * draw(st.integers(2, 4)))
+    times = st.lists(st.floats(0.1, 10.0), min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(
+        draw(times),
+        draw(times),
+        link_latency_secs=draw(st.floats(0.0, 1.0)),
+        reduce_secs=draw(times),
+        optimizer_secs=draw(times),
+    )
+    copying = [
+        Copying(
+            draw(st.floats(0, 100 * MB)), MB, draw(st.booleans()), draw(parts), draw(besides), draw(besides)
+        )
+        for _ in range(stages)
+    ]
+    return schedule, costs, copying
+
+
+@settings(max_examples=150, deadline=None)
+@given(snapshots())
+def test_every_byte_is_copied_once_and_before_the_optimizer(drawn):
+    schedule, costs, copying = drawn
+    for stage, copy in zip(simulate(schedule, costs, copying).stages, copying, strict=True):
+        assert sum(p.nbytes for p in stage.pieces) == pytest.approx(copy.nbytes, abs=1e-3)
+        optimizer = stage.intervals[-1]
+        for before, after in zip(stage.pieces, stage.pieces[1:], strict=False):
+            assert before.end_secs <= after.begin_secs + 1e-9
+        assert all(p.end_secs <= optimizer.begin_secs + 1e-9 for p in stage.pieces)
+        for piece in stage.pieces:
+            assert piece.nbytes <= (piece.end_secs - piece.begin_secs + 1e-9) * copy.bytes_per_sec
+
+
+@settings(max_examples=100, deadline=None)
+@given(snapshots())
+def test_a_snapshot_never_makes_a_step_shorter_nor_longer_than_slowed_and_waiting(drawn):
+    schedule, costs, copying = drawn
+    plain, taken = simulate(schedule, costs), simulate(schedule, costs, copying)
+    assert taken.makespan_secs >= plain.makespan_secs - 1e-9
+    slowest = max(1 / b.work for c in copying for b in (c.computing, c.communicating))
+    waiting = max(c.nbytes / c.bytes_per_sec for c in copying)
+    assert taken.makespan_secs <= plain.makespan_secs * slowest + waiting + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(snapshots(), st.floats(0.0, 0.999))
+def test_what_fits_the_idle_time_is_free(drawn, fill):
+    """Copies that pause while the stage works change nothing, and lie inside its windows."""
+    schedule, costs, _ = drawn
+    plain = simulate(schedule, costs)
+    copying = [Copying(fill * s.idle_secs * MB, MB) for s in plain.stages]
+    taken = simulate(schedule, costs, copying)
+    assert taken.makespan_secs == pytest.approx(plain.makespan_secs, rel=1e-9)
+    for stage, undisturbed in zip(taken.stages, plain.stages, strict=True):
+        assert stage.fence_secs == pytest.approx(0.0, abs=1e-9)
+        for piece in stage.pieces:
+            if piece.end_secs - piece.begin_secs > 1e-9:
+                assert piece.tier is Tier.WAITING
+                assert any(
+                    w.start_secs - 1e-9 <= piece.begin_secs and piece.end_secs <= w.stop_secs + 1e-9
+                    for w in undisturbed.windows
+                )
+
+
+def one_stage(copy):
+    """A device that never waits: four micro-batches of 1 s and 2 s."""
+    return simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0), [copy]).stages[0]
+
+
+def test_a_blocking_copy_adds_all_its_time():
+    stage = one_stage(Copying(5 * MB, MB, at_once=True))
+    assert stage.end_secs == 17.0
+    assert bytes_by_tier(stage.pieces)[Tier.FENCE] == 5 * MB
+
+
+def test_what_is_left_at_the_optimizer_is_waited_for():
+    stage = one_stage(Copying(5 * MB, MB))
+    assert (stage.end_secs, stage.fence_secs) == (17.0, 5.0)
+
+
+def test_turns_with_the_computation_add_the_time_of_the_copy():
+    stage = one_stage(Copying(5 * MB, MB, computing=Beside(0.5, 0.5)))
+    assert stage.end_secs == pytest.approx(17.0)
+    assert bytes_by_tier(stage.pieces)[Tier.COMPUTING] == pytest.approx(5 * MB)
+
+
+def test_beside_the_computation_only_the_overlap_is_slowed():
+    stage = one_stage(Copying(5 * MB, MB, computing=Beside(1.0, 1 / 1.1)))
+    assert stage.end_secs == pytest.approx(12.0 + 5.0 * (1 - 1 / 1.1))
+
+
+def test_a_transfer_beside_a_copy_is_slower():
+    costs = dataclasses.replace(Costs.equal(2, 1.0, 2.0), link_latency_secs=1.0)
+    busy = [Copying(100 * MB, MB, communicating=Beside(0.5, 0.5)), Copying(0, MB)]
+    first, second = simulate(one_f_one_b(2, 1), costs, busy).stages
+    assert second.windows[0].length_secs == 1.0
+    assert second.intervals[-4].begin_secs >= 1.0 + 2.0  # one second of transfer takes two
+    assert first.fence_secs > 0
+
+
+def test_pieces_are_recorded_as_chunks():
+    copying = [Copying(2 * MB, MB)] * 4
+    simulation = simulate(one_f_one_b(4, 8), Costs.equal(4, 1.0, 2.0), copying)
+    for trace, stage in zip(simulation.to_traces(start_secs=50.0), simulation.stages, strict=True):
+        assert {c.tier for c in trace.chunks} == {1}
+        assert sum(c.nbytes for c in trace.chunks) == 2 * MB
+        for chunk in trace.chunks:
+            window = stage.windows[chunk.window]
+            assert window.start_secs + 50.0 <= chunk.begin_secs
+            assert chunk.end_secs <= window.stop_secs + 50.0
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (lambda: Beside(1.5, 1.0), "parts of 1"),
+        (lambda: Beside(0.5, 0.0), "above 0"),
+        (lambda: Copying(-1, MB), "must not be negative"),
+        (lambda: Copying(1, 0.0), "must be positive"),
+        (lambda: simulate(one_f_one_b(2, 2), Costs.equal(2, 1, 1), [Copying(1, 1.0)]), "for 1 stages"),
+    ],
+)
+def test_mistakes_are_explained(mistake, says):
+    with pytest.raises(ConfigError, match=says):
+        mistake()
