@@ -15,6 +15,7 @@ from reft.errors import ArenaError, OutOfMemoryError, TransferError
 from reft.snapshot.copying import CopyEngine
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
+from reft.state.late import LateBlob
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, arena_name, checksum, scan
 from reft.store.commit import SlotTable
 from reft.store.label import Label
@@ -68,7 +69,10 @@ class Filling:
         """The block's bytes in the arena, 1-D uint8, true length."""
         return self._data[placed.arena_offset : placed.arena_offset + self.length(placed)]
 
-    def write_host(self, placed: PlacedBlock, blob: bytes) -> None:
+    def write_host(self, placed: PlacedBlock, blob: bytes | bytearray) -> None:
+        """Write the host block; waits for what of it is still under way from a device."""
+        if isinstance(blob, LateBlob):
+            blob.settle()
         self._lengths[placed] = len(blob)
         self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
 

@@ -23,12 +23,14 @@ class Copier:
 
     Args:
         engine: moves the bytes.
-        chunk_bytes: bytes of a chunk.
+        chunk_bytes: bytes of a chunk; more where the engine copies such small ones below the speed of
+            its link (nothing waits for the end of a chunk there).
     """
 
     def __init__(self, engine: CopyEngine, chunk_bytes: int) -> None:
         self.engine = engine
-        self.cache = ChunkCache(chunk_bytes)
+        least = engine.least_chunk_bytes if engine.asynchronous else 0
+        self.cache = ChunkCache(max(chunk_bytes, least))
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
         """Of the newest versions; whoever traces takes them away."""
         self._begun = False

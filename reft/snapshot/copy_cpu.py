@@ -54,6 +54,7 @@ class CpuCopyEngine:
 
     name = "cpu"
     asynchronous = False
+    least_chunk_bytes = 64 * 2**10
 
     def __init__(self) -> None:
         self._order = CallOrder()

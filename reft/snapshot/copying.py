@@ -83,6 +83,11 @@ class CopyEngine(Protocol):
         """Whether :meth:`copy` returns before the bytes have arrived (while memory is pinned)."""
 
     @property
+    def least_chunk_bytes(self) -> int:
+        """Handing over takes the host as long as the link takes for about so many bytes: with smaller
+        pieces or calls the link idles between them."""
+
+    @property
     def bytes_per_sec(self) -> float | None:
         """Bandwidth of the newest synchronized version with at least 1 MiB, over the time in which the
         engine did copy; None before. Taking it costs nothing."""

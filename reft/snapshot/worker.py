@@ -60,7 +60,7 @@ class SnapshotRequest:
 
     label: Label
     images: LiveImages | None
-    host_blob: bytes
+    host_blob: bytes | bytearray
     must: bool = False
     idle: bool = False
     variant: Variant = Variant.HOST
@@ -411,10 +411,6 @@ class SnapshotWorker:
 
     def _copy(self, images: LiveImages, request: SnapshotRequest, filling: Filling) -> None:
         """Fill the arena from the live tensors."""
-        for placed in filling.local_blocks:
-            if placed.key.section is Section.HOST:
-                filling.write_host(placed, request.host_blob)
-                filling.hash(placed)
         gate, step = self._gate_for(request), request.label.step
         try:
             self._records = self.copier.copy(
@@ -426,6 +422,11 @@ class SnapshotWorker:
             )
         finally:
             gate.leave()
+        # Last: it may wait for the device, and training does not wait for it.
+        for placed in filling.local_blocks:
+            if placed.key.section is Section.HOST:
+                filling.write_host(placed, request.host_blob)
+                filling.hash(placed)
         self._stats.tier_bytes.update(bytes_by_tier(self._records))
 
     def _learn(self, request: SnapshotRequest, filling: Filling) -> None:

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from reft.errors import LayoutError, ReftError
+from reft.state import late
 from reft.state.catalogue import Manifest
 from reft.state.codec import decode, encode
 
@@ -26,19 +27,32 @@ class HostBlob:
         self._signature: object = None
         self._fixed: dict[str, bytes] = {}
 
-    def encode(self, engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes:
+    def encode(self, engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes | late.LateBlob:
         """Encode one version's host block.
 
         Args:
             engine: the live engine, asked for its checkpoint template when the layout changed.
             images: live images of the version.
             state: what ``capture_host_state`` returned.
+
+        Returns:
+            The block; where the module has buffers on a device it still has to be settled.
         """
         if self._signature != images.signature or not self._fixed:
             manifest = Manifest(images.replicated.specs, images.owned.specs)
             self._fixed = {"manifest": manifest.encode(), "template": _template(engine, images, state)}
             self._signature = images.signature
-        return encode({**self._fixed, "state": encode(state)})
+        at_once, on_device = late.split_late(state["buffers"], late.is_late)
+        if not on_device:
+            return encode({**self._fixed, "state": encode(state)})
+        transfer = late.LateTensors(on_device)
+        block = {
+            **self._fixed,
+            "state": encode({**state, "buffers": at_once}),
+            late.SPECS: transfer.specs,
+            late.BYTES: bytes(transfer.nbytes),  # the last one: its bytes are the block's end
+        }
+        return transfer.append_to(encode(block))
 
 
 def _template(engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes:
@@ -67,3 +81,6 @@ class DecodedBlob:
         self.manifest = Manifest.decode(content["manifest"])
         self.template: bytes = content["template"]
         self.state: dict[str, Any] = decode(content["state"])
+        specs = content.get(late.SPECS)
+        if specs:
+            self.state["buffers"].update(late.landed(specs, content[late.BYTES]))

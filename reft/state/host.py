@@ -9,7 +9,7 @@ Layout of the captured dict (paths into it are part of the stored checkpoint tem
     lr_scheduler  its state_dict(), or None
     last_lr       ``_last_lr`` of DeepSpeed's schedulers, which their state_dict leaves out
     adapter       StateAdapter.host_state()
-    buffers       every module buffer by name, non-persistent ones too
+    buffers       every module buffer by name, non-persistent ones too; live ones where on a device
     schedules     progressive layer drop, curriculum, random-LTD, data sampler, where enabled
     rng           capture_rng()
     client        what the user's client_state() returned
@@ -26,6 +26,7 @@ import torch
 
 from reft.errors import LayoutError
 from reft.state.adapters import StateAdapter, adapter_for
+from reft.state.late import is_late
 from reft.state.rng import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ def capture_host_state(
 ) -> dict[str, Any]:
     """Capture the host state.
 
-    Parts that belong to schedulers and to the user may alias live objects: encode the result before
-    the next step.
+    Parts that belong to schedulers and to the user, and buffers on a device, may alias live objects:
+    encode the result before the next step.
 
     Args:
         engine: the live engine, at a step boundary.
@@ -139,7 +140,11 @@ def _restore_rest(engine: Any, state: dict[str, Any]) -> None:
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: b.detach().to("cpu", copy=True) for name, b in module.named_buffers()}
+    """Copies, or the live ones where a copy would wait for the device: the encoder sees to those."""
+    return {
+        name: b.detach() if is_late(b) else b.detach().to("cpu", copy=True)
+        for name, b in module.named_buffers()
+    }
 
 
 def _restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
