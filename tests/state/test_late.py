@@ -1,0 +1,74 @@
+"""P8 without waiting: buffers on a device are part of the version, with the values of its step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reft.snapshot.layout import LiveImages
+from reft.state import blob as blob_module
+from reft.state import late
+from reft.state.blob import DecodedBlob, HostBlob
+from reft.state.catalogue import SectionImage
+from reft.state.late import LateBlob
+
+BUFFERS = {
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "nan": torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32),
+    "bf16": torch.arange(7, dtype=torch.bfloat16),
+    "mask": torch.tensor([[True, False], [False, True]]),
+    "empty": torch.empty((0, 4)),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+    "complex": torch.tensor([1 + 2j, -0.0j], dtype=torch.complex128),
+}
+
+
+def encode(state: dict, monkeypatch: pytest.MonkeyPatch) -> bytes | LateBlob:
+    monkeypatch.setattr(blob_module, "_template", lambda *_: b"")
+    images = LiveImages(SectionImage([]), SectionImage([]), "signature")
+    return HostBlob().encode(None, images, state)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
+
+
+@pytest.mark.parametrize("on_device", [set(), {"scalar"}, {"nan", "mask", "empty"}, set(BUFFERS)], ids=len)
+def test_late_buffers_come_back_bit_by_bit(on_device: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    live = {name: b.clone() for name, b in BUFFERS.items()}
+    monkeypatch.setattr(late, "is_late", lambda t: any(t is live[name] for name in on_device))
+    block = encode({"buffers": live, "engine": {"global_steps": 4}}, monkeypatch)
+    for buffer in live.values():
+        buffer.zero_()  # the next forward pass changes them
+    if on_device:
+        assert isinstance(block, LateBlob)
+        length = len(block)
+        block.settle()
+        block.settle()
+        assert len(block) == length, "the layout of the version depends on its length"
+    decoded = DecodedBlob(bytes(block)).state
+    assert decoded["engine"] == {"global_steps": 4}
+    assert set(decoded["buffers"]) == set(BUFFERS)
+    for name, value in BUFFERS.items():
+        assert same_bits(decoded["buffers"][name], value), name
+
+
+def test_without_buffers_on_a_device_the_block_is_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(encode({"buffers": {"a": torch.ones(2)}}, monkeypatch)) is bytes
+
+
+def test_values_of_a_gpu_are_those_of_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm device; torch finds none")
+    buffer = torch.zeros(1000, device="cuda")
+    torch.cuda._sleep(500_000_000)
+    buffer.fill_(1.0)
+    before = torch.cuda.Event()
+    before.record()
+    block = encode({"buffers": {"b": buffer}}, monkeypatch)
+    assert isinstance(block, LateBlob)
+    assert not before.query(), "capturing waited for the device"
+    buffer.fill_(2.0)
+    block.settle()
+    assert torch.equal(DecodedBlob(bytes(block)).state["buffers"]["b"], torch.ones(1000))
