@@ -1,0 +1,307 @@
+"""How fast parities are encoded and lost shards decoded, against the memory's bandwidth.
+
+One trial encodes the parities of a whole sharding group from one replica, or decodes everything that lost
+members held. The bound is measured in the same round: a copy that moves as many bytes through as many
+streams. Rounds alternate between bound and schemes, so that a busy machine disturbs both alike; ratios are
+of one round. ``cpu`` figures count the thread's processor time instead of the clock's.
+
+    python benchmarks/protect.py [--json] [--quick] [--members 8] [--image-mib 768] [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from typing import Any
+
+# The figures are those of one core; libraries read this when they are loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from common import MIB, estimate, machine, progress
+
+from reft.errors import ConfigError
+from reft.protect.backend import Backend, Buffer, cupy_backend, numpy_backend
+from reft.protect.codes import Code, Scheme, make_code
+from reft.protect.coding import StoredPiece, decode, encode
+from reft.protect.decode import plan_decode
+from reft.protect.section import CodedSection
+
+CASES = (
+    ("encode", "aec", ()),
+    ("encode", "rs:2", ()),
+    ("encode", "rs:3", ()),
+    ("encode", "arc+aec", ()),
+    ("decode", "aec", (1,)),
+    ("decode", "rs:2", (1,)),
+    ("decode", "rs:2", (1, 2)),
+)
+_CHUNK_BYTES = 512 * 2**10
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where buffers lie and how to work on them.
+
+    Attributes:
+        name: of the backend.
+        backend: computes.
+        put: moves bytes there.
+        copy: copies a buffer there.
+        wait: until everything queued is done.
+    """
+
+    name: str
+    backend: Backend
+    put: Callable[[np.ndarray], Buffer]
+    copy: Callable[[Buffer, Buffer], None]
+    wait: Callable[[], None]
+
+
+def places() -> list[Place]:
+    """Every backend that works on this machine."""
+    import torch
+
+    from reft.protect.xor_torch import TorchBackend
+
+    torch.set_num_threads(1)
+
+    def on_host(data: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(data)
+
+    def torch_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    made = [
+        Place("numpy", numpy_backend(), lambda data: data, np.copyto, lambda: None),
+        Place("torch cpu", TorchBackend(), on_host, torch_copy, lambda: None),
+    ]
+    if torch.cuda.is_available():
+        backends = [("torch device", TorchBackend())]
+        try:
+            backends.append(("cupy", cupy_backend()))
+        except ConfigError as e:
+            progress(str(e))
+        for name, backend in backends:
+            made.append(Place(name, backend, lambda d: on_host(d).cuda(), torch_copy, torch.cuda.synchronize))
+    return made
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One thing to time: what it does and the bytes it reads and writes."""
+
+    name: str
+    run: Callable[[], None]
+    nbytes: int
+
+
+def encoding(place: Place, image: Buffer, code: Code) -> Trial:
+    """Encode every parity of the group."""
+    section = CodedSection(code, len(image))
+    parities = [p for p in code.pieces if not p.is_data]
+    targets = [place.backend.zeros(section.piece_bytes(p), image) for p in parities]
+    moved = sum(map(len, targets))
+    moved += sum(_length(section, block) for p in parities for block, _ in p.terms)
+
+    def run() -> None:
+        for piece, target in zip(parities, targets, strict=True):
+            encode(section, piece, image, target, place.backend)
+        place.wait()
+
+    return Trial(f"encode {code.scheme}", run, moved)
+
+
+def decoding(place: Place, image: Buffer, code: Code, lost: tuple[int, ...]) -> Trial:
+    """Decode every sub-block of the lost members, and check the bytes once."""
+    section, plan = CodedSection(code, len(image)), plan_decode(code, lost)
+    stored, targets = {}, {}
+    for index in plan.needed:
+        piece = code.pieces[index]
+        data = place.backend.zeros(section.piece_bytes(piece), image)
+        encode(section, piece, image, data, place.backend)
+        stored[index] = StoredPiece(1, data)
+    for combination in plan.combinations:
+        targets[combination.sub_block] = place.backend.zeros(_length(section, combination.sub_block), image)
+    moved = sum(map(len, targets.values()))
+    for batch in plan.batches():
+        moved += sum(len(stored[p].data) for p in {p for c in batch for p, _ in c.terms})
+
+    def run() -> None:
+        decode(section, plan, stored, targets, place.backend, version=1)
+        place.wait()
+
+    run()
+    for block, target in targets.items():
+        expected = image[slice(*section.range_of(block))]
+        if not bool((target == expected).all()):
+            raise SystemExit(f"{place.name}: sub-block {block} of {code.scheme} came back wrong")
+    return Trial(f"decode {code.scheme}, {len(lost)} lost", run, moved)
+
+
+def _length(section: CodedSection, block: int) -> int:
+    start, stop = section.range_of(block)
+    return stop - start
+
+
+def copying(place: Place, image: Buffer, streams: int) -> Trial:
+    """The bound: half of the streams are read, the others written, in chunks as the encoder does."""
+    pairs = max(1, streams // 2)
+    length = len(image) // 2 // pairs
+    sources = [image[i * length : (i + 1) * length] for i in range(pairs)]
+    targets = [place.backend.zeros(length, image) for _ in range(pairs)]
+    chunk = _CHUNK_BYTES if place.name in ("numpy", "torch cpu") else length
+
+    def run() -> None:
+        for start in range(0, length, chunk):
+            for source, target in zip(sources, targets, strict=True):
+                place.copy(target[start : start + chunk], source[start : start + chunk])
+        place.wait()
+
+    return Trial("copy (bound)", run, 2 * pairs * length)
+
+
+def timed(trial: Trial) -> tuple[float, float]:
+    """Bytes per second by the clock and by the thread's processor time."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    trial.run()
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    return trial.nbytes / wall, trial.nbytes / max(cpu, 1e-9)
+
+
+def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[dict[str, Any]]:
+    """Alternate between the bound and every case."""
+    data = np.random.default_rng(0).integers(0, 256, image_bytes, dtype=np.uint8)
+    image = place.put(data)
+    trials = [copying(place, image, members)]
+    for what, text, lost in CASES:
+        scheme = Scheme.parse(text)
+        if scheme.least_members > members:
+            continue
+        code = make_code(scheme, range(members))
+        trials.append(
+            encoding(place, image, code) if what == "encode" else decoding(place, image, code, lost)
+        )
+    for trial in trials:
+        trial.run()
+    seen: dict[str, list[tuple[float, float]]] = {trial.name: [] for trial in trials}
+    for at in range(rounds):
+        progress(f"{place.name}: round {at + 1} of {rounds}")
+        for trial in trials:
+            seen[trial.name].append(timed(trial))
+    bound, xor = seen["copy (bound)"], seen["encode aec"]
+    return [
+        {
+            "backend": place.name,
+            "what": name,
+            "bytes": next(t.nbytes for t in trials if t.name == name),
+            "bytes_per_sec": estimate([wall for wall, _ in values]).to_json(),
+            "bytes_per_cpu_sec": estimate([cpu for _, cpu in values]).to_json(),
+            "of_bound": _ratio(values, bound, 0),
+            "of_bound_cpu": _ratio(values, bound, 1),
+            "of_xor_encode": _ratio(values, xor, 0),
+            "of_xor_encode_cpu": _ratio(values, xor, 1),
+        }
+        for name, values in seen.items()
+    ]
+
+
+def _ratio(values: list[tuple[float, float]], base: list[tuple[float, float]], which: int) -> dict[str, Any]:
+    return estimate([v[which] / b[which] for v, b in zip(values, base, strict=True)]).to_json()
+
+
+def device_to_host(image_bytes: int, rounds: int) -> dict[str, Any] | None:
+    """What one copy engine brings to pinned host memory, where there is a device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    source = torch.zeros(image_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(image_bytes, dtype=torch.uint8).pin_memory()
+    seen = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        seen.append(image_bytes / (time.perf_counter() - begin))
+    return estimate(seen[1:]).to_json()
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For people: GB/s of everything read and written, and parts of the bound."""
+    host = result["machine"]
+    lines = [
+        f"$ {result['command']}",
+        f"{result['date']}, one core of {host['cores']} of {host['cpu']}, load average "
+        f"{host['load_average_at_start']} before, {result['load_average_at_end']} after",
+        f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} rounds; "
+        f"median and 95 % interval; traffic read and written",
+        "",
+        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}  of the bound",
+    ]
+    for row in result["results"]:
+        wall, cpu = row["of_bound"], row["of_bound_cpu"]
+        lines.append(
+            f"{row['backend']:<13}{row['what']:<22}{row['bytes_per_sec']['median'] / 1e9:7.2f}"
+            f"  {_part(wall):<22}{row['bytes_per_cpu_sec']['median'] / 1e9:9.2f}  {_part(cpu)}"
+        )
+    if result["device_to_host_bytes_per_sec"]:
+        lines.append(f"device to host {result['device_to_host_bytes_per_sec']['median'] / 1e9:.2f} GB/s")
+    return "\n".join(lines)
+
+
+def _part(ratio: Mapping[str, Any]) -> str:
+    low, high = ratio["ci95"]
+    return f"{ratio['median']:.0%} [{low:.0%}, {high:.0%}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--members", type=int, default=8, help="size D of the sharding group (default 8)")
+    parser.add_argument("--image-mib", type=int, default=768, help="replicated section, MiB (default 768)")
+    parser.add_argument("--rounds", type=int, default=15, help="alternations (default 15)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a small image and few rounds: for the tests")
+    options = parser.parse_args()
+    if options.quick:
+        options.image_mib, options.rounds = 8, 3
+    if options.members < 2 or options.image_mib < 1 or options.rounds < 1:
+        parser.error("found less than 2 members, 1 MiB or 1 round; expected at least that")
+    host = machine()
+    results = [
+        row
+        for place in places()
+        for row in measure(place, options.image_mib * MIB, options.members, options.rounds)
+    ]
+    result = {
+        "benchmark": "protect",
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", "benchmarks/protect.py", *sys.argv[1:]]),
+        "machine": host,
+        "load_average_at_end": round(os.getloadavg()[0], 2),
+        "software": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("numpy", "torch", "reft-ckpt")},
+        },
+        "members": options.members,
+        "image_bytes": options.image_mib * MIB,
+        "rounds": options.rounds,
+        "device_to_host_bytes_per_sec": device_to_host(options.image_mib * MIB, options.rounds),
+        "results": results,
+    }
+    print(json.dumps(result, indent=2) if options.json else table(result))
+
+
+if __name__ == "__main__":
+    main()

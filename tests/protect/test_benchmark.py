@@ -1,0 +1,39 @@
+"""The benchmark runs as anyone would run it and says consistent things. Never a rate: machines differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "protect.py"
+
+
+@pytest.mark.parametrize("members", [3, 8])
+def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", "--members", str(members)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["benchmark"] == "protect"
+    assert f"--members {members}" in result["command"]
+    rows = {(row["backend"], row["what"]): row for row in result["results"]}
+    for backend in ("numpy", "torch cpu"):
+        assert rows[backend, "copy (bound)"]["of_bound"]["median"] == 1
+        assert rows[backend, "encode aec"]["of_xor_encode"]["median"] == 1
+        assert rows[backend, "decode rs:2, 2 lost"]["bytes"] > 0
+        assert ((backend, "encode rs:3") in rows) == (members > 3)
+    # One parity over everything: the image is read once, 1/(D-1) of it is written.
+    encoded = rows["numpy", "encode aec"]["bytes"]
+    assert encoded == pytest.approx(result["image_bytes"] * members / (members - 1), rel=1e-3)
+
+
+def test_the_table_is_for_people(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "of the bound" in done.stdout
+    assert "decode rs:2, 2 lost" in done.stdout
