@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from reft.profile.activity import Activity
@@ -19,6 +22,7 @@ from reft.simulate.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
+from reft.snapshot.trace import StepTrace
 
 TRANSFERS = ("Recv", "Send", "CommitP2P")
 UNEQUAL = Costs(
@@ -35,10 +39,21 @@ def profile(simulation: Simulation, steps: int = 3) -> ProfileResult:
     """As if the simulated step had been run and traced several times."""
     by_step = [simulation.to_traces(n + 1, n * simulation.makespan_secs) for n in range(steps)]
     ranks = [
-        RankTraces(stage, stage, 0, 0, ClockOffset(), 0, True, traces)
+        RankTraces(stage, stage, 0, 0, ClockOffset(), 0, True, tuple(map(as_the_hook_counts, traces)))
         for stage, traces in enumerate(zip(*by_step, strict=True))
     ]
     return analyse(ranks, JobFacts("simulated", len(ranks), (len(ranks), 1, 1), 0.0))
+
+
+def as_the_hook_counts(trace: StepTrace) -> StepTrace:
+    """The hook knows the order of instructions of a kind, not which micro batch or chunk they are for."""
+    seen: Counter[str] = Counter()
+    instructions = []
+    for record in trace.instructions:
+        number = None if record.micro_batch is None else seen[record.name]
+        instructions.append(replace(record, micro_batch=number))
+        seen[record.name] += 1
+    return replace(trace, instructions=tuple(instructions))
 
 
 def waits_in_transfers(result: ProfileResult) -> dict[tuple[int, int], float]:
@@ -71,7 +86,9 @@ def test_every_wait_of_a_simulated_schedule_is_found(schedule: Schedule):
 
 
 def test_queued_transfers_are_not_overstated():
-    simulation = simulate(dual_pipe_v(3, 8), UNEQUAL)
+    """Four stages: both inner ones send as many as the other receives, but not to each other."""
+    costs = Costs((2e-3, 3e-3, 1e-3, 2e-3), (4e-3, 3e-3, 5e-3, 2e-3), link_latency_secs=1e-4)
+    simulation = simulate(dual_pipe_v(4, 10), costs)
     result = profile(simulation)
     true = {
         (stage.stage_id, i.position): i.waited_secs for stage in simulation.stages for i in stage.intervals
@@ -85,6 +102,8 @@ def test_queued_transfers_are_not_overstated():
     assert {name for name in (i.name for s in result.stages for i in s.instructions if i.wait_secs)} == {
         "CommitP2P"
     }
-    assert sum(found.values()) > 0
+    # Nobody was taken for the partner of a stage that he never met.
+    assert result.method.causality_secs == 0
+    assert sum(found.values()) > 0.4 * sum(true.values())
     for place, secs in found.items():
-        assert secs <= true[place] + UNEQUAL.link_latency_secs + 1e-9
+        assert secs <= true[place] + costs.link_latency_secs + 1e-9
