@@ -1,0 +1,355 @@
+"""Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFERENCE 1.6).
+
+Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12 bytes a
+parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the partition
+and makes the same step here. The arithmetic is not written anew: the replica is an optimizer of the
+owner's own class over host memory, stepped with the owner's hyper-parameters of that step. Where
+owner and replica run the same kernel, as on CPUs, they agree to the last bit.
+
+Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*: from
+then on it refuses to step and to be read, until it is copied anew from the owner (P5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from reft.errors import ReftError, UnsupportedStateError
+
+_REPLAY_FAR = 1 << 20
+
+
+class StaleReplicaError(ReftError, RuntimeError):
+    """The replica no longer follows its owner and must be copied anew."""
+
+
+class AdamKind(StrEnum):
+    """Which optimizer the owner runs."""
+
+    TORCH_ADAM = "torch.optim.adam.Adam"
+    TORCH_ADAMW = "torch.optim.adamw.AdamW"
+    DEEPSPEED_FUSED = "deepspeed.ops.adam.fused_adam.FusedAdam"
+    DEEPSPEED_CPU = "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether DeepSpeed's C++ kernel makes the step."""
+        return self in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU)
+
+
+@dataclass(frozen=True)
+class AdamRecipe:
+    """What of the owner's optimizer never changes. Plain data: it is sent to the node daemon.
+
+    Attributes:
+        kind: the optimizer's class.
+        decoupled: weight decay on the weights (AdamW) instead of on the gradient.
+        foreach: torch's choice of implementation; None is torch's default for the device.
+        fused: the same.
+        maximize: torch's switch.
+    """
+
+    kind: AdamKind
+    decoupled: bool
+    foreach: bool | None = None
+    fused: bool | None = None
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """Hyper-parameters of one parameter group in one step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    bias_correction: bool = True
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the owner.
+
+    Attributes:
+        number: counts every step of the engine, skipped ones too, without a gap.
+        groups: hyper-parameters by group, as they were when the owner stepped.
+        skipped: an overflow: neither weights nor moments nor their step count moved.
+        multiplier: what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor));
+            1 if the gradients that are sent are final.
+    """
+
+    number: int
+    groups: tuple[GroupStep, ...]
+    skipped: bool = False
+    multiplier: float = 1.0
+
+
+def recipe_of(optimizer: Any) -> AdamRecipe:
+    """Read the recipe from the owner's innermost optimizer.
+
+    Raises:
+        UnsupportedStateError: for other classes and for variants without a replica; says what to change.
+    """
+    names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
+    found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    # AdamW derives from Adam: the more special one first.
+    kinds = (AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED, AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM)
+    kind = next((k for k in kinds if k.value in names), None)
+    if kind is None:
+        raise UnsupportedStateError(
+            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and AdamW and "
+            f"DeepSpeed's FusedAdam and CPUAdam. Use one of them, or protect the partition by copies (peer)"
+        )
+    groups = optimizer.param_groups
+    unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
+    if unusual:
+        raise UnsupportedStateError(
+            f"found {found} with {', '.join(unusual)}, which is not recomputed on the host; expected plain "
+            f"Adam. Turn it off, or protect the partition by copies (peer)"
+        )
+    first: Mapping[str, Any] = groups[0]
+    if kind.compiled:
+        return AdamRecipe(kind, bool(optimizer.adam_w_mode))
+    decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
+    on_device = any(p.is_cuda for g in groups for p in g["params"])
+    # On a device torch steps by default with foreach kernels; on the host that is the plain loop.
+    return AdamRecipe(
+        kind,
+        decoupled,
+        foreach=None if on_device else first.get("foreach"),
+        fused=first.get("fused"),
+        maximize=bool(first.get("maximize")),
+    )
+
+
+def step_of(optimizer: Any, number: int, *, skipped: bool = False, multiplier: float = 1.0) -> StepRecord:
+    """The record of a step, read from the owner's groups right before (or after) ``optimizer.step``."""
+    groups = tuple(
+        GroupStep(
+            float(g["lr"]),
+            (float(g["betas"][0]), float(g["betas"][1])),
+            float(g["eps"]),
+            float(g["weight_decay"]),
+            bool(g.get("bias_correction", True)),
+        )
+        for g in optimizer.param_groups
+    )
+    return StepRecord(number, groups, skipped, multiplier)
+
+
+@dataclass
+class ReplicaTensors:
+    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in place.
+
+    Attributes:
+        master: fp32 weights.
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def __post_init__(self) -> None:
+        found = [(t.dtype, t.device.type, tuple(t.shape)) for t in self.all]
+        expected = (torch.float32, "cpu", (self.master.numel(),))
+        if any(f != expected for f in found):
+            raise ValueError(
+                f"found replica tensors {found}; expected three one-dimensional fp32 tensors of one "
+                f"length on the host"
+            )
+
+    @property
+    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Master, first and second moment."""
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+    @classmethod
+    def start(cls, weights: torch.Tensor) -> ReplicaTensors:
+        """The replica before the first step: the master is the cast of the 16-bit weights, moments are 0."""
+        master = weights.detach().to("cpu", torch.float32, copy=True).reshape(-1)
+        return cls(master, torch.zeros_like(master), torch.zeros_like(master))
+
+
+@dataclass
+class AdamReplica:
+    """The ring peer's optimizer, replayed on the host.
+
+    Args:
+        recipe: of the owner's optimizer.
+        groups: hyper-parameters to begin with, one per tensor group.
+        tensors: the partition, one entry per parameter group.
+        number: last step of the engine that the tensors contain, skipped ones counted.
+        applied: steps that were not skipped: the t of Adam.
+    """
+
+    recipe: AdamRecipe
+    groups: Sequence[GroupStep]
+    tensors: Sequence[ReplicaTensors]
+    number: int = 0
+    applied: int = 0
+    stale: str = field(default="", init=False)
+    """Why the replica must not be used; empty while it follows its owner."""
+
+    def __post_init__(self) -> None:
+        if len(self.groups) != len(self.tensors):
+            raise ValueError(
+                f"found {len(self.tensors)} partitions for {len(self.groups)} groups; expected one for each"
+            )
+        self._params = [torch.nn.Parameter(t.master, requires_grad=True) for t in self.tensors]
+        self._optimizer = _make_optimizer(self.recipe, self._params)
+        self._set_groups(self.groups)
+        for param, tensors in zip(self._params, self.tensors, strict=True):
+            step: Any = self.applied if self.recipe.kind.compiled else torch.tensor(float(self.applied))
+            self._optimizer.state[param] = {
+                "step": step,
+                "exp_avg": tensors.exp_avg,
+                "exp_avg_sq": tensors.exp_avg_sq,
+            }
+        if self.recipe.kind.compiled:
+            self._replay_powers()
+
+    @torch.no_grad()
+    def apply(self, record: StepRecord, gradients: Sequence[torch.Tensor]) -> None:
+        """Make one step of the owner.
+
+        Args:
+            record: the step.
+            gradients: one per group, of the partition's length, fp32 or the 16-bit type in which they were
+                reduced; ignored where the step was skipped. Only read.
+
+        Raises:
+            StaleReplicaError: if a step or a gradient is missing or the record does not fit. The tensors have
+                not been touched, and the replica stays stale.
+        """
+        self.check()
+        if record.number != self.number + 1:
+            self._refuse(f"step {record.number} arrived after step {self.number}: every step must come once")
+        if len(record.groups) != len(self.groups):
+            self._refuse(
+                f"step {record.number} has {len(record.groups)} groups instead of {len(self.groups)}"
+            )
+        if not record.skipped:
+            self._check_gradients(record, gradients)
+            self._set_groups(record.groups)
+            for param, gradient in zip(self._params, gradients, strict=True):
+                param.grad = _final(gradient, record.multiplier)
+            self._optimizer.step()
+            for param in self._params:
+                param.grad = None
+            self.applied += 1
+        self.number = record.number
+
+    def check(self) -> None:
+        """Raise if the replica must not be used.
+
+        Raises:
+            StaleReplicaError: says since when and why.
+        """
+        if self.stale:
+            raise StaleReplicaError(
+                f"the replica of the peer's optimizer is stale since step {self.number}: {self.stale}. It "
+                f"must be copied anew from its owner"
+            )
+
+    def mark_stale(self, reason: str) -> None:
+        """Give the replica up until it is made anew; the first reason stays."""
+        self.stale = self.stale or reason
+
+    def drift(
+        self, weights: Sequence[torch.Tensor], first: int = 0, count: int | None = None, *, ulps: int = 0
+    ) -> int:
+        """Compare with the owner's model: casts of the master against the 16-bit (or fp32) weights.
+
+        Args:
+            weights: one per group: this rank's own model weights of the partition, of the partition's length.
+            first: first element of every partition to look at, for a rotating sample.
+            count: elements from there on; default all.
+            ulps: accepted distance in units of the weights' last place; 0 where both run the same kernel.
+
+        Returns:
+            Elements further apart, or where one is NaN and the other is not. The replica is stale if any is.
+        """
+        self.check()
+        found = 0
+        for tensors, live in zip(self.tensors, weights, strict=True):
+            stop = None if count is None else first + count
+            mine = tensors.master[first:stop].to(live.dtype)
+            found += int((_distance(mine, live.detach().reshape(-1)[first:stop].cpu()) > ulps).sum())
+        if found:
+            self.mark_stale(f"{found} of its weights differ from the model by more than {ulps} ulp")
+        return found
+
+    def _refuse(self, reason: str) -> None:
+        self.mark_stale(reason)
+        self.check()
+
+    def _check_gradients(self, record: StepRecord, gradients: Sequence[torch.Tensor]) -> None:
+        found = [g.numel() for g in gradients]
+        expected = [t.master.numel() for t in self.tensors]
+        if found != expected:
+            self._refuse(f"the gradients of step {record.number} have {found} elements instead of {expected}")
+
+    def _set_groups(self, groups: Sequence[GroupStep]) -> None:
+        for live, new in zip(self._optimizer.param_groups, groups, strict=True):
+            live.update(lr=new.lr, betas=new.betas, eps=new.eps, weight_decay=new.weight_decay)
+            if "bias_correction" in live:
+                live["bias_correction"] = new.bias_correction
+
+    def _replay_powers(self) -> None:
+        """DeepSpeed's kernel multiplies its powers of beta up step by step and keeps them to itself; the
+        owner's are those of steps 1, 2, 3, ... Make the same calls, on tensors of one element."""
+        optimizer = self._optimizer
+        if not self.applied:
+            return
+        for step in (self.applied + _REPLAY_FAR, *range(1, self.applied + 1)):
+            for group in optimizer.param_groups:
+                optimizer.ds_opt_adam.adam_update(
+                    optimizer.opt_id,
+                    step,
+                    group["lr"],
+                    *group["betas"],
+                    group["eps"],
+                    group["weight_decay"],
+                    group["bias_correction"],
+                    *(torch.zeros(1) for _ in range(4)),
+                )
+
+
+def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) -> Any:
+    """An optimizer with one group per parameter. Hyper-parameters are set before every step."""
+    groups: list[dict[str, Any]] = [{"params": [p]} for p in params]
+    if recipe.kind.compiled:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=recipe.decoupled)
+    made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam
+    return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
+
+
+def _final(gradient: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """The fp32 gradient on the host, as the owner's step saw it."""
+    final = gradient.detach().reshape(-1).to("cpu", torch.float32)
+    # In fp32 and by multiplication, as DeepSpeed unscales and clips; never in the caller's memory.
+    return final if multiplier == 1.0 else final * multiplier
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Units in the last place between two tensors of one floating type; equal bits are 0 apart."""
+    width = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    lowest = -(1 << (8 * a.element_size() - 1))
+
+    def ordered(t: torch.Tensor) -> torch.Tensor:
+        bits = t.contiguous().view(width).to(torch.int64)
+        return torch.where(bits < 0, lowest - bits, bits)
+
+    apart = (ordered(a) - ordered(b)).abs()
+    nan = a.isnan() != b.isnan()
+    return torch.where(nan, torch.full_like(apart, torch.iinfo(torch.int64).max), apart)
