@@ -167,6 +167,7 @@ class Session:
                 micro_batches=int(self.engine.gradient_accumulation_steps()),
             ),
             self._mark if self.copy_engine.asynchronous else None,
+            self.copy_engine,
         )
 
     def _mark(self) -> Mark | None:
@@ -351,7 +352,7 @@ class Session:
         step_secs = now - began
         self._last_step = step
         if self._weaver is None:
-            self.pacer.end_step("step", (), began, 0.0, 0.0)
+            self.pacer.end_step("step", ())
         if self.variant is Variant.NONE:
             return
         if self.preemption.requested:

@@ -134,7 +134,7 @@ class Weaver:
         self._marks: list[tuple[Any, Any]] = []
         self.mark: Callable[[], Any] | None = None
         """Set to have the device's time marked before and after every traced instruction, too."""
-        self._compute_secs: dict[str, list[float]] = {"ForwardPass": [], "BackwardPass": []}
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._counts: Counter[str] = Counter()
         self._position = 0
         self._began = 0.0
@@ -176,8 +176,8 @@ class Weaver:
         )
         self._position = 0
         self._counts.clear()
-        for secs in self._compute_secs.values():
-            secs.clear()
+        for stamps in self._computing.values():
+            stamps.clear()
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         self._pacer.begin_step(key)
         try:
@@ -216,8 +216,8 @@ class Weaver:
         return result
 
     def _end_step(self, key: Hashable, stream: _Stream) -> None:
-        forward, backward = (self._compute_secs[name] for name in ("ForwardPass", "BackwardPass"))
-        self._pacer.end_step(key, stream.names, self._began, _median(forward), _median(backward))
+        forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
+        self._pacer.end_step(key, stream.names, forwards, backwards)
 
     def _exec_open(self, engine: Any, window_id: int, receives: bool) -> None:
         self._pacer.open(window_id, receives)
@@ -245,7 +245,7 @@ class Weaver:
             }
             clocked = {
                 kind: self._clocked(kind.__name__, execute, traced)
-                if traced or kind.__name__ in self._compute_secs
+                if traced or kind.__name__ in self._computing
                 else execute
                 for kind, execute in source.items()
             }
@@ -253,17 +253,18 @@ class Weaver:
         return self._maps[traced]
 
     def _clocked(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-        secs = self._compute_secs.get(name)
+        stamps, stamp = self._computing.get(name), self._pacer.stamp
 
         def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
             mark = self._mark() if traced else None
+            came = stamp() if stamps is not None else None
             began = time.perf_counter()
             try:
                 return execute(engine, *args, **kwargs)
             finally:
                 ended = time.perf_counter()
-                if secs is not None:
-                    secs.append(ended - began)
+                if stamps is not None:
+                    stamps.append((came, stamp()))
                 if traced:
                     self._record(name, "buffer_id" in kwargs, began, ended)
                     self._mark_end(mark)
@@ -288,7 +289,3 @@ def _key_of(schedule: Any) -> Hashable:
     """Tells apart schedules whose streams differ."""
     facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id"))
     return (type(schedule).__module__, type(schedule).__qualname__, *facts)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0

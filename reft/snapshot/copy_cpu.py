@@ -73,6 +73,12 @@ class CpuCopyEngine:
     def unregister(self, memory: memoryview | torch.Tensor) -> None:
         pass
 
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def secs_of(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
     def begin(self) -> None:
         self._order.begin()
 

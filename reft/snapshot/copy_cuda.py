@@ -157,9 +157,12 @@ class CudaCopyEngine:
     def mark(self) -> Mark:
         return _CudaMark(self._order.open_version("mark"), self._record())
 
-    def _record(self) -> torch.cuda.Event:
+    def stamp(self) -> torch.cuda.Event:
+        return self._record(timed=True)
+
+    def _record(self, timed: bool = False) -> torch.cuda.Event:
         """An event at the end of what the calling thread gave the device so far."""
-        event: torch.cuda.Event = cuda.Event()
+        event: torch.cuda.Event = cuda.Event(enable_timing=timed, blocking=timed)
         event.record(cuda.current_stream(self.device))
         return event
 
@@ -284,15 +287,26 @@ class CudaCopyEngine:
         self._use_device()
         for ticket in tickets:
             ticket.wait()
-        anchor = cuda.Event(enable_timing=True)
-        # Not on the side stream, which may already wait for a later version.
-        anchor.record(self._clock)
-        anchor.synchronize()
-        anchor_secs = time.perf_counter()
+        anchor, anchor_secs = self._anchor()
         for ticket in tickets:
             ticket.settle(anchor, anchor_secs)
         busy_secs = sum(t.secs[1] - t.secs[0] for t in tickets if t.secs is not None)
         self._bandwidth = bandwidth(sum(t.nbytes for t in tickets), busy_secs, self._bandwidth)
+
+    def secs_of(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
+        self._use_device()
+        for stamp in stamps:
+            stamp.synchronize()
+        anchor, anchor_secs = self._anchor()
+        return [anchor_secs - stamp.elapsed_time(anchor) * _MS for stamp in stamps]
+
+    def _anchor(self) -> tuple[torch.cuda.Event, float]:
+        """An event that has passed, and when: what ties the device's clock to the host's."""
+        anchor: torch.cuda.Event = cuda.Event(enable_timing=True)
+        # Not on the side stream, which may already wait for a later version.
+        anchor.record(self._clock)
+        anchor.synchronize()
+        return anchor, time.perf_counter()
 
     def close(self) -> None:
         if not self._order.close():

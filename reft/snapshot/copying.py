@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -71,7 +71,22 @@ class CopyTicket(Protocol):
         """Wait for that. Not on the training thread."""
 
 
-class CopyEngine(Protocol):
+class ComputeClock(Protocol):
+    """Tells when the compute stream got to a point, without making anybody wait for it."""
+
+    def stamp(self) -> Any:
+        """This point of the training thread's work for the device. On the training thread, at any time."""
+
+    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
+        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
+        training thread.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+
+
+class CopyEngine(ComputeClock, Protocol):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
     @property

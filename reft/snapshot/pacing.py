@@ -6,14 +6,14 @@ thread asks its gate before every chunk and has the plan renewed after every ver
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from reft.errors import ConfigError
-from reft.snapshot.copying import Mark
+from reft.snapshot.copying import ComputeClock, Mark
 from reft.snapshot.gate import Gate
 from reft.snapshot.has import BandwidthModel, HasSchedule, Interval, Limits, plan_schedule
 from reft.snapshot.trace import ChunkRecord
@@ -31,7 +31,7 @@ class Wait:
 
     Attributes:
         position: of the instruction in the step's stream; ``len(stream)`` is what follows it.
-        begin_secs, end_secs: host clock.
+        begin_secs, end_secs: when the compute stream came there, by the host's clock.
         overrun_secs: how long training then waited for a chunk.
         open: whether copies were let in.
     """
@@ -54,6 +54,42 @@ class Observed:
     waits: Sequence[Wait]
     forward_secs: float
     backward_secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamped:
+    """A step before the device has told when it did what: stamps of its clock stand for seconds."""
+
+    key: Hashable
+    names: Sequence[str]
+    whole: tuple[Any, Any]
+    waits: Sequence[tuple[Any, Any]]
+    forwards: Sequence[tuple[Any, Any]]
+    backwards: Sequence[tuple[Any, Any]]
+    details: Sequence[tuple[int, float, bool]]
+    """Position, overrun and openness of each wait."""
+
+    def timed(self, clock: ComputeClock) -> Observed:
+        """The same in seconds; waits for the device to finish the step."""
+        parts = ([self.whole], self.waits, self.forwards, self.backwards)
+        secs = iter(clock.secs_of([stamp for part in parts for pair in part for stamp in pair]))
+        (whole,), waits, forwards, backwards = ([(next(secs), next(secs)) for _ in part] for part in parts)
+        return Observed(
+            key=self.key,
+            names=self.names,
+            begin_secs=whole[0],
+            end_secs=whole[1],
+            waits=[
+                Wait(position, begin, end, overrun, opened)
+                for (begin, end), (position, overrun, opened) in zip(waits, self.details, strict=True)
+            ],
+            forward_secs=_median([end - begin for begin, end in forwards]),
+            backward_secs=_median([end - begin for begin, end in backwards]),
+        )
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 @dataclass
@@ -149,9 +185,16 @@ class Pacer:
         gate: between training and the copying thread.
         options: fixed settings.
         mark: takes a point of the device's time line; None where the engine has none.
+        clock: tells when the device was where.
     """
 
-    def __init__(self, gate: Gate, options: PaceOptions, mark: Callable[[], Mark | None] | None) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        options: PaceOptions,
+        mark: Callable[[], Mark | None] | None,
+        clock: ComputeClock,
+    ) -> None:
         self.gate = gate
         self.options = options
         self.plan: HasSchedule | None = None
@@ -160,9 +203,14 @@ class Pacer:
         self._plan_key: Hashable = None
         self._budgets: Mapping[int, tuple[int, int]] = {}
         self._meters: dict[Hashable, WindowMeter] = {}
-        self._observed: deque[Observed] = deque(maxlen=16)
-        self._waits: list[Wait] = []
-        self._opened: tuple[int, float, bool] | None = None
+        self.stamp = clock.stamp
+        self._clock = clock
+        self._began: Any = None
+        self._ended: Any = None
+        self._observed: deque[_Stamped] = deque(maxlen=16)
+        self._waits: list[tuple[Any, Any]] = []
+        self._details: list[tuple[int, float, bool]] = []
+        self._opened: tuple[int, Any, bool] | None = None
         self._ordinal = 0
         self._planned_step = False
 
@@ -172,6 +220,7 @@ class Pacer:
         """The engine begins to execute a schedule; ``key`` tells schedules apart."""
         self._planned_step = self.plan is not None and key == self._plan_key
         self._ordinal = 0
+        self._began = self.stamp()
 
     def open(self, position: int, receives: bool) -> None:
         """The instruction at ``position`` may make the device wait.
@@ -188,7 +237,7 @@ class Pacer:
             self._ordinal += 1
         if window >= 0:
             self.gate.open(window, nbytes, self._mark() if self._mark is not None else None)
-        self._opened = (position, time.perf_counter(), window >= 0)
+        self._opened = (position, self.stamp(), window >= 0)
 
     def close(self) -> None:
         """The instruction has returned."""
@@ -197,20 +246,30 @@ class Pacer:
         position, began, opened = self._opened
         self._opened = None
         overrun = self.gate.close() if opened else 0.0
-        self._waits.append(Wait(position, began, time.perf_counter(), overrun, opened))
+        self._waits.append((began, self.stamp()))
+        self._details.append((position, overrun, opened))
 
     def end_step(
         self,
         key: Hashable,
         names: Sequence[str],
-        begin_secs: float,
-        forward_secs: float,
-        backward_secs: float,
+        forwards: Sequence[tuple[Any, Any]] = (),
+        backwards: Sequence[tuple[Any, Any]] = (),
     ) -> None:
-        """The step is over: hand over what was seen."""
-        waits, self._waits = self._waits, []
-        now = time.perf_counter()
-        self._observed.append(Observed(key, names, begin_secs, now, waits, forward_secs, backward_secs))
+        """The step is over: hand over what was seen.
+
+        Args:
+            key: as in :meth:`begin_step`; without that call the step began where the last one ended.
+            names: class names of its instructions.
+            forwards, backwards: :attr:`stamp` before and after each.
+        """
+        ended = self.stamp()
+        began = self._began if self._began is not None else self._ended
+        if began is not None:
+            self._observed.append(
+                _Stamped(key, names, (began, ended), self._waits, forwards, backwards, self._details)
+            )
+        self._waits, self._details, self._began, self._ended = [], [], None, ended
 
     # -- copying thread ------------------------------------------------------------------------------
 
@@ -224,7 +283,7 @@ class Pacer:
         self._learn(chunks)
         last: Observed | None = None
         while self._observed:
-            last = self._observed.popleft()
+            last = self._observed.popleft().timed(self._clock)
             meter = self._meters.get(last.key)
             if meter is None or len(meter.names) != len(last.names):
                 meter = self._meters[last.key] = WindowMeter(last.names)

@@ -7,6 +7,7 @@ import mmap
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ from hypothesis import strategies as st
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.snapshot import copy_cuda
 from reft.snapshot.copying import CopyEngine, Mark, Piece, copy_engine_for
+from reft.snapshot.gate import StreamGate
+from reft.snapshot.has import Limits
+from reft.snapshot.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.pinning import PinnedRanges
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
@@ -27,6 +31,9 @@ from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 WAIT_SECS = 60
 """Longer than anything here takes; no test depends on it."""
+
+CLOCK_ERROR_SECS = 0.001
+"""Most by which a device's time, told by the host's clock, may be wrong on a busy machine."""
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
@@ -70,6 +77,9 @@ class Simulated(Cpu):
 
     def write(self, live: torch.Tensor, value: int) -> None:
         self.cuda.compute.put(lambda: live.fill_(value))
+
+    def busy(self, secs: float) -> None:
+        self.cuda.compute.put(lambda: time.sleep(secs))
 
     def hold(self) -> Callable[[], None]:
         release = threading.Event()
@@ -268,6 +278,46 @@ def test_a_copy_after_a_mark_waits_until_the_device_is_there(device: Cpu, engine
     assert early.secs is not None
     assert late.secs is not None
     assert early.secs[0] <= early.secs[1] <= late.secs[0] <= late.secs[1]
+
+
+def test_stamps_tell_when_the_device_was_there_and_hold_up_nobody(device: Cpu, engine: CopyEngine) -> None:
+    before = time.perf_counter()
+    first = engine.stamp()
+    release = device.hold()
+    second = engine.stamp()
+    handed_over = time.perf_counter()
+    release()
+    times = engine.secs_of([first, second])
+    assert engine.secs_of([]) == []
+    assert before - CLOCK_ERROR_SECS <= times[0] <= times[1]
+    if device.asynchronous:
+        assert times[1] >= handed_over - CLOCK_ERROR_SECS, "the device was still held when the host went on"
+    else:
+        assert times[1] <= handed_over
+
+
+def test_windows_are_those_of_the_device_not_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Simulated()
+    monkeypatch.setattr(copy_cuda, "cuda", device.cuda)
+    engine = device.engine()
+    names = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
+    pacer = Pacer(StreamGate(), PaceOptions("profiled", Limits(), 0, 2, 1), lambda: None, engine)
+    for _ in range(SETTLED_STEPS + 2):
+        pacer.begin_step("step")
+        forward = (pacer.stamp(), device.busy(0.01), pacer.stamp())
+        pacer.open(1, receives=True)
+        device.busy(0.03)  # waits for a neighbour; the call returns at once
+        pacer.close()
+        device.busy(0.01)
+        pacer.end_step("step", names, [forward[::2]])
+        pacer.version_done({"replicated": 1000}, ())
+    assert pacer.plan is not None
+    (window,) = pacer.plan.windows
+    assert (window.position, window.kind) == (1, "mid")
+    assert window.start_secs >= 0.01
+    assert window.length_secs >= 0.03
+    assert pacer.plan.step_secs >= 0.05
+    engine.close()
 
 
 def test_the_fence_waits_for_a_copy_that_is_being_handed_over(
