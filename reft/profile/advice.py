@@ -13,15 +13,18 @@ _FENCE_SHARE = 0.002
 _IMBALANCE = 0.10
 _MUCH_IDLE = 0.30
 _MUCH_TRANSFER = 0.10
+_MANY_STAGES = 4
+_RARE = 0.9
 _COMPUTE = (Activity.FORWARD, Activity.BACKWARD)
 
 
 def advice(result: ProfileResult) -> tuple[str, ...]:
     """Lines to read after the table, the most important first."""
-    lines = [line for stage in result.stages for line in _fit(stage, result.bandwidth_bytes_per_sec)]
+    lines = list(_fits(result))
     for stage in result.stages:
         lines += _fence(stage)
         lines += _variability(stage)
+    lines += _rare(result)
     lines += _balance(result)
     lines += _bubbles(result)
     lines += _doubt(result)
@@ -30,6 +33,8 @@ def advice(result: ProfileResult) -> tuple[str, ...]:
 
 def milliseconds(secs: float) -> str:
     """Three significant digits, never in exponents."""
+    if secs == 0:
+        return "0 ms"
     value = secs * 1e3
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:.{digits}f} ms"
@@ -38,6 +43,26 @@ def milliseconds(secs: float) -> str:
 def percent(share: float) -> str:
     """One decimal below ten."""
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _fits(result: ProfileResult) -> Iterator[str]:
+    """Stage by stage; of many that fit only the tightest."""
+
+    def fits(stage: StageProfile) -> bool:
+        return bool(stage.bytes_fit and 0 < stage.snapshot_bytes <= stage.bytes_fit)
+
+    def share(stage: StageProfile) -> float:
+        return stage.snapshot_bytes / (stage.bytes_fit or 1)
+
+    well = [stage for stage in result.stages if fits(stage)]
+    many = len(well) > _MANY_STAGES
+    tightest = max(well, key=share, default=None)
+    for stage in result.stages:
+        lines = _fit(stage, result.bandwidth_bytes_per_sec)
+        if not (many and fits(stage)):
+            yield from lines
+        elif stage is tightest:
+            yield f"{next(lines)}; the other {len(well) - 1} stages that fit have more room"
 
 
 def _fit(stage: StageProfile, bandwidth: float | None) -> Iterator[str]:
@@ -72,6 +97,17 @@ def _fence(stage: StageProfile) -> Iterator[str]:
         yield (
             f"stage {stage.stage_id}: training waited {milliseconds(waited)} of every step "
             f"({percent(waited / stage.step_secs.p50)}) for its snapshot to end before the optimizer step"
+        )
+
+
+def _rare(result: ProfileResult) -> Iterator[str]:
+    """Not every step had a snapshot."""
+    due = sum(stage.snapshot_bytes for stage in result.stages)
+    copied = sum(stage.snapshots.nbytes for stage in result.stages)
+    if 0 < copied < _RARE * due:
+        yield (
+            f"snapshots were taken of about {percent(copied / due)} of the measured steps: interval_steps is "
+            f"larger than 1, or the version before was not committed yet (reft status counts skips)"
         )
 
 

@@ -37,6 +37,9 @@ _BAR = (-0.34, 0.46)
 _CHUNKS = (0.19, 0.15)
 _FADED = 0.3
 _MOSTLY = 0.9
+_HARDLY = 0.05
+_LEGEND_COLUMNS = 8
+_VISIBLE_SHARE = 0.001
 _MUCH_HELD_UP = 0.01
 _LEAST_SHARE = 0.004
 """Narrower bars than this share of the axis carry no number and no border."""
@@ -215,6 +218,11 @@ def verdict(result: ProfileResult) -> str:
         return f"Snapshots hold training up for {percent(fence)} of a step"
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of their copying runs in idle time"
+    if computing < _HARDLY:
+        return (
+            f"Snapshots leave computation alone: {percent(idle)} of their copying runs in idle time, "
+            f"{percent(moving)} beside communication"
+        )
     return (
         f"Snapshots copy {percent(idle)} of their time in idle time, {percent(moving)} beside communication, "
         f"{percent(computing)} beside computation"
@@ -242,10 +250,15 @@ def _title(axes: Any, result: ProfileResult, timeline: StepTimeline) -> None:
         axes.annotate(text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style)
 
 
+def _secs_of(row: RankTimeline, activity: Activity) -> float:
+    return sum(s.secs for s in row.segments if s.activity is activity)
+
+
 def _legend(figure: Any, rows: Sequence[RankTimeline]) -> None:
     from matplotlib.patches import Patch
 
-    seen = {s.activity for row in rows for s in row.segments}
+    least = _VISIBLE_SHARE * max(row.end_secs - row.begin_secs for row in rows)
+    seen = {a for row in rows for a in Activity if _secs_of(row, a) > least}
     tiers = {c.tier for row in rows for c in row.chunks}
     handles = [
         Patch(
@@ -263,7 +276,7 @@ def _legend(figure: Any, rows: Sequence[RankTimeline]) -> None:
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=min(len(handles), 9),
+        ncols=-(-len(handles) // -(-len(handles) // _LEGEND_COLUMNS)),
         frameon=False,
         fontsize=8.5,
         labelcolor=_INK,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -58,6 +59,10 @@ def test_advice_says_what_fits_and_what_does_not():
     assert any(line.startswith("stage 1: a snapshot of 270.0 MB does not fit") for line in lines)
     slow = advice(a_profile(secs={(1, "BackwardPass"): 9e-3}))
     assert any("stage 1 computes" in line and "longer than the mean stage" in line for line in slow)
+    ranks = Job(train_schedule(2, 4), SECS).run(4)
+    chunked = [replace(r, snapshot_bytes=4_000_000) for r in with_chunks(ranks, {0: IN_FILL, 1: IN_FILL})]
+    rare = advice(analyse(chunked, JobFacts("job", 2, (2, 1, 1), 0.0)))
+    assert any("snapshots were taken of about 50 % of the measured steps" in line for line in rare)
     assert any("no recurring idle time" in line for line in advice(a_profile(stages=1)))
 
 
