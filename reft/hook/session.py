@@ -18,7 +18,7 @@ from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, n
 from reft.hook.data import DataPosition
 from reft.hook.job import JobRecord
 from reft.hook.preempt import Preemption
-from reft.load.transfer import allgather_bytes
+from reft.load.exchange import allgather_bytes
 from reft.protect.placement import tolerance
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
@@ -425,8 +425,8 @@ class Session:
                 self.client_state() if self.client_state else None,
                 self.data.state(),
             )
-            blob = self._blob.encode(self.engine, images, state)
-            request = SnapshotRequest(label, images, blob, must=must, variant=self.variant)
+            encode = self._blob.prepare(self.engine, images, state)
+            request = SnapshotRequest(label, images, encode=encode, must=must, variant=self.variant)
         except Exception as error:
             # Whatever it is, training goes on (P6). This rank still has to say no in the vote, or
             # its peers would wait.

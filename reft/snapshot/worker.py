@@ -32,7 +32,7 @@ from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
 from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
-from reft.snapshot.gate import Gate, OpenGate
+from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.pacing import Pacer
@@ -52,7 +52,8 @@ class SnapshotRequest:
         label: name of the version.
         images: live tensors; unchanged until ``copied`` is set or the request is cancelled. None
             where the state could not be captured: the version is voted down.
-        host_blob: encoded host state.
+        host_blob: encoded host state; or
+        encode: makes it, on the worker thread.
         must: wait for a free slot and never cancel (restore, last snapshot before an exit).
         idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
         variant: when the bytes are copied; all variants are the same to recovery.
@@ -60,7 +61,8 @@ class SnapshotRequest:
 
     label: Label
     images: LiveImages | None
-    host_blob: bytes | bytearray
+    host_blob: bytes | bytearray = b""
+    encode: Callable[[], bytes | bytearray] | None = None
     must: bool = False
     idle: bool = False
     variant: Variant = Variant.HOST
@@ -397,31 +399,49 @@ class SnapshotWorker:
                 return None, "not started before the next optimizer step"
             request.started = True
         filling: Filling | None = None
+        gate = self._gate_for(request)
         try:
             self._faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
+            # What prepares the copy takes a while too: it begins where the copy may. On a device the
+            # host's work disturbs nobody, and the permits of windows carry bytes that must be copied.
+            permit = Permit(0) if self.copier.engine.asynchronous else gate.admit()
             began = time.perf_counter()
-            filling = self._arenas.begin(request.label, self._layout, wait=request.must)
-            self._copy(request.images, request, filling)
+            try:
+                self._encode(request)
+                if self._layout_is_old(request):
+                    return None, "the layout changed"
+                filling = self._arenas.begin(request.label, self._layout, wait=request.must)
+            finally:
+                gate.release(permit, time.perf_counter() - began)
+            self._copy(request.images, request, filling, gate)
             self._stats.copy_secs.append(time.perf_counter() - began)
             return filling, None
         except (ReftError, OSError, RuntimeError, MemoryError) as error:
             if filling is not None:
                 self._arenas.abort(filling)
             return None, f"{type(error).__name__}: {error}"
-
-    def _copy(self, images: LiveImages, request: SnapshotRequest, filling: Filling) -> None:
-        """Fill the arena from the live tensors."""
-        gate, step = self._gate_for(request), request.label.step
-        try:
-            self._records = self.copier.copy(
-                images,
-                filling,
-                gate,
-                half_way=lambda: self._faults.reach(FaultPoint.DURING_COPY, step),
-                handed_over=request.copied.set,
-            )
         finally:
             gate.leave()
+
+    @staticmethod
+    def _encode(request: SnapshotRequest) -> None:
+        encode, request.encode = request.encode, None
+        if encode is not None:
+            try:
+                request.host_blob = encode()
+            except Exception as error:
+                raise ReftError(f"the host state cannot be encoded: {error}") from error
+
+    def _copy(self, images: LiveImages, request: SnapshotRequest, filling: Filling, gate: Gate) -> None:
+        """Fill the arena from the live tensors."""
+        step = request.label.step
+        self._records = self.copier.copy(
+            images,
+            filling,
+            gate,
+            half_way=lambda: self._faults.reach(FaultPoint.DURING_COPY, step),
+            handed_over=request.copied.set,
+        )
         # Last: it may wait for the device, and training does not wait for it.
         for placed in filling.local_blocks:
             if placed.key.section is Section.HOST:

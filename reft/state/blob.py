@@ -7,6 +7,7 @@ with the layout and are encoded once) and the captured host state (new every ste
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reft.errors import LayoutError, ReftError
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COPIED_OF_ADAPTER = ("layout", "state")
+"""Parts of the adapter's state that share nothing with live objects. With the random states and the
+buffers they are most of a block's bytes."""
+
 
 class HostBlob:
     """Encodes host blocks, keeping what does not change between steps."""
@@ -27,8 +32,11 @@ class HostBlob:
         self._signature: object = None
         self._fixed: dict[str, bytes] = {}
 
-    def encode(self, engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes | late.LateBlob:
-        """Encode one version's host block.
+    def prepare(
+        self, engine: Any, images: LiveImages, state: dict[str, Any]
+    ) -> Callable[[], bytes | late.LateBlob]:
+        """Encode what may alias live objects now, and the rest, most of it, when the result is called:
+        on any thread, at any time.
 
         Args:
             engine: the live engine, asked for its checkpoint template when the layout changed.
@@ -36,23 +44,34 @@ class HostBlob:
             state: what ``capture_host_state`` returned.
 
         Returns:
-            The block; where the module has buffers on a device it still has to be settled.
+            Makes the block; where the module has buffers on a device it still has to be settled.
         """
         if self._signature != images.signature or not self._fixed:
             manifest = Manifest(images.replicated.specs, images.owned.specs)
             self._fixed = {"manifest": manifest.encode(), "template": _template(engine, images, state)}
             self._signature = images.signature
+        fixed, adapter = self._fixed, state["adapter"]
         at_once, on_device = late.split_late(state["buffers"], late.is_late)
-        if not on_device:
-            return encode({**self._fixed, "state": encode(state)})
-        transfer = late.LateTensors(on_device)
-        block = {
-            **self._fixed,
-            "state": encode({**state, "buffers": at_once}),
-            late.SPECS: transfer.specs,
-            late.BYTES: bytes(transfer.nbytes),  # the last one: its bytes are the block's end
-        }
-        return transfer.append_to(encode(block))
+        copied = {"rng": state["rng"], "buffers": at_once}
+        copied["adapter"] = {key: adapter[key] for key in _COPIED_OF_ADAPTER}
+        live = {key: value for key, value in state.items() if key not in copied}
+        live["adapter"] = {key: value for key, value in adapter.items() if key not in _COPIED_OF_ADAPTER}
+        encoded = encode(live)
+        transfer = late.LateTensors(on_device) if on_device else None
+
+        def finish() -> bytes | late.LateBlob:
+            block: dict[str, Any] = {**fixed, "state": encoded, "copied": encode(copied)}
+            if transfer is None:
+                return encode(block)
+            # The last one: its bytes are the block's end.
+            block |= {late.SPECS: transfer.specs, late.BYTES: bytes(transfer.nbytes)}
+            return transfer.append_to(encode(block))
+
+        return finish
+
+    def encode(self, engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes | late.LateBlob:
+        """One version's host block; arguments as for :meth:`prepare`."""
+        return self.prepare(engine, images, state)()
 
 
 def _template(engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes:
@@ -81,6 +100,10 @@ class DecodedBlob:
         self.manifest = Manifest.decode(content["manifest"])
         self.template: bytes = content["template"]
         self.state: dict[str, Any] = decode(content["state"])
+        if "copied" in content:
+            copied = decode(content["copied"])
+            self.state["adapter"] |= copied.pop("adapter")
+            self.state |= copied
         specs = content.get(late.SPECS)
         if specs:
             self.state["buffers"].update(late.landed(specs, content[late.BYTES]))

@@ -92,7 +92,12 @@ class OptimizerState:
         found: list[list[dict[str, Any]]] = [[] for _ in self.optimizer.param_groups]
         for g, i, p in self.params():
             found[g].append(
-                {k: _copied(v, _name(g, i, k)) for k, v in self._entries(p) if _kind(v, p) == _HOST}
+                {
+                    # Nearly always one counter per parameter: no path is made up for it.
+                    k: v.detach().clone() if type(v) is torch.Tensor else _copied(v, _name(g, i, k))
+                    for k, v in self._entries(p)
+                    if _kind(v, p) == _HOST
+                }
             )
         return found
 
