@@ -10,9 +10,23 @@ ALIGNMENT_BYTES = 64
 
 
 class Section(StrEnum):
+    """What a block is part of.
+
+    The stage image has three sections: ``REPLICATED`` is equal on every data-parallel peer, ``OWNED`` is
+    the ZeRO partition of one, ``HOST`` what one rank's host knows. Under an erasure code a member also
+    stores ``PARITY`` of the replicated section, and its ring peers keep the ``CHECKSUMS`` of its replicated
+    blocks, so that what is decoded can be verified.
+    """
+
     REPLICATED = "replicated"
     OWNED = "owned"
     HOST = "host"
+    PARITY = "parity"
+    CHECKSUMS = "checksums"
+
+
+STATE_SECTIONS = (Section.REPLICATED, Section.OWNED, Section.HOST)
+"""The sections that are restored; the others serve to restore them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -21,7 +35,8 @@ class BlockKey:
 
     Attributes:
         section: section of the stage image.
-        member: dp index of the shard (replicated) or of the owner (owned, host).
+        member: dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member
+            that computed it (parity).
         index: position within that shard, 0-based.
     """
 

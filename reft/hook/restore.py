@@ -20,9 +20,10 @@ from reft.errors import ConfigError, ReftError, UnrecoverableError
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, host_file, newest_on_disk, read_host_state
 from reft.hook.session import Session
+from reft.load.exchange import allgather_bytes
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
-from reft.load.transfer import RecoveryOutcome, allgather_bytes, recover
+from reft.load.recover import RecoveryOutcome, recover
 from reft.snapshot.arenas import coordinates_in_slots, frozen_slots
 from reft.state.blob import DecodedBlob
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state

@@ -110,7 +110,9 @@ def plan_verified(
         plan = plan_recovery(inventories, topology, job_id=job_id, layout=layout, bad=bad)
         if isinstance(plan, NotRecoverable):
             return plan, bad
-        found = find_corrupt(plan.label, (f for fetches in plan.fetches.values() for f in fetches), arenas)
+        decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
+        restoring = (f for fetches in plan.fetches.values() for f in fetches)
+        found = find_corrupt(plan.label, (*restoring, *decoding), arenas)
         if not found:
             return plan, bad
         bad |= found

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from reft.errors import PersistError
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, offline_topology, opened_arenas, plan_verified, stored_bytes
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
+from reft.load.rebuild import rebuild_offline
 from reft.store.arena import Arena
 from reft.store.jobdir import JobDir
 from reft.store.persist import PersistOptions, PersistProgress, VersionSource, write_version
@@ -70,6 +72,14 @@ def persist_offline(
             arenas.update(stack.enter_context(opened_arenas(job.path, [inventory], secret)))
         topology = offline_topology(inventories, job_id)
         plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
+        if isinstance(plan, RecoveryPlan) and plan.rebuilds:
+            scratch = Path(
+                stack.enter_context(TemporaryDirectory(prefix=".decoded-", dir=job_dirs[0].parent))
+            )
+            decoded, _ = rebuild_offline(plan, arenas, scratch, secret)
+            arenas.update(stack.enter_context(opened_arenas(scratch, [decoded], secret)))
+            inventories.append(decoded)
+            plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
         if isinstance(plan, NotRecoverable):
             raise plan.error()
         source = _source(plan, inventories, arenas, job_id, secret)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -19,8 +19,10 @@ from typing import NamedTuple
 from reft.blocks import BlockKey, Section
 from reft.errors import LayoutError, ReftError, UnrecoverableError
 from reft.load.inventory import ArenaRecord, Inventory
+from reft.load.parity import LostBlock
 from reft.load.sift import LayoutSpec, Sifted, sift
 from reft.load.sources import GroupSources, SourceBlock, collect_group
+from reft.store.arena import is_decoded
 from reft.store.commit import preferred_label
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology
@@ -36,7 +38,7 @@ class SourceKind(StrEnum):
     COPY = "copy"
     """Sent by another node from a redundant copy: the owner is lost or corrupt."""
     PARITY = "parity"
-    """Decoded from several blocks. Not planned yet."""
+    """Decoded from several blocks on some node, and taken from there."""
     DISK = "disk"
     """Read from a persisted checkpoint. Never part of a memory plan."""
 
@@ -81,9 +83,14 @@ class Fetch:
     def source(self) -> BlockSource:
         return BlockSource(self.node, self.arena, self.key)
 
+    @property
+    def rung(self) -> SourceKind:
+        """What to report: bytes that a recovery decoded come from parity, wherever they lie."""
+        return SourceKind.PARITY if is_decoded(self.arena) else self.kind
+
     def __str__(self) -> str:
         return (
-            f"{describe_block(self.pp, self.tp, self.key)} ({self.nbytes} bytes), {self.kind} from "
+            f"{describe_block(self.pp, self.tp, self.key)} ({self.nbytes} bytes), {self.rung} from "
             f"{self.arena} on node {self.node}"
         )
 
@@ -97,7 +104,7 @@ def count_bytes(fetches: Iterable[Fetch]) -> dict[str, int]:
     """Bytes by kind of source; every kind is present, so that reports always have the same keys."""
     totals = {str(kind): 0 for kind in SourceKind}
     for fetch in fetches:
-        totals[fetch.kind] += fetch.nbytes
+        totals[fetch.rung] += fetch.nbytes
     return totals
 
 
@@ -105,6 +112,28 @@ def format_bytes_from(bytes_from: Mapping[str, int]) -> str:
     """``local 12.0 MiB, peer 4.0 MiB``: the kinds that moved anything."""
     parts = [f"{kind} {nbytes / 2**20:.2f} MiB" for kind, nbytes in bytes_from.items() if nbytes]
     return ", ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Lost blocks of one sharding group that one coordinate decodes and stores before anything is restored.
+
+    Attributes:
+        blocks: what is decoded.
+        image_bytes: size of the replicated image.
+        layout: the group's layout hash.
+        fetches: the stored blocks that are read, each once: replicated and parity ones, and the checksums
+            that the results are compared with.
+    """
+
+    blocks: tuple[LostBlock, ...]
+    image_bytes: int
+    layout: str
+    fetches: tuple[Fetch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -121,6 +150,8 @@ class RecoveryPlan:
         newest_committed: newest label marked committed in any usable arena.
         rejected: for every newer version why it is not used.
         notes: what else was found and left aside (foreign, torn, other layout; diverged copies).
+        rebuilds: what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are
+            complete in the plan that is made once the decoded blocks are stored.
     """
 
     label: Label
@@ -130,6 +161,8 @@ class RecoveryPlan:
     newest_committed: Label | None = None
     rejected: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    job_id: str = ""
+    rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
@@ -167,6 +200,11 @@ class RecoveryPlan:
         state = "committed" if self.committed else "sealed by all"
         lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
         lines += [f"  {c}: {format_bytes_from(self.bytes_from_at(c))}" for c in sorted(self.fetches)]
+        for c, rebuild in sorted(self.rebuilds.items()):
+            lines.append(
+                f"  {c} first decodes {len(rebuild.blocks)} lost blocks, {rebuild.nbytes / 2**20:.2f} MiB, "
+                f"from parity"
+            )
         lines += [f"  not used: {reason}" for reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -265,8 +303,11 @@ def plan_recovery(
 
 
 def _holders(sifted: Sifted, label: Label) -> frozenset[tuple[str, str]]:
-    """Places (node, local rank) that hold ``label`` whole; slots of one rank are one place."""
-    return frozenset((r.node, r.path.partition("-slot")[0]) for r in sifted.by_label[label])
+    """Places (node, local rank) that hold ``label`` whole; slots of one rank are one place. What a
+    recovery decoded is further redundancy of its version, not a place that seals versions."""
+    return frozenset(
+        (r.node, r.path.partition("-slot")[0]) for r in sifted.by_label[label] if not is_decoded(r.path)
+    )
 
 
 def _collect(
@@ -298,7 +339,54 @@ def _build_plan(
         newest_committed=sifted.newest_committed,
         rejected=tuple(rejected),
         notes=diverged + sifted.notes,
+        job_id=sifted.job_id,
+        rebuilds=_choose_decoders(groups, topology, sifted.by_label[label]),
     )
+
+
+def _choose_decoders(
+    groups: Mapping[tuple[int, int], GroupSources], topology: Topology, records: Sequence[ArenaRecord]
+) -> dict[Coordinate, Rebuild]:
+    """Give every lost block to a member of its group whose node holds a parity of it; of those to the one
+    that decodes the fewest bytes so far."""
+    rebuilds: dict[Coordinate, Rebuild] = {}
+    for (pp, tp), group in sorted(groups.items()):
+        members = [c for c in topology.degrees.coordinates() if (c.pp, c.tp) == (pp, tp)]
+        work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
+        for lost in group.lost:
+            parities = {
+                n for k, _ in lost.terms if k.section is Section.PARITY for n in group.stored[k].nodes
+            }
+            near = [c for c in members if topology.node_of(c) in parities] or members
+            chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
+            work[chosen].append(lost)
+        header = next(
+            r.header for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == (pp, tp)
+        )
+        image_bytes = _replicated_bytes(group)
+        for coordinate, blocks in work.items():
+            if blocks:
+                fetches = _rebuild_fetches(group, blocks, coordinate, topology.node_of(coordinate))
+                rebuilds[coordinate] = Rebuild(tuple(blocks), image_bytes, header.layout, fetches)
+    return rebuilds
+
+
+def _replicated_bytes(group: GroupSources) -> int:
+    """Size of the group's replicated image, lost blocks included."""
+    stored = [b.start_bytes + b.nbytes for b in group.images[Section.REPLICATED, -1]]
+    return max(stored + [b.start_bytes + b.nbytes for b in group.lost], default=0)
+
+
+def _rebuild_fetches(
+    group: GroupSources, blocks: Sequence[LostBlock], coordinate: Coordinate, node: str
+) -> tuple[Fetch, ...]:
+    keys = dict.fromkeys(BlockKey(Section.CHECKSUMS, b.key.member, 0) for b in blocks)
+    keys.update(dict.fromkeys(key for b in blocks for key, _ in b.terms))
+    fetches = []
+    for key in keys:
+        kind, nodes = _rung(group.stored[key], node)
+        fetches.append(_fetch(group.stored[key], coordinate, kind, nodes[0]))
+    return tuple(fetches)
 
 
 def _rung(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reft.blocks import BlockKey, Section
 from reft.load.inventory import ArenaRecord
+from reft.load.parity import LostBlock, find_lost
+from reft.protect.coded_blocks import parse_block_code
 from reft.store.header import Entry
 from reft.topology import Coordinate
 
 Image = tuple[Section, int]
 """A section's image within the group: the member is -1 for the replicated one, which all share."""
+
+_REPLICATED: Image = (Section.REPLICATED, -1)
 
 Variant = tuple[int, int, int]
 """What must be equal for two entries to be the same bytes: start, length, checksum."""
@@ -69,11 +73,21 @@ class Gap:
 
 @dataclass(frozen=True)
 class GroupSources:
-    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty."""
+    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty.
+
+    Attributes:
+        images: sources of every image; the replicated one lacks the ``lost`` blocks.
+        gaps: why an image is not whole, and cannot be made whole.
+        divergences: copies that differ, in words.
+        lost: replicated blocks to be decoded first.
+        stored: sources by key, of what decoding reads: replicated, parity and checksum blocks.
+    """
 
     images: Mapping[Image, tuple[SourceBlock, ...]]
     gaps: tuple[Gap, ...]
     divergences: tuple[str, ...]
+    lost: tuple[LostBlock, ...] = ()
+    stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
 
     def needed_by(self, dp: int) -> tuple[SourceBlock, ...]:
         """Blocks that member ``dp`` restores, in order: replicated image, owned image, host image."""
@@ -126,17 +140,56 @@ def _collect_layout(
     gaps = [Gap(pp, tp, m, "is not stored on any node that is present", absent=True) for m in lost]
     images: dict[Image, tuple[SourceBlock, ...]] = {}
     divergences: list[str] = []
+    to_decode = Decoding()
     for image in _images_of(size):
         blocks, unusable, diverged = _usable_blocks(stored.get(image, {}), bad)
         images[image] = blocks
         divergences += [f"pp{pp}.tp{tp} {what}" for what in diverged]
+        if image[0] is Section.REPLICATED:
+            to_decode = _decoding(records, stored, blocks, bad)
+            if to_decode.lost:
+                continue
         gaps += [Gap(pp, tp, key.member, what) for key, what in unusable]
         hole = _find_hole(blocks, stored.get(image, {}))
         explained = unusable or (image[1] in lost if image[1] >= 0 else bool(lost))
         if hole and not explained:
             member = image[1] if image[1] >= 0 else None
-            gaps.append(Gap(pp, tp, member, f"{image[0]} image: {hole}"))
-    return GroupSources(images, tuple(gaps), tuple(divergences))
+            why = f" ({to_decode.failure})" if to_decode.failure and image[0] is Section.REPLICATED else ""
+            gaps.append(Gap(pp, tp, member, f"{image[0]} image: {hole}{why}"))
+    return GroupSources(images, tuple(gaps), tuple(divergences), to_decode.lost, to_decode.stored)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What has to be decoded in a group, from what, or why it cannot be."""
+
+    lost: tuple[LostBlock, ...] = ()
+    stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def _decoding(
+    records: Sequence[ArenaRecord],
+    stored: Mapping[Image, Mapping[BlockKey, Sequence[_Stored]]],
+    replicated: Sequence[SourceBlock],
+    bad: frozenset[tuple[str, str, BlockKey]],
+) -> Decoding:
+    """Decode the replicated blocks that are stored nowhere, where the group has a code."""
+    coding = next((r.header.coding for r in records if r.header.coding), "")
+    sizes = [s.entry.image_bytes for keys in stored.get(_REPLICATED, {}).values() for s in keys]
+    if not coding or not sizes:
+        return Decoding()
+    code = parse_block_code(coding, sizes[0])
+    usable = {block.key: block for block in replicated}
+    for section in (Section.PARITY, Section.CHECKSUMS):
+        for member in range(code.code.size):
+            blocks, _, _ = _usable_blocks(stored.get((section, member), {}), bad)
+            usable.update({block.key: block for block in blocks})
+    lost, failure = find_lost(code, usable)
+    unknown = {b.key.member for b in lost if BlockKey(Section.CHECKSUMS, b.key.member, 0) not in usable}
+    if unknown:
+        return Decoding(failure=f"nobody holds the checksums of members {sorted(unknown)}")
+    return Decoding(lost, usable, failure)
 
 
 def _images_of(size: int) -> list[Image]:

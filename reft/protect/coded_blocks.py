@@ -68,6 +68,11 @@ class BlockCode:
             for row, start, nbytes in self._cut(*self.section.range_of(b))
         )
 
+    def stores_copy(self, member: int, key: BlockKey) -> bool:
+        """Whether a member stores a copy of another's replicated block (a parity of one block is one)."""
+        terms = ((self.place_of(key)[0], 1),)
+        return any(piece.terms == terms for piece in self.code.pieces_of(member))
+
     def parities(self, member: int) -> tuple[CodedBlock, ...]:
         """The parity blocks that a member computes and stores."""
         return tuple(block for piece in self._parity_pieces(member) for block in self._parity_blocks(piece))

@@ -51,21 +51,17 @@ class GroupPlacement:
 
     def kept_by(self, member: int) -> tuple[int, ...]:
         """Members whose own bytes ``member`` keeps: itself first, then its ring successors."""
-        return self._successors(member, self.copies + self.parities)
-
-    def replicas_kept_by(self, member: int) -> tuple[int, ...]:
-        """Members whose shards of the replicated section ``member`` keeps: itself first."""
-        return self._successors(member, self.copies)
+        at = self.ring.index(member)
+        return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
 
     def holders_of(self, member: int) -> tuple[int, ...]:
         """Members that keep the own bytes of ``member``: itself first, then its ring predecessors."""
         at = self.ring.index(member)
-        span = min(self.copies + self.parities + 1, self.size)
-        return tuple(self.ring[(at - i) % self.size] for i in range(span))
+        return tuple(self.ring[(at - i) % self.size] for i in range(self._span))
 
-    def _successors(self, member: int, count: int) -> tuple[int, ...]:
-        at = self.ring.index(member)
-        return tuple(self.ring[(at + i) % self.size] for i in range(min(count + 1, self.size)))
+    @property
+    def _span(self) -> int:
+        return min(self.copies + self.parities + 1, self.size)
 
 
 def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPlacement:

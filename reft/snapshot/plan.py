@@ -7,15 +7,19 @@ plan without communication. A *stage image* is the logical bytes of one (pp, tp)
 - ``owned``: the ZeRO partition that one member alone holds;
 - ``host``: what only this rank's host knows (RNG, schedulers, counters, client state), encoded,
   of variable length. It is owned like a partition.
+
+Under an erasure code (REFERENCE 1.5) a member also stores parity blocks of the replicated section, computed
+from its own replica, and the checksums of its replicated blocks go to its ring peers with its host block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
+from reft.protect.coded_blocks import BlockCode, CodedBlock
 from reft.protect.placement import GroupPlacement
 
 
@@ -70,18 +74,22 @@ class MemberPlan:
         member: dp index.
         own: blocks of the member's own shard, partition and host state.
         redundant: blocks kept for ring successors. Replicated ones are cut from the member's own
-            replica; owned and host ones arrive from their owner.
+            replica; owned, host and checksum ones arrive from their owner.
         data_bytes: size of the arena's data region.
+        parity: parity blocks, encoded from the member's own replica.
+        terms: what each parity block is made of.
     """
 
     member: int
     own: tuple[PlacedBlock, ...]
     redundant: tuple[PlacedBlock, ...]
     data_bytes: int
+    parity: tuple[PlacedBlock, ...] = ()
+    terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
 
     @property
     def blocks(self) -> tuple[PlacedBlock, ...]:
-        return self.own + self.redundant
+        return self.own + self.redundant + self.parity
 
     @cached_property
     def by_key(self) -> dict[BlockKey, PlacedBlock]:
@@ -93,7 +101,7 @@ class MemberPlan:
 
     @property
     def redundant_bytes(self) -> int:
-        return sum(b.block.nbytes for b in self.redundant)
+        return sum(b.block.nbytes for b in self.redundant + self.parity)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class ShardPlan:
     placement: GroupPlacement
     block_bytes: int
     members: tuple[MemberPlan, ...]
+    code: BlockCode | None = None
+    """The erasure code over the replicated section, if there is one."""
 
     @property
     def size(self) -> int:
@@ -111,7 +121,7 @@ class ShardPlan:
 
     def __str__(self) -> str:
         lines = [
-            f"shard plan: D={self.size}, copies={self.placement.copies}, ring={self.placement.ring}, "
+            f"shard plan: D={self.size}, {self.placement.scheme}, ring={self.placement.ring}, "
             f"replicated {self.sizes.replicated_bytes / 2**20:.1f} MiB"
         ]
         lines += [
@@ -152,21 +162,33 @@ def make_shard_plan(
     """
     if block_bytes <= 0 or block_bytes % ALIGNMENT_BYTES:
         raise ValueError(f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}")
-    count = placement.size
-    cuts = shard_cuts(sizes.replicated_bytes, count)
-    own_blocks = [
-        cut_blocks(Section.REPLICATED, d, cuts[d], cuts[d + 1], block_bytes)
-        + cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
-        + cut_blocks(Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d]))
-        for d in range(count)
-    ]
+    code = BlockCode(placement.code(), sizes.replicated_bytes, block_bytes) if placement.parities else None
+    own_blocks = [_own_blocks(sizes, placement.size, block_bytes, code, d) for d in range(placement.size)]
     members = []
-    for d in range(count):
-        kept = placement.kept_by(d)
+    for d in range(placement.size):
+        kept = [b for m in placement.kept_by(d)[1:] for b in own_blocks[m]]
+        if code is not None:
+            kept = [b for b in kept if b.key.section is not Section.REPLICATED or code.stores_copy(d, b.key)]
+        coded = code.parities(d) if code else ()
         own, offset = _lay_out(own_blocks[d], 0)
-        redundant, offset = _lay_out([b for m in kept[1:] for b in own_blocks[m]], offset)
-        members.append(MemberPlan(d, own, redundant, offset))
-    return ShardPlan(sizes, placement, block_bytes, tuple(members))
+        redundant, offset = _lay_out(kept, offset)
+        parity, offset = _lay_out([Block(c.key, c.start_bytes, c.nbytes) for c in coded], offset)
+        members.append(MemberPlan(d, own, redundant, offset, parity, {c.key: c for c in coded}))
+    return ShardPlan(sizes, placement, block_bytes, tuple(members), code)
+
+
+def _own_blocks(
+    sizes: SectionSizes, count: int, block_bytes: int, code: BlockCode | None, d: int
+) -> tuple[Block, ...]:
+    """What member ``d`` alone, or first, has to store."""
+    owned = cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
+    host = cut_blocks(Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d]))
+    if code is None:
+        cuts = shard_cuts(sizes.replicated_bytes, count)
+        return cut_blocks(Section.REPLICATED, d, cuts[d], cuts[d + 1], block_bytes) + owned + host
+    shard = tuple(Block(c.key, c.start_bytes, c.nbytes) for c in code.data(d))
+    checksums = cut_blocks(Section.CHECKSUMS, d, 0, 8 * len(shard), max(block_bytes, 8 * len(shard)))
+    return shard + owned + host + checksums
 
 
 def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, ...], int]:

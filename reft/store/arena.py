@@ -60,6 +60,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ARENA_SUFFIX = ".arena"
+_DECODED = "decoded-"
 _READ_ATTEMPTS = 5
 """A reader may meet both header copies in change only if the writer is faster than it, twice."""
 
@@ -69,6 +70,16 @@ _open_arenas: WeakSet[Arena] = WeakSet()
 def arena_name(local_rank: int, slot: int) -> str:
     """File name of an arena. It says nothing about its content: identity is in the header."""
     return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
+
+
+def decoded_name(coordinate: str, number: int) -> str:
+    """File name of an arena with blocks that a recovery decoded from parity."""
+    return f"{_DECODED}{coordinate}-{number}{ARENA_SUFFIX}"
+
+
+def is_decoded(name: str) -> bool:
+    """Whether an arena was written by a recovery, not by a rank's snapshots."""
+    return name.startswith(_DECODED)
 
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:

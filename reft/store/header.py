@@ -99,6 +99,8 @@ class ArenaHeader:
         entries: block table.
         sealed_unix_secs: time of sealing; 0 before.
         layout: hex hash of degrees and section sizes; versions of other layouts are refused.
+        coding: the erasure code of the replicated section, as
+            :meth:`reft.protect.coded_blocks.BlockCode.describe` writes it; empty without one.
     """
 
     job_id: str
@@ -110,6 +112,7 @@ class ArenaHeader:
     entries: tuple[Entry, ...] = ()
     sealed_unix_secs: float = 0.0
     layout: str = ""
+    coding: str = ""
 
 
 class RecordKind(IntEnum):
@@ -288,6 +291,7 @@ def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
         "state": str(header.state),
         "sealed_unix_secs": header.sealed_unix_secs,
         "layout": header.layout,
+        "coding": header.coding,
     }
 
 
@@ -311,6 +315,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
             entries=unpack_entries(table),
             sealed_unix_secs=head["sealed_unix_secs"],
             layout=head["layout"],
+            coding=head.get("coding", ""),
         )
     except (KeyError, ValueError, TypeError, IndexError, struct.error) as error:
         raise ArenaError(f"a whole header copy holds no header: {error!r}") from error

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.blocks import BlockKey, Section
+from reft.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.plan import Fetch, RecoveryPlan
+from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.coded_blocks import pack_checksums
 from reft.protect.placement import place_group
-from reft.snapshot.plan import SectionSizes, ShardPlan, make_shard_plan
+from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 from reft.store.arena import Arena
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.store.label import Label
@@ -31,6 +33,7 @@ class Fleet:
 
     topology: Topology
     copies: int = 1
+    parities: int = 0
     zero: int = 1
     block_bytes: int = 128
     scale: int = 1
@@ -43,7 +46,7 @@ class Fleet:
         return SectionSizes(self.scale * (640 + 72 * pp + 8 * tp), owned, host)
 
     def shard_plan(self, pp: int, tp: int) -> ShardPlan:
-        placement = place_group(self.topology.group_nodes(pp, tp), self.copies)
+        placement = place_group(self.topology.group_nodes(pp, tp), self.copies, self.parities)
         sizes = self.sizes(pp, tp)
         return make_shard_plan(
             SectionSizes(sizes.replicated_bytes, sizes.owned_bytes, (256,) * len(sizes.host_bytes)),
@@ -62,6 +65,23 @@ class Fleet:
         seed = (label.incarnation, label.step, at.pp, at.tp, who, zlib.crc32(section.encode()))
         return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
+    def content(self, at: Coordinate, placed: PlacedBlock, label: Label) -> np.ndarray:
+        """The bytes of a block in the arena of the rank at ``at``."""
+        plan, key, start = self.shard_plan(at.pp, at.tp), placed.key, placed.block.start_bytes
+        owner = Coordinate(at.pp, key.member, at.tp)
+        if key.section in STATE_SECTIONS:
+            return self.image(owner, key.section, label)[start : start + placed.block.nbytes]
+        if key.section is Section.CHECKSUMS:
+            own = [b for b in plan.members[key.member].own if b.key.section is Section.REPLICATED]
+            sums = [checksum(np.ascontiguousarray(self.content(owner, b, label)).data) for b in own]
+            return np.frombuffer(pack_checksums(sums), np.uint8)
+        blocks = {b.key: b for m in plan.members for b in m.own}
+        terms = plan.members[at.dp].terms[key].terms
+        sources = [self.content(at, blocks[k], label) for k, _ in terms]
+        out = np.zeros(placed.block.nbytes, np.uint8)
+        combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (out,))
+        return out
+
     def entries(self, at: Coordinate, label: Label, real: bool) -> tuple[Entry, ...]:
         """Block table of one rank's arena; ``real`` checksums, or ones that only tell blocks apart."""
         member = self.shard_plan(at.pp, at.tp).members[at.dp]
@@ -69,11 +89,13 @@ class Fleet:
         for placed in member.blocks:
             key, start = placed.key, placed.block.start_bytes
             owner = Coordinate(at.pp, key.member, at.tp)
-            image_bytes = self.image_bytes(owner, key.section)
-            nbytes = min(placed.block.nbytes, image_bytes - start)
+            nbytes = image_bytes = placed.block.nbytes
+            if key.section in STATE_SECTIONS:
+                image_bytes = self.image_bytes(owner, key.section)
+                nbytes = min(nbytes, image_bytes - start)
             digest = zlib.crc32(repr((label, at.pp, at.tp, key)).encode())
             if real:
-                digest = checksum(self.image(owner, key.section, label)[start : start + nbytes].data)
+                digest = checksum(np.ascontiguousarray(self.content(at, placed, label)).data)
             entries.append(
                 Entry(key, start, nbytes, image_bytes, placed.arena_offset, digest, key.member == at.dp)
             )
@@ -100,6 +122,7 @@ class Fleet:
             entries=self.entries(at, label, real) if state.whole else (),
             sealed_unix_secs=1.0,
             layout=f"layout-{at.pp}-{at.tp}",
+            coding=code.describe() if (code := self.shard_plan(at.pp, at.tp).code) else "",
         )
 
     def records(
@@ -127,10 +150,8 @@ class Fleet:
         path = node_dir / arena_name(self.topology, at, slot)
         with Arena.create(path, plan.data_bytes, len(plan.blocks), SECRET) as arena:
             arena.begin(header)
-            for entry in header.entries:
-                owner = Coordinate(at.pp, entry.key.member, at.tp)
-                image = self.image(owner, entry.key.section, label)
-                piece = image[entry.start_bytes : entry.start_bytes + entry.nbytes]
+            for entry, placed in zip(header.entries, plan.blocks, strict=True):
+                piece = np.ascontiguousarray(self.content(at, placed, label))
                 arena.data[entry.arena_offset : entry.arena_offset + entry.nbytes] = piece.data
             arena.seal(header.entries)
             arena.commit()
@@ -183,7 +204,7 @@ def oracle(
     """Brute force, byte by byte: is every byte of every image of ``label`` in some usable arena?"""
     masks = {}
     degrees = fleet.topology.degrees
-    for at, section in product(degrees.coordinates(), Section):
+    for at, section in product(degrees.coordinates(), STATE_SECTIONS):
         dp = -1 if section is Section.REPLICATED else at.dp
         masks[section, at.pp, at.tp, dp] = np.zeros(fleet.image_bytes(at, section), bool)
     for record in records:
@@ -234,7 +255,7 @@ def check_plan(
             assert fetch.kind == expected_rung(
                 fetch, topology.node_of(at), holders[fetch.pp, fetch.tp, fetch.key]
             )
-        for section in Section:
+        for section in STATE_SECTIONS:
             pieces = [(f.start_bytes, f.nbytes) for f in fetches if f.key.section is section]
             at_byte = 0
             for start, nbytes in sorted(pieces):

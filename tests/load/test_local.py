@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from reft.blocks import Section
+from reft.blocks import STATE_SECTIONS, Section
 from reft.errors import LayoutError, TransferError
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, offline_topology, open_arenas, plan_verified, read_image
@@ -41,7 +41,7 @@ def planned(memory):
 
 def assert_whole(plan, arenas, label):
     for at in FLEET.topology.degrees.coordinates():
-        for section in Section:
+        for section in STATE_SECTIONS:
             out = bytearray(plan.image_bytes(at, section) + 3)
             nbytes = read_image(plan, arenas, at, section, out)
             assert np.array_equal(np.frombuffer(out, np.uint8)[:nbytes], FLEET.image(at, section, label))

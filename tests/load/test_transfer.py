@@ -16,7 +16,7 @@ import pytest
 from reft.blocks import Section
 
 from .fleet import NEW, OLD
-from .worker import DEAD, SCENARIOS, WORLD_SIZE, prepare_memory
+from .worker import DEAD, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 TESTS = Path(__file__).parents[1]
 ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
@@ -87,6 +87,25 @@ def test_bytes_arrive_exactly_and_from_where_the_plan_says(results, name):
     if "lost" in name and name != "nothing_lost":
         assert total["copy"] > 0
         assert total["local"] > 0
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("decoded", "n2"), ("two_decoded", "n1 n2")])
+def test_lost_shards_are_decoded_by_those_that_hold_their_parity(results, name, blocks):
+    """Every rank gets the lost shards; each block was decoded once, and nobody holds more than the window."""
+    found = restored(results, name)
+    assert {result["rounds"] for result in found} == {2}
+    assert all(result["bytes_from"]["parity"] > 0 for result in found)
+    assert all(result["repaired"] == [] for result in found)
+    shard = RING.sizes(0, 0).replicated_bytes // WORLD_SIZE
+    # A newcomer takes its peers' shards from them, and only what is lost from parity.
+    lost = len(blocks.split())
+    assert abs(found[2]["bytes_from"]["parity"] - lost * shard) <= 2 * lost * 1024
+
+
+def test_p5_a_corrupt_parity_is_found_and_another_one_decodes(results):
+    for result in restored(results, "corrupt_parity"):
+        assert result["rounds"] >= 3
+        assert "parity block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
 
 
 def test_p9_many_waves_through_a_small_window(results):

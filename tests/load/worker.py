@@ -16,14 +16,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reft.blocks import Section
+from reft.blocks import STATE_SECTIONS, Section
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
+from reft.load.exchange import allgather_bytes, gather_inventories
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
 from reft.load.plan import NotRecoverable, plan_recovery
-from reft.load.transfer import allgather_bytes, execute, gather_inventories, recover
+from reft.load.recover import recover
+from reft.load.transfer import execute
 from reft.store.arena import Arena
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology
@@ -33,6 +35,8 @@ from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, without
 WORLD_SIZE = 4
 RING = Fleet(place(Degrees(1, 4, 1), "single"), scale=50, block_bytes=1024)
 GRID = Fleet(place(Degrees(2, 2, 1), "replica"), scale=20, block_bytes=512)
+AEC = Fleet(RING.topology, copies=0, parities=1, scale=50, block_bytes=1024)
+RS2 = Fleet(RING.topology, copies=0, parities=2, scale=50, block_bytes=1024)
 DEAD = Coordinate(0, 3, 0)
 
 
@@ -63,6 +67,9 @@ SCENARIOS = {
     "node_lost": Scenario(lost=("n2",)),
     "node_of_two_lost": Scenario(GRID, lost=("n1",)),
     "coordinates_moved": Scenario(topology=_MOVED),
+    "decoded": Scenario(AEC, lost=("n2",)),
+    "two_decoded": Scenario(RS2, lost=("n1", "n2")),
+    "corrupt_parity": Scenario(RS2, lost=("n2",)),
     "corrupt_at_source": Scenario(lost=("n2",)),
     "corrupt_locally": Scenario(),
     "corrupt_on_the_way": Scenario(lost=("n2",)),
@@ -120,7 +127,9 @@ class Rank:
         fleet, label = self.scenario.fleet, outcome.label
         return {
             "label": [label.incarnation, label.step],
-            "equal": all(np.array_equal(self.images[s], fleet.image(self.at, s, label)) for s in Section),
+            "equal": all(
+                np.array_equal(self.images[s], fleet.image(self.at, s, label)) for s in STATE_SECTIONS
+            ),
             "bytes_from": dict(outcome.stats.bytes_from),
             "planned": outcome.plan.bytes_from_at(self.at),
             "total": outcome.plan.bytes_from,
@@ -261,6 +270,7 @@ def prepare_memory(root: Path) -> None:
     damage(root / "corrupt_at_source" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)
     damage(root / "corrupt_locally" / "n0" / arena, Section.HOST, member=0)
+    damage(root / "corrupt_parity" / "n0" / arena, Section.PARITY, member=0, index=0)
     # Both sources of a block of the newer version: only the older one is whole.
     for node, slot in (("n0", 1), ("n1", 1)):
         damage(root / "older_version" / node / f"rank0-slot{slot}.arena", Section.REPLICATED, member=1)

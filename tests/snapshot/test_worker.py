@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.multiprocessing as mp
 
-from reft.blocks import Section
+from reft.blocks import STATE_SECTIONS, Section
 from reft.store.arena import Arena, ArenaState, scan
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 
@@ -77,7 +77,7 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
         else:
             values = set(np.frombuffer(data[: len(data) // 4 * 4], np.float32).tolist())
             assert values <= {0.0, *(1000 * at.pp + 10 * step + i for i in (0, 1, 3))}
-    assert seen == {(s, m) for s in Section for m in (0, 1)}
+    assert seen == {(s, m) for s in STATE_SECTIONS for m in (0, 1)}
 
 
 @pytest.mark.timeout(120)

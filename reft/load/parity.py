@@ -1,0 +1,129 @@
+"""Blocks that no node holds any more, and how they come back from parity (REFERENCE 1.5). Pure.
+
+Each lost block is a combination of stored blocks of its stripe. What comes out is checked against the
+checksum that its owner took when it was copied, which the owner's ring peers keep (P5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reft.blocks import BlockKey, Section
+from reft.errors import UnrecoverableError
+from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.coded_blocks import BlockCode
+from reft.protect.decode import Combination, plan_decode
+
+
+@dataclass(frozen=True)
+class LostBlock:
+    """A replicated block to be decoded.
+
+    Attributes:
+        key: identity.
+        start_bytes: offset in the replicated image.
+        nbytes: true length.
+        padded_bytes: length at which its stripe was encoded.
+        position: which of its owner's blocks it is: the index of its checksum.
+        terms: stored blocks and their coefficients; shorter ones count as padded with zeros.
+    """
+
+    key: BlockKey
+    start_bytes: int
+    nbytes: int
+    padded_bytes: int
+    position: int
+    terms: tuple[tuple[BlockKey, int], ...]
+
+
+class Accumulator:
+    """Sums up the terms of one lost block as they arrive, in any order.
+
+    Args:
+        lost: the block.
+    """
+
+    def __init__(self, lost: LostBlock) -> None:
+        self.lost = lost
+        self._sum: NDArray[np.uint8] = np.zeros(lost.padded_bytes, np.uint8)
+        self._coefficients = dict(lost.terms)
+        self._backend = numpy_backend()
+
+    def add(self, key: BlockKey, data: NDArray[np.uint8]) -> None:
+        """Add one term's bytes; a term that arrives twice would cancel itself, and is refused.
+
+        Raises:
+            KeyError: the block is not, or no longer, a term.
+        """
+        coefficient = self._coefficients.pop(key)
+        if coefficient == 1:
+            part = self._sum[: len(data)]
+            np.bitwise_xor(part, data, out=part)
+            return
+        product = np.zeros_like(self._sum)
+        combine_ragged(self._backend, ((coefficient,),), [data], (product,))
+        np.bitwise_xor(self._sum, product, out=self._sum)
+
+    @property
+    def complete(self) -> bool:
+        return not self._coefficients
+
+    def result(self) -> NDArray[np.uint8]:
+        """The block's bytes, true length; only once complete."""
+        assert self.complete
+        return self._sum[: self.lost.nbytes]
+
+
+def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBlock, ...], str | None]:
+    """The replicated blocks of a group that are not among ``have``, with a way to decode each.
+
+    Args:
+        code: the group's code.
+        have: stored blocks (replicated and parity) that can be read.
+
+    Returns:
+        The lost blocks, and None or why some of them cannot be decoded (there are then no blocks).
+    """
+    rows: dict[int, list[int]] = {}
+    sizes = {}
+    for member in range(code.code.size):
+        for position, block in enumerate(code.data(member)):
+            if block.key not in have:
+                sub_block, row = code.place_of(block.key)
+                rows.setdefault(row, []).append(sub_block)
+                sizes[block.key] = (block.start_bytes, block.nbytes, position)
+    lost: list[LostBlock] = []
+    known: dict[tuple[frozenset[int], tuple[int, ...]], Mapping[int, Combination]] = {}
+    for row, wanted in sorted(rows.items()):
+        keys = {p.index: code.key_of(p, row) for p in code.code.pieces}
+        bad = frozenset(index for index, key in keys.items() if key is not None and key not in have)
+        case = bad, tuple(wanted)
+        try:
+            if case not in known:
+                plan = plan_decode(code.code, bad=bad, wanted=wanted)
+                known[case] = {c.sub_block: c for c in plan.combinations}
+        except UnrecoverableError as error:
+            return (), str(error)
+        for sub_block in wanted:
+            terms = [(keys[p], coefficient) for p, coefficient in known[case][sub_block].terms]
+            stored = tuple((key, coefficient) for key, coefficient in terms if key is not None)
+            key = code.data_key(sub_block, row)
+            start, nbytes, position = sizes[key]
+            lost.append(LostBlock(key, start, nbytes, _padded(code, stored, nbytes), position, stored))
+    return tuple(sorted(lost, key=lambda b: b.start_bytes)), None
+
+
+def _padded(code: BlockCode, terms: tuple[tuple[BlockKey, int], ...], nbytes: int) -> int:
+    """The length of the stripe's parities in that row."""
+    lengths = [
+        block.nbytes
+        for key, _ in terms
+        if key.section is Section.PARITY
+        for block in code.parities(key.member)
+        if block.key == key
+    ]
+    return max(lengths, default=nbytes)
