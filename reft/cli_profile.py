@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from reft.config import ENV_PROFILE, ProfileConfig
+from reft.config import ENV_JOB_ID, ENV_PROFILE, ProfileConfig
 from reft.errors import ConfigError, ReftError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _show_saved(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     from reft.elastic.launch import launch
     from reft.elastic.options import make_parser, options_of
-    from reft.profile.profiler import PROFILE_FILE
+    from reft.profile.profiler import PROFILE_FILE, forget_taken
     from reft.profile.result import ProfileResult
 
     parser = make_parser()
@@ -96,11 +96,13 @@ def _run(argv: Sequence[str]) -> int:
         _set_up_environment(args, folder)
         written = folder / PROFILE_FILE
         written.unlink(missing_ok=True)
+        forget_taken(folder)
         code = launch(options_of(args))
+        ranks = forget_taken(folder)
         if code != 0:
             return code
         if not written.exists():
-            return _explain_nothing(args)
+            return _explain_nothing(args, ranks)
         _present(ProfileResult.load(written), args)
     return 0
 
@@ -146,16 +148,25 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
     if args.without_snapshots:
         block |= {"variant": "none", "has": {}, "persist": {}}
     os.environ[ENV_PROFILE] = json.dumps(block)
-    if args.job_id is None and args.rdzv_id == "none":
+    if args.job_id in (None, os.environ.get(ENV_JOB_ID)):
         # The memory of the job proper is neither restored from nor touched.
-        args.job_id = f"profile-{uuid.uuid4().hex[:12]}"
+        own = uuid.uuid4().hex[:12] if args.rdzv_id == "none" else args.rdzv_id
+        args.job_id = f"profile-{args.job_id or own}"
 
 
-def _explain_nothing(args: argparse.Namespace) -> int:
+def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
+    """Why there is nothing to show on this node, which may be well."""
+    if ranks and 0 not in ranks:
+        print(f"{_NAME}: measured; the profile is on the node of rank 0", file=sys.stderr)
+        return 0
     print(
-        f"{_NAME}: the job ended well, but this node has no profile of it. The node of rank 0 has it; if "
-        f"this is that node, the job made fewer than {args.warmup_steps} + {args.profile_steps} steps (lower "
-        f"--warmup-steps or --steps), or has no pipeline engine",
+        f"{_NAME}: the job ended well, but left no profile: "
+        + (
+            "making it failed, see the log above"
+            if ranks
+            else f"it made fewer than {args.warmup_steps} + {args.profile_steps} + 1 steps (lower "
+            f"--warmup-steps or --steps), or has no pipeline engine"
+        ),
         file=sys.stderr,
     )
     return EXIT_NOT_WELL

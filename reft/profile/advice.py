@@ -119,7 +119,7 @@ def _variability(stage: StageProfile) -> Iterator[str]:
     if vague:
         short, middle = (sum(w.length_secs[n] for w in vague) for n in (0, 1))
         yield (
-            f"stage {stage.stage_id}: {len(vague)} of its {len(stage.usable_windows)} windows vary much: "
+            f"stage {stage.stage_id}: of {len(stage.usable_windows)} windows {len(vague)} vary much: "
             f"{milliseconds(middle)} together, but {milliseconds(short)} at their short ends (p10)"
         )
 

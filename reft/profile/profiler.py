@@ -7,6 +7,7 @@ the last that is measured: a device may report the copies of a step a step later
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reft.config import ProfileConfig
+from reft.config import ENV_PROFILE, ProfileConfig
 from reft.errors import ConfigError, ReftError
 from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.json"
 FIGURE_FILE = "profile.png"
+_TAKEN = ".taken-"
 _PROBE_BYTES = 32 * 2**20
 
 
@@ -131,6 +133,7 @@ class Profiler:
         finally:
             # Nobody goes on to its end, which may take rank 0 along, before the files are there.
             dist.barrier(self._group)
+        note_taken(self._config.dir, dist.get_rank())
 
     def _mine(self) -> RankTraces:
         at, degrees = self._facts.coordinate, self._facts.degrees
@@ -201,6 +204,21 @@ def probe_bandwidth() -> float | None:
     except (RuntimeError, MemoryError):
         return None
     return _PROBE_BYTES / best
+
+
+def note_taken(folder: Path, rank: int) -> None:
+    """Tell this node's ``reft profile`` that a rank of it has been measured; only rank 0 writes more."""
+    if ENV_PROFILE in os.environ:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_TAKEN}{rank}").touch()
+
+
+def forget_taken(folder: Path) -> set[int]:
+    """Ranks of this node that have been measured; their notes are removed."""
+    paths = list(folder.glob(f"{_TAKEN}*"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return {int(path.name.removeprefix(_TAKEN)) for path in paths}
 
 
 def write(result: ProfileResult, folder: Path) -> None:

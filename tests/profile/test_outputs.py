@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -19,6 +20,7 @@ from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.chrome import write_trace
 from reft.profile.figure import draw, verdict
+from reft.profile.profiler import note_taken
 from reft.profile.result import ProfileResult
 from reft.profile.table import tables
 from reft.snapshot.trace import ChunkRecord
@@ -150,12 +152,51 @@ def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch)
     (options,) = started
     assert options.arguments[-3:] == ("train.py", "--steps", "100")
     assert options.job_id.startswith("profile-")
-    import os
 
     block = parse_block({}, os.environ)  # a job without a block
     assert block.enabled
     assert (block.profile.steps, block.profile.warmup_steps, block.profile.then) == (7, 2, "exit")
     assert block.profile.dir == tmp_path
+
+
+def run_with(monkeypatch, tmp_path, job) -> int:
+    """``reft profile`` of a job that is a function of its directory."""
+    monkeypatch.setenv(ENV_PROFILE, "")
+    monkeypatch.setattr("reft.elastic.launch.launch", lambda options: job() or 0)
+    return cli_profile.main(["--dir", str(tmp_path), "--steps", "3", "train.py"])
+
+
+def test_what_the_command_returns_when_this_node_has_no_profile(tmp_path, monkeypatch, capsys):
+    assert run_with(monkeypatch, tmp_path, lambda: None) == 1
+    assert "fewer than 5 + 3 + 1 steps" in capsys.readouterr().err
+    # Another node's rank 0 wrote it.
+    assert run_with(monkeypatch, tmp_path, lambda: note_taken(tmp_path, 4)) == 0
+    assert "on the node of rank 0" in capsys.readouterr().err
+    assert run_with(monkeypatch, tmp_path, lambda: note_taken(tmp_path, 0)) == 1
+    assert "making it failed" in capsys.readouterr().err
+    # A profile that lay there before is not taken for this job's.
+    a_profile().save(tmp_path / "profile.json")
+    assert run_with(monkeypatch, tmp_path, lambda: None) == 1
+    assert run_with(monkeypatch, tmp_path, lambda: a_profile().save(tmp_path / "profile.json")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        (["--rdzv-id", "real", "--nnodes", "1"], {}, "profile-real"),
+        ([], {"REFT_JOB_ID": "real"}, "profile-real"),
+        (["--job-id", "mine"], {"REFT_JOB_ID": "real"}, "mine"),
+    ],
+)
+def test_the_memory_of_the_real_job_is_left_alone(monkeypatch, tmp_path, options, environment, expected):
+    started = []
+    monkeypatch.setattr("reft.elastic.launch.launch", lambda given: started.append(given) or 1)
+    monkeypatch.setenv(ENV_PROFILE, "")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cli_profile.main([*options, "--dir", str(tmp_path), "train.py"])
+    assert started[0].job_id == expected
 
 
 def test_activities_of_instructions_nobody_told_us_about():
