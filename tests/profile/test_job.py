@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,29 +85,52 @@ def test_every_instruction_of_the_schedule_was_seen(profiled):
 
 
 def test_windows_are_where_the_schedule_says(profiled):
+    """However busy the machine is: what the stage waits for follows from the schedule alone."""
     first, last = profiled.result.stages
-    mid = next(w for w in first.windows if w.kind is WindowKind.MID)
-    assert mid.position == next(i.position for i in first.instructions if i.name == "RecvGrad")
-    # The first stage has nothing to wait for before that.
-    assert all(w.position >= mid.position for w in first.windows)
-    fill = last.windows[0]
-    assert (fill.kind, fill.position, fill.name) == (WindowKind.FILL, 0, "RecvActivation")
-    # While the last stage fills, the first one computes; while the first one waits, the last one does.
-    forward = next(i for i in first.instructions if i.name == "ForwardPass")
-    assert forward.compute_secs > 0
-    assert not any(w.kind in (WindowKind.MID, WindowKind.COOL_DOWN) for w in last.windows)
+    first_grad = next(i.position for i in first.instructions if i.name == "RecvGrad")
+    last_forward = max(i.position for i in first.instructions if i.name == "ForwardPass")
+    for w in first.windows:
+        if w.position < first_grad:  # only a late receiver can hold up a stage that has nothing to receive
+            assert (w.kind, w.name) == (WindowKind.OTHER, "SendActivation")
+        elif w.position == first_grad:
+            assert w.kind is WindowKind.MID
+        elif w.name == "RecvGrad":
+            assert w.kind is (WindowKind.COOL_DOWN if w.position > last_forward else WindowKind.OTHER)
+    for w in last.windows:
+        assert (w.kind is WindowKind.FILL) == (w.position == 0)
+        assert w.kind not in (WindowKind.MID, WindowKind.COOL_DOWN)
+    for window in (*first.windows, *last.windows):
+        assert window.usable == (window.name != "OptimizerStep")
+    # The last stage forwards and goes back before the first gradient comes: there the first one waits.
+    assert waited_secs(profiled.result, 0, first_grad) > 0
+    assert first.instructions[0].name == "LoadMicroBatch"
+    # And the first one forwards before the first activation comes.
+    assert last.instructions[0].name == "RecvActivation"
+    assert waited_secs(profiled.result, 1, 0) > 0
+
+
+def waited_secs(result: ProfileResult, stage_id: int, position: int) -> float:
+    """In all measured steps together."""
+    return sum(
+        s.secs
+        for timeline in result.timelines
+        for rank in timeline.ranks
+        for s in rank.segments
+        if (rank.stage_id, s.position, s.activity) == (stage_id, position, Activity.WAIT)
+    )
 
 
 def test_times_add_up(profiled):
-    """Activities never exceed the step, and neighbours agree on what one waited for."""
+    """Segments of a rank lie within its step, one after the other."""
     for stage in profiled.result.stages:
-        assert sum(s.p50 for s in stage.secs.values()) < 1.2 * stage.step_secs.p50
         assert stage.secs[Activity.FORWARD].p50 > 0
         assert stage.secs[Activity.BACKWARD].p50 > 0
     for timeline in profiled.result.timelines:
         for rank in timeline.ranks:
-            for one, following in zip(rank.segments, rank.segments[1:], strict=False):
+            for one, following in pairwise(rank.segments):
                 assert following.begin_secs >= one.end_secs - 1e-8
+            assert rank.begin_secs <= rank.segments[0].begin_secs
+            assert rank.segments[-1].end_secs <= rank.end_secs
 
 
 def test_snapshot_chunks_are_on_the_timeline(profiled):
