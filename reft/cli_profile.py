@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end,
     2 for wrong use, else what ``reft launch`` returns."""
     try:
-        if any(argument == "--from" or argument.startswith("--from=") for argument in argv):
+        # First or not at all: further behind it may be an option of the script.
+        if argv and argv[0].split("=")[0] == "--from":
             return _show_saved(argv)
         return _run(argv)
     except ConfigError as error:
@@ -137,6 +138,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
     """What the trainers, who inherit it, are to do; see :func:`reft.config.parse_block`."""
+    for name, value, least in (
+        ("--steps", args.profile_steps, 1),
+        ("--warmup-steps", args.warmup_steps, 0),
+        ("--pipelines", args.pipelines, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} is {value}; expected at least {least}")
     profile = ProfileConfig(
         steps=args.profile_steps,
         warmup_steps=args.warmup_steps,

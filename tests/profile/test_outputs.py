@@ -133,6 +133,20 @@ def test_a_saved_profile_is_shown_again(tmp_path, capsys):
     assert ProfileResult.from_json(json.loads(capsys.readouterr().out)) == result
 
 
+def test_an_option_of_the_script_is_the_scripts(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("reft.elastic.launch.launch", lambda given: started.append(given) or 1)
+    monkeypatch.setenv(ENV_PROFILE, "")
+    cli_profile.main(["--dir", str(tmp_path), "train.py", "--from", "scratch", "--json", "x"])
+    assert started[0].arguments[-5:] == ("train.py", "--from", "scratch", "--json", "x")
+
+
+@pytest.mark.parametrize("option", ["--steps", "--pipelines"])
+def test_numbers_that_measure_nothing_are_refused(option, capsys):
+    assert cli.main(["profile", option, "0", "train.py"]) == 2
+    assert f"{option} is 0; expected at least 1" in capsys.readouterr().err
+
+
 def test_what_cannot_be_shown_is_refused(tmp_path, capsys):
     assert cli.main(["profile", "--from", str(tmp_path / "none.json")]) == 1
     assert "cannot read a profile" in capsys.readouterr().err
