@@ -122,10 +122,3 @@ class DeviceClock:
         event.synchronize()
         told = time.perf_counter()
         return _Anchor(event, (asked + told) / 2, (told - asked) / 2)
-
-
-def default_clock() -> Clock:
-    """The device's clock where there is one."""
-    import torch
-
-    return DeviceClock() if torch.cuda.is_available() else HostClock()
