@@ -229,10 +229,11 @@ class StreamGate:
     def admit(self) -> Permit:
         with self._changed:
             while True:
-                if self._hurrying:
-                    return Permit(0, nbytes=_UNLIMITED)
+                # Also in a hurry: it is the host's, which is ahead; the windows may lie before the device.
                 if self._windows:
                     return self._windows.popleft()
+                if self._hurrying:
+                    return Permit(0, nbytes=_UNLIMITED)
                 left = self._alive_at + self.patience_secs - time.perf_counter()
                 if left <= 0:
                     return Permit(2, nbytes=_UNLIMITED)

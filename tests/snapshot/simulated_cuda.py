@@ -147,12 +147,17 @@ class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
 
     simulated: SimulatedCuda
     pinned_memory = True
+    transfer_secs = 0.0
 
     def _on_device(self, source: torch.Tensor) -> bool:
         return True
 
     def _dma(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.simulated.current_stream().put(lambda: target.copy_(source))
+        def transfer() -> None:
+            time.sleep(self.transfer_secs)
+            target.copy_(source)
+
+        self.simulated.current_stream().put(transfer)
 
     def _pinned_buffer(self) -> torch.Tensor:
         if not self.pinned_memory:

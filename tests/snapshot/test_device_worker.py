@@ -1,0 +1,166 @@
+"""The whole worker with a device that runs behind the host: what is committed is the state of its step.
+
+The device is simulated (:mod:`tests.snapshot.simulated_cuda`), all else is real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reft.config import Variant
+from reft.faults import FaultPlan
+from reft.protect.codes import Scheme
+from reft.snapshot import copy_cuda
+from reft.snapshot.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.gate import StreamGate
+from reft.snapshot.has import Limits
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.pacing import PaceOptions, Pacer
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.state.catalogue import SectionImage
+from reft.store.arena import Arena, scan
+from reft.store.label import Label
+from reft.topology import Degrees, Topology
+from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
+
+SECRET = b"s" * 32
+ELEMENTS = 300_000
+NAMES = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
+STEPS = 6
+WAIT_SECS = 60
+
+
+class Job:
+    """One rank that trains a tensor of as many equal numbers as there were steps."""
+
+    def __init__(self, folder: Path, cuda: SimulatedCuda) -> None:
+        self.cuda = cuda
+        self.engine = SimulatedCudaEngine(torch.device("cuda", 0))
+        self.engine.simulated = cuda
+        self.gate = StreamGate()
+        self.pacer = Pacer(self.gate, PaceOptions("profiled", Limits(), 0, 2, 1), self._mark, self.engine)
+        self.state = torch.zeros(ELEMENTS)
+        self.folder = folder
+        self.stats = SnapshotStats()
+        topology = Topology(Degrees(1, 1, 1), Degrees(1, 1, 1).coordinates(), ("A",))
+        identity = ArenaIdentity("job", "A", topology.degrees, topology.coordinates[0])
+        arenas = ArenaSet(
+            job_dir=folder, local_rank=0, count=2, secret=SECRET, identity=identity, frozen={},
+            limit_bytes=None, engine=self.engine,
+        )  # fmt: skip
+        self.worker = SnapshotWorker(
+            control=ControlGroup(60),
+            topology=topology,
+            arenas=arenas,
+            options=WorkerOptions(scheme=Scheme(), block_bytes=65536, host_bytes=4096, chunk_bytes=65536),
+            stats=self.stats,
+            faults=FaultPlan((), topology.coordinates[0]),
+            on_commit=lambda request: None,
+            on_skip=lambda step, cause: None,
+            engine=self.engine,
+            pacer=self.pacer,
+        )
+        self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
+
+    def _mark(self) -> object:
+        return self.engine.mark() if self.gate.wanted else None
+
+    def step(self, number: int, variant: Variant) -> SnapshotRequest:
+        """Queue a step, as far ahead of the device as it may be, then hand its version over."""
+        self.pacer.begin_step("step")
+        forward = (self.pacer.stamp(), self.kernel(0.002), self.pacer.stamp())
+        self.pacer.open(1, receives=True)
+        self.kernel(0.01)
+        self.pacer.close()
+        backward = (self.pacer.stamp(), self.kernel(0.002), self.pacer.stamp())
+        self.worker.fence()
+        self.cuda.compute.put(lambda: self.state.fill_(number))
+        self.pacer.end_step("step", NAMES, [forward[::2]], [backward[::2]])
+        first = number == 1  # memory is reserved for it, whatever it takes
+        request = SnapshotRequest(
+            Label(1, number), self.images, f"host {number}".encode(), must=first, variant=variant
+        )
+        self.worker.submit(request)
+        if first:
+            assert request.done.wait(WAIT_SECS)
+        return request
+
+    def await_start(self, request: SnapshotRequest) -> None:
+        """Host time that a step takes: enough for the worker to turn to its version."""
+        while not (request.started or request.done.wait(0.001)):
+            pass
+
+    def kernel(self, secs: float) -> None:
+        self.cuda.compute.put(lambda: time.sleep(secs))
+
+    def committed(self) -> dict[int, set[float]]:
+        """Step and values of every arena, whose checksums are right."""
+        found = {}
+        for _, arena in scan(self.folder, SECRET):
+            assert isinstance(arena, Arena)
+            header = arena.header()
+            if header is None or not header.state.whole:
+                continue
+            values: set[float] = set()
+            for entry in header.entries:
+                assert arena.verify(entry)
+                data = bytes(arena.read_block(entry))
+                if entry.key.section.value == "replicated":
+                    values |= set(torch.frombuffer(bytearray(data), dtype=torch.float32).tolist())
+                elif entry.key.section.value == "host":
+                    assert data == f"host {header.label.step}".encode()
+            found[header.label.step] = values
+            arena.close()
+        return found
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
+    monkeypatch.setattr(SimulatedCudaEngine, "least_chunk_bytes", 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = Job(tmp_path, cuda)
+    yield made
+    made.worker.close(WAIT_SECS)
+    dist.destroy_process_group()
+    assert cuda.runtime.registered == {}, "memory stayed pinned"
+
+
+@pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST_DEVICE, Variant.HOST])
+def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Variant) -> None:
+    job.engine.transfer_secs = 0.002  # more for all chunks than a step takes
+    for number in range(1, STEPS + 1):
+        request = job.step(number, variant)
+        if number % 3:  # else it is given up
+            job.await_start(request)
+    job.worker.fence()
+    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
+    assert job.worker.drain(WAIT_SECS)
+    committed = job.committed()
+    assert len(committed) == 2
+    for step, values in committed.items():
+        assert values == {float(step)}, f"the version of step {step} holds other steps' numbers"
+    assert job.stats.committed + sum(job.stats.skipped.values()) == STEPS
+
+
+def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
+    for number in range(1, 2 * STEPS):
+        job.await_start(job.step(number, Variant.HAS))
+    job.worker.fence()
+    assert job.worker.drain(WAIT_SECS)
+    plan = job.pacer.plan
+    assert plan is not None
+    (window,) = plan.windows
+    assert window.position == 1
+    assert window.length_secs >= 0.01
+    in_windows = [record for record in job.worker.copier.records if record.tier == 1]
+    assert in_windows
+    assert {record.window for record in in_windows} == {0}
