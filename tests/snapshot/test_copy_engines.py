@@ -15,16 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.snapshot import copy_cuda
 from reft.snapshot.copying import CopyEngine, Mark, Piece, copy_engine_for
-from reft.snapshot.gate import StreamGate
-from reft.snapshot.has import Limits
-from reft.snapshot.pacing import SETTLED_STEPS, PaceOptions, Pacer
-from reft.snapshot.pinning import PinnedRanges
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
@@ -77,9 +71,6 @@ class Simulated(Cpu):
 
     def write(self, live: torch.Tensor, value: int) -> None:
         self.cuda.compute.put(lambda: live.fill_(value))
-
-    def busy(self, secs: float) -> None:
-        self.cuda.compute.put(lambda: time.sleep(secs))
 
     def hold(self) -> Callable[[], None]:
         release = threading.Event()
@@ -296,30 +287,6 @@ def test_stamps_tell_when_the_device_was_there_and_hold_up_nobody(device: Cpu, e
         assert times[1] <= handed_over
 
 
-def test_windows_are_those_of_the_device_not_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Simulated()
-    monkeypatch.setattr(copy_cuda, "cuda", device.cuda)
-    engine = device.engine()
-    names = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
-    pacer = Pacer(StreamGate(), PaceOptions("profiled", Limits(), 0, 2, 1), lambda: None, engine)
-    for _ in range(SETTLED_STEPS + 2):
-        pacer.begin_step("step")
-        forward = (pacer.stamp(), device.busy(0.01), pacer.stamp())
-        pacer.open(1, receives=True)
-        device.busy(0.03)  # waits for a neighbour; the call returns at once
-        pacer.close()
-        device.busy(0.01)
-        pacer.end_step("step", names, [forward[::2]])
-        pacer.version_done({"replicated": 1000}, ())
-    assert pacer.plan is not None
-    (window,) = pacer.plan.windows
-    assert (window.position, window.kind) == (1, "mid")
-    assert window.start_secs >= 0.01
-    assert window.length_secs >= 0.03
-    assert pacer.plan.step_secs >= 0.05
-    engine.close()
-
-
 def test_the_fence_waits_for_a_copy_that_is_being_handed_over(
     device: Cpu, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,63 +472,6 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(
         assert "cannot be pinned: simulated error 1" in said[0]
         assert "ulimit -l" in said[0]
         engine.close()
-
-
-def test_everything_pinned_is_unpinned_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Simulated()
-    monkeypatch.setattr(copy_cuda, "cuda", device.cuda)
-    engine = device.engine()
-    kept = [memoryview(mmap.mmap(-1, n * mmap.PAGESIZE - 7)) for n in (1, 2, 5)]
-    for memory in kept:
-        assert engine.register(memory)
-    runtime = device.cuda.runtime
-    assert sum(runtime.registered.values()) == 8 * mmap.PAGESIZE
-    assert all(0 < n <= 2 * mmap.PAGESIZE and not a % mmap.PAGESIZE for a, n in runtime.calls)
-    engine.close()
-    assert runtime.registered == {}
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9 * mmap.PAGESIZE), min_size=1, max_size=4),
-    spans=st.lists(st.tuples(st.integers(-9000, 50_000), st.integers(0, 60_000)), max_size=8),
-)
-def test_no_transfer_crosses_from_one_pinned_chunk_into_another(
-    sizes: list[int], spans: list[tuple[int, int]]
-) -> None:
-    chunks: dict[int, int] = {}
-    ranges = PinnedRanges(chunks.__setitem__, chunks.__delitem__, 2 * mmap.PAGESIZE)
-    memories = [memoryview(mmap.mmap(-1, n)) for n in sizes]
-    for memory in memories:
-        ranges.add(memory)
-    base = min(chunks)
-    for offset, nbytes in spans:
-        at = base + offset
-        for length, pinned in ranges.split(at, nbytes):
-            inside = [a for a, n in chunks.items() if a <= at < a + n]
-            assert bool(inside) is pinned
-            assert not pinned or at + length <= inside[0] + chunks[inside[0]]
-            assert pinned or not any(at <= a < at + length for a in chunks)
-            at += length
-        assert at == base + offset + nbytes
-    ranges.clear()
-    assert chunks == {}
-
-
-def test_memory_is_pinned_whole_or_not_at_all() -> None:
-    chunks: dict[int, int] = {}
-
-    def pin(address: int, nbytes: int) -> None:
-        if len(chunks) == 2:
-            raise RuntimeError("enough")
-        chunks[address] = nbytes
-
-    ranges = PinnedRanges(pin, chunks.__delitem__, mmap.PAGESIZE)
-    memory = memoryview(mmap.mmap(-1, 4 * mmap.PAGESIZE))
-    with pytest.raises(RuntimeError, match="enough"):
-        ranges.add(memory)
-    assert chunks == {}
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    assert ranges.split(address, len(memory)) == [(len(memory), False)]
 
 
 EXIT_SCRIPT = """

@@ -22,7 +22,7 @@ from reft.snapshot.control import ControlGroup
 from reft.snapshot.gate import StreamGate
 from reft.snapshot.has import Limits
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.pacing import PaceOptions, Pacer
+from reft.snapshot.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
@@ -164,3 +164,29 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     in_windows = [record for record in job.worker.copier.records if record.tier == 1]
     assert in_windows
     assert {record.window for record in in_windows} == {0}
+
+
+def test_windows_are_those_of_the_device_not_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
+    engine = SimulatedCudaEngine(torch.device("cuda", 0))
+
+    def busy(secs: float) -> None:
+        cuda.compute.put(lambda: time.sleep(secs))
+
+    pacer = Pacer(StreamGate(), PaceOptions("profiled", Limits(), 0, 2, 1), lambda: None, engine)
+    for _ in range(SETTLED_STEPS + 2):
+        pacer.begin_step("step")
+        forward = (pacer.stamp(), busy(0.01), pacer.stamp())
+        pacer.open(1, receives=True)
+        busy(0.03)  # waits for a neighbour; the call returns at once
+        pacer.close()
+        busy(0.01)
+        pacer.end_step("step", NAMES, [forward[::2]])
+        pacer.version_done({"replicated": 1000}, ())
+    assert pacer.plan is not None
+    (window,) = pacer.plan.windows
+    assert (window.position, window.kind) == (1, "mid")
+    assert window.start_secs >= 0.01
+    assert window.length_secs >= 0.03
+    assert pacer.plan.step_secs >= 0.05
+    engine.close()

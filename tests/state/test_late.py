@@ -26,7 +26,8 @@ BUFFERS = {
 def encode(state: dict, monkeypatch: pytest.MonkeyPatch) -> bytes | LateBlob:
     monkeypatch.setattr(blob_module, "_template", lambda *_: b"")
     images = LiveImages(SectionImage([]), SectionImage([]), "signature")
-    return HostBlob().encode(None, images, state)
+    rest = {"rng": None, "adapter": {"layout": [], "state": []}}
+    return HostBlob().encode(None, images, {**rest, **state})
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
