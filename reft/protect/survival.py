@@ -149,6 +149,8 @@ def persist_interval_secs(
     def met(secs: float) -> bool:
         return protected_survival(node_survival(secs, causes), nodes, survived) >= target
 
+    if not met(0.0):
+        raise ConfigError(f"found a group that survives nothing, not even without losses: {tuple(survived)}")
     low = high = min(cause.scale_secs for cause in causes)
     while not met(low):
         low /= 2

@@ -118,11 +118,14 @@ class CupyBackend:
         import torch
 
         stream = torch.cuda.current_stream(buffer.device)
-        with (
-            self._cupy.cuda.Device(buffer.device.index),
-            self._cupy.cuda.ExternalStream(stream.cuda_stream, buffer.device.index),
-        ):
+        with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):
             yield
+
+    def _wrapped(self, stream: Any) -> Any:
+        """A torch stream as CuPy's: by the stream protocol where both know it (CuPy 14), else by address."""
+        if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
+            return self._cupy.cuda.Stream.from_external(stream)
+        return self._cupy.cuda.ExternalStream(stream.cuda_stream)
 
 
 @cache
