@@ -10,7 +10,11 @@ from enum import StrEnum
 
 
 class Activity(StrEnum):
-    """What a piece of a device's time was spent on."""
+    """What a piece of a device's time was spent on.
+
+    FENCE is waiting for a snapshot to end before the optimizer step; CAPTURE is what lies between the
+    optimizer step and the next instruction, where the host begins a snapshot.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -20,6 +24,7 @@ class Activity(StrEnum):
     REDUCE = "reduce"
     WAIT = "wait"
     FENCE = "fence"
+    CAPTURE = "capture"
     OTHER = "other"
 
 

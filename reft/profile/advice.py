@@ -92,11 +92,17 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> Iterator[str]:
 
 
 def _fence(stage: StageProfile) -> Iterator[str]:
-    waited = stage.snapshots.fence_secs.p50
-    if waited > _FENCE_SHARE * stage.step_secs.p50:
+    use, step = stage.snapshots, stage.step_secs.p50
+    waited, began = use.fence_secs.p50, use.capture_secs.p50
+    if waited > _FENCE_SHARE * step:
         yield (
             f"stage {stage.stage_id}: training waited {milliseconds(waited)} of every step "
-            f"({percent(waited / stage.step_secs.p50)}) for its snapshot to end before the optimizer step"
+            f"({percent(waited / step)}) for its snapshot to end before the optimizer step"
+        )
+    if use.nbytes and began > _FENCE_SHARE * step:
+        yield (
+            f"stage {stage.stage_id}: beginning a snapshot takes {milliseconds(began)} of every step "
+            f"({percent(began / step)}) on the training thread"
         )
 
 

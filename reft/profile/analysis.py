@@ -181,6 +181,8 @@ def _instructions(
         for trace, step in zip(rank.traces, cut[rank.rank], strict=True):
             spent: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
             for s in step.segments:
+                if s.activity is Activity.CAPTURE:
+                    continue  # behind the instruction
                 waits = s.activity in (Activity.WAIT, Activity.FENCE)
                 spent[s.position][1 if waits else 2 if s.activity in moves else 0] += s.secs
             for record in trace.instructions:
@@ -209,10 +211,11 @@ def _snapshots(ranks: Sequence[RankTraces], cut: Mapping[int, Sequence[StepSegme
     nbytes: dict[int, float] = defaultdict(float)
     secs: dict[int, float] = defaultdict(float)
     beside = dict.fromkeys(Beside, 0.0)
-    fences = []
+    fences, captures = [], []
     for rank in ranks:
         for trace, step in zip(rank.traces, cut[rank.rank], strict=True):
             fences.append(trace.fence_secs)
+            captures.append(math.fsum(s.secs for s in step.segments if s.activity is Activity.CAPTURE))
             for chunk in trace.chunks:
                 nbytes[chunk.tier] += chunk.nbytes
                 secs[chunk.tier] += chunk.end_secs - chunk.begin_secs
@@ -224,6 +227,7 @@ def _snapshots(ranks: Sequence[RankTraces], cut: Mapping[int, Sequence[StepSegme
         secs_by_tier={tier: round(secs[tier] / count, _DIGITS) for tier in sorted(secs)},
         secs_beside={place: round(beside[place] / count, _DIGITS) for place in Beside},
         fence_secs=Spread.of(fences),
+        capture_secs=Spread.of(captures),
     )
 
 

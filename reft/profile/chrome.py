@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from reft.profile.activity import Activity
 from reft.profile.result import ChunkSlice, ProfileResult, RankTimeline, Segment
 
 _INSTRUCTIONS = 1
@@ -24,6 +25,7 @@ _COLOURS = {
     "transfer": "thread_state_iowait",
     "reduce": "thread_state_runnable",
     "fence": "terrible",
+    "capture": "bad",
 }
 
 
@@ -86,8 +88,10 @@ def _slice(
 
 def _instruction(pid: int, segment: Segment) -> dict[str, Any]:
     name = segment.name
-    if segment.activity.value in ("wait", "fence"):
+    if segment.activity in (Activity.WAIT, Activity.FENCE):
         name = f"{segment.activity.value} in {segment.name}"
+    elif segment.activity is Activity.CAPTURE:
+        name = "begin of a snapshot"
     facts: dict[str, Any] = {"position": segment.position}
     if segment.micro_batch is not None:
         facts["micro_batch"] = segment.micro_batch

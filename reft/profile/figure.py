@@ -25,7 +25,8 @@ _ACTIVITIES = {
     Activity.LOAD: ("load data", "#9fb4c7"),
     Activity.OTHER: ("other", "#c3ccd4"),
     Activity.WAIT: ("waiting (idle)", "#ffffff"),
-    Activity.FENCE: ("held up by the snapshot", "#d43d3d"),
+    Activity.FENCE: ("waiting for the snapshot", "#d43d3d"),
+    Activity.CAPTURE: ("beginning a snapshot", "#ef9a9a"),
 }
 _TIERS = {
     1: ("tier 1, in idle time", "#2f9e5b"),
@@ -208,14 +209,14 @@ def verdict(result: ProfileResult) -> str:
     total = sum(use.nbytes for use in uses)
     if not total:
         return "No snapshots ran in the profiled steps"
-    fence = max(use.fence_secs.p50 for use in uses) / result.step_secs.p50
+    held_up = max(use.held_up_secs for use in uses) / result.step_secs.p50
     secs = max(1e-12, sum(use.secs for use in uses))
     idle, moving, computing = (
         sum(use.secs_beside.get(place, 0.0) for use in uses) / secs
         for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
     )
-    if fence > _MUCH_HELD_UP:
-        return f"Snapshots hold training up for {percent(fence)} of a step"
+    if held_up > _MUCH_HELD_UP:
+        return f"Snapshots hold training up for {percent(held_up)} of a step"
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of their copying runs in idle time"
     if computing < _HARDLY:
@@ -234,15 +235,15 @@ def _title(axes: Any, result: ProfileResult, timeline: StepTimeline) -> None:
     uses = [stage.snapshots for stage in result.stages]
     by_tier = {t: int(sum(use.bytes_by_tier.get(t, 0.0) for use in uses)) for t in (1, 2, 3, 0)}
     idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
-    fence = max(use.fence_secs.p50 for use in uses)
+    held_up = max(use.held_up_secs for use in uses)
     facts = [
         f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {timeline.step}, "
         f"{milliseconds(timeline.end_secs - timeline.begin_secs)}",
         f"idle {percent(idle)}",
     ]
     if any(by_tier.values()):
-        copied = " / ".join(decimal(by_tier[tier]) for tier in (1, 2, 3, 0))
-        facts += [f"copied in tier 1 / 2 / 3 / fence: {copied}", f"held up: {milliseconds(fence)}"]
+        copied = " / ".join(decimal(n) if n else "0" for n in by_tier.values())
+        facts += [f"copied in tier 1 / 2 / 3 / fence: {copied}", f"held up: {milliseconds(held_up)}"]
     for text, up, style in (
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
         ("   ·   ".join(facts), 9, {"fontsize": 9, "color": _FAINT}),

@@ -176,12 +176,19 @@ class SnapshotUse:
         secs_beside: of them, seconds by what the device did meanwhile (idle, communication, computation,
             other).
         fence_secs: spread of the wait of training before the optimizer step.
+        capture_secs: spread of the time after it, in which the host begins a snapshot.
     """
 
     bytes_by_tier: dict[int, float]
     secs_by_tier: dict[int, float]
     secs_beside: dict[Beside, float]
     fence_secs: Spread
+    capture_secs: Spread
+
+    @property
+    def held_up_secs(self) -> float:
+        """Seconds of a step that training spends on its snapshots (medians)."""
+        return self.fence_secs.p50 + (self.capture_secs.p50 if self.nbytes else 0.0)
 
     @property
     def secs_in_idle(self) -> float:

@@ -91,6 +91,10 @@ class Split:
                 at = min(arrived, record.end_secs)
             if record.end_secs > at:
                 yield _segment(at, record.end_secs, Activity.OTHER, record)
+            if activity is Activity.OPTIMIZER and index + 1 < len(trace.instructions):
+                following = trace.instructions[index + 1].begin_secs
+                if following > record.end_secs:
+                    yield _segment(record.end_secs, following, Activity.CAPTURE, record)
 
 
 def _segment(begin: float, end: float, activity: Activity, record: InstructionRecord) -> Segment:

@@ -43,9 +43,9 @@ def _stages(result: ProfileResult) -> Table:
         f"{result.step_secs.p50 * 1e3:.1f} ms (medians, ms per step)"
     )
     table = Table(title=title, title_justify="left")
-    for name in ("stage", "step", *_COLUMNS, "idle", "idle share", "usable", "fits", "snapshot"):
+    for name in ("stage", "step", *_COLUMNS, "idle", "usable", "fits", "snapshot", "held up"):
         table.add_column(str(name), justify="right", no_wrap=True)
-    table.add_column("copied in tier 1 / 2 / 3 / fence", no_wrap=True)
+    table.add_column("tier 1 / 2 / 3 / fence", no_wrap=True)
     for stage in result.stages:
         table.add_row(*_stage_row(stage))
     return table
@@ -57,11 +57,11 @@ def _stage_row(stage: StageProfile) -> list[str]:
         str(stage.stage_id),
         _ms(stage.step_secs),
         *(_ms(stage.secs.get(activity)) for activity in _COLUMNS),
-        _ms(stage.secs.get(Activity.WAIT)),
-        percent(stage.idle_share),
+        f"{_ms(stage.secs.get(Activity.WAIT))} ({percent(stage.idle_share)})",
         _ms(stage.usable_secs),
         "?" if fits is None else decimal(fits),
         decimal(stage.snapshot_bytes) if stage.snapshot_bytes else "–",
+        f"{stage.snapshots.held_up_secs * 1e3:.2f}",
         tiers(stage.snapshots),
     ]
 
@@ -70,7 +70,8 @@ def tiers(use: SnapshotUse) -> str:
     """Bytes per step by tier."""
     if not use.nbytes:
         return "no snapshots"
-    return " / ".join(decimal(int(use.bytes_by_tier.get(tier, 0))) for tier in (1, 2, 3, 0))
+    copied = (int(use.bytes_by_tier.get(tier, 0)) for tier in (1, 2, 3, 0))
+    return " / ".join(decimal(nbytes) if nbytes else "0" for nbytes in copied)
 
 
 def _windows(result: ProfileResult) -> Table:

@@ -231,6 +231,34 @@ def test_the_fence_is_shown_as_such():
     assert stage.secs[Activity.OPTIMIZER].p50 == pytest.approx(EQUAL["OptimizerStep"])
 
 
+def test_what_beginning_a_snapshot_takes_is_shown():
+    """Between the optimizer step and the next instruction."""
+    job = Job(ended_together(train_schedule(2, 2)), EQUAL, meets=MEETS)
+    ranks = []
+    for rank in job.run(steps=3):
+        late = tuple(
+            replace(
+                t,
+                end_secs=t.end_secs + 5e-3,
+                instructions=tuple(
+                    replace(i, begin_secs=i.begin_secs + 5e-3, end_secs=i.end_secs + 5e-3)
+                    if i.name == "AggregateTotalLoss"
+                    else i
+                    for i in t.instructions
+                ),
+            )
+            for t in rank.traces
+        )
+        ranks.append(replace(rank, traces=late))
+    chunks = [ChunkRecord(1, 1000, 1e-4, 2e-4, 0, "replicated")]
+    for stage in analyse(with_chunks(ranks, {0: chunks, 1: chunks}), FACTS).stages:
+        assert stage.snapshots.capture_secs.p50 == pytest.approx(5e-3)
+        assert stage.snapshots.held_up_secs == pytest.approx(5e-3)
+        assert stage.secs[Activity.CAPTURE].p50 == pytest.approx(5e-3)
+    for stage in analyse(ranks, FACTS).stages:
+        assert stage.snapshots.held_up_secs == 0, "there was no snapshot"
+
+
 def profiled_with_chunks() -> ProfileResult:
     ranks = Job(train_schedule(2, 4), EQUAL, transfer_secs=2e-4, jitter=0.05).run(steps=6)
     in_mid = [
