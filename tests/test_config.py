@@ -58,10 +58,27 @@ def test_persisting_gets_an_arena_of_its_own() -> None:
     assert parse_block({"arenas": 2, "persist": {"dir": "/x"}}).arena_count == 2
 
 
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"variant": "fastest"}, "'has', 'host', 'host_device', 'blocking', 'inter_node' or 'none'"),
+        ({"variant": "host", "has": {"windows": "paper"}}, 'remove it, or write "variant": "has"'),
+        ({"variant": "none", "persist": {"dir": "/x"}}, "nothing to persist"),
+        ({"has": {"chunk_bytes": 5000}}, "write a multiple of 64, for example 4992"),
+        ({"has": {"window": "paper"}}, 'did you mean "windows"'),
+        ({"has": {"overflow": "staging"}}, "'stall' or 'interval'"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused_with_what_to_write(block: dict, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_block(block)
+    assert says in str(error.value)
+
+
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--explain", "--json"]) == 0
     keys = json.loads(capsys.readouterr().out)
-    assert {k["key"] for k in keys} >= {"enabled", "persist.dir", "faults[].point"}
+    assert {k["key"] for k in keys} >= {"enabled", "variant", "has.windows", "persist.dir", "faults[].point"}
     assert all(k["meaning"] for k in keys)
     assert next(k for k in explain() if k.key.endswith("_secs")).unit == "seconds"
 

@@ -158,7 +158,13 @@ class WindowMeter:
             return WindowKind.MID if self.names[position].endswith("Grad") else WindowKind.OTHER
         if "BackwardPass" not in after:
             return WindowKind.DRAIN
-        return WindowKind.COOL_DOWN if "ForwardPass" not in after else WindowKind.OTHER
+        behind_last_forward = "ForwardPass" not in after and "BackwardPass" in _behind(before, "ForwardPass")
+        return WindowKind.COOL_DOWN if behind_last_forward else WindowKind.OTHER
+
+
+def _behind(names: Sequence[str], name: str) -> Sequence[str]:
+    """What follows the last ``name``."""
+    return names[len(names) - list(reversed(names)).index(name) :]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,32 @@
+"""benchmarks/has.py runs as anyone would run it and says consistent things. Never a time: machines differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.benchmarks.test_benchmarks import check_estimate, run
+
+
+def test_has_compares_every_variant_within_one_run(tmp_path: Path) -> None:
+    result = run("has.py", folder=tmp_path)
+    assert result["benchmark"] == "has"
+    (setting,) = result["settings"]
+    assert setting["pp"] == 2
+    assert set(setting["variants"]) == {"has", "host", "host_device", "blocking", "inter_node"}
+    check_estimate(setting["step_secs"])
+    for name, variant in setting["variants"].items():
+        for key in ("overhead", "extra_secs", "extra_cpu_secs_per_rank", "stall_secs"):
+            check_estimate(variant[key])
+        assert abs(sum(variant["tiers"].values()) - 1) < 1e-9, name
+    assert setting["variants"]["blocking"]["tiers"]["0"] == 1
+    assert setting["variants"]["host"]["tiers"]["1"] == 0
+    # Every unit took a version at the end of each of its steps.
+    versions = result["rounds"] * len(setting["variants"]) * (result["steps_per_unit"] + 1)
+    assert setting["committed"] >= versions - sum(setting["skipped"].values())
+    for plan in setting["plans"]:
+        assert sum(plan["tier_bytes"].values()) > 0
+        assert plan["fits_bubbles"] == (plan["tier_bytes"]["1"] == sum(plan["tier_bytes"].values()))
+    assert set(result["goals"]) == {
+        "has_at_most_2_percent_where_the_state_fits",
+        "has_less_than_half_of_host_where_it_does_not",
+    }

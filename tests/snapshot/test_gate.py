@@ -1,0 +1,138 @@
+"""The gates: who may copy when, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from reft.snapshot.copying import Mark
+from reft.snapshot.gate import HostGate, OpenGate, Permit, StreamGate
+
+LONG = 60.0
+"""Seconds: nothing in these tests may need them."""
+
+
+class Copying:
+    """A copying thread that notes its permits; ``hold`` keeps a chunk in flight until it is let go."""
+
+    def __init__(self, gate: HostGate | StreamGate, *, hold: bool = False) -> None:
+        self.gate, self.permits = gate, []
+        self.let_go, self.asked = threading.Event(), threading.Semaphore(0)
+        if not hold:
+            self.let_go.set()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending:
+            permit = self.gate.admit()
+            self.permits.append(permit)
+            self.asked.release()
+            assert self.let_go.wait(LONG)
+            self.gate.release(permit, 0.001)
+
+    def wait_for_one(self) -> Permit:
+        assert self.asked.acquire(timeout=LONG)
+        return self.permits[-1]
+
+    def end(self) -> None:
+        self._ending = True
+        self.let_go.set()
+        self.gate.hurry()
+        self._thread.join(LONG)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def gate() -> HostGate:
+    made = HostGate()
+    made.patience_secs = LONG
+    made.enter()
+    return made
+
+
+def test_a_closed_gate_lets_nobody_through_and_an_open_one_says_which_window(gate: HostGate) -> None:
+    copying = Copying(gate, hold=True)
+    time.sleep(0.05)
+    assert copying.permits == []
+    gate.open(3, 0, None)
+    assert copying.wait_for_one() == Permit(1, 3)
+    copying.end()
+
+
+def test_closing_waits_for_the_chunk_in_flight(gate: HostGate) -> None:
+    copying = Copying(gate, hold=True)
+    gate.open(0, 0, None)
+    copying.wait_for_one()
+    closed = threading.Event()
+    thread = threading.Thread(target=lambda: (gate.close(), closed.set()))
+    thread.start()
+    assert not closed.wait(0.1)
+    copying.let_go.set()
+    assert closed.wait(LONG)
+    # Whatever the thread was given after that, it was not the window.
+    count = len(copying.permits)
+    copying.end()
+    assert all(p.tier == 0 for p in copying.permits[count:])
+
+
+def test_closing_costs_nothing_when_nothing_is_to_be_copied() -> None:
+    gate = HostGate()
+    gate.open(0, 0, None)
+    assert gate.close() == 0.0
+    assert not gate.wanted
+
+
+def test_the_fence_lets_everything_through_as_tier_0(gate: HostGate) -> None:
+    copying = Copying(gate)
+    gate.hurry()
+    assert copying.wait_for_one().tier == 0
+    copying.end()
+    gate.relax()
+    assert not gate.wanted
+
+
+def test_a_share_paces_what_runs_beside_computation(gate: HostGate) -> None:
+    gate.share(0.5)
+    began = time.perf_counter()
+    for _ in range(20):
+        permit = gate.admit()
+        assert permit.tier == 2
+        gate.release(permit, 0.002)  # as if the chunk had taken 2 ms: then 2 ms of rest
+    assert time.perf_counter() - began >= 19 * 0.002
+
+
+def test_a_training_that_is_silent_for_long_is_not_waited_for(gate: HostGate) -> None:
+    gate.patience_secs = 0.05
+    began = time.perf_counter()
+    permit = gate.admit()
+    gate.release(permit, 0.0)
+    assert permit.tier == 2
+    assert time.perf_counter() - began >= 0.04
+
+
+def test_a_stream_gate_hands_out_windows_in_order_with_their_marks_and_bytes() -> None:
+    gate = StreamGate()
+    gate.patience_secs = LONG
+    gate.open(9, 100, Mark(1))  # nobody wants to copy yet
+    gate.enter()
+    gate.open(0, 100, Mark(1))
+    gate.open(1, 0, Mark(1))  # nothing planned
+    gate.open(2, 300, Mark(2))
+    assert gate.admit() == Permit(1, 0, 100, Mark(1))
+    assert gate.admit() == Permit(1, 2, 300, Mark(2))
+    gate.hurry()
+    assert gate.admit().tier == 0
+    gate.relax()
+    assert not gate.wanted
+
+
+def test_an_open_gate_knows_when_training_waits() -> None:
+    waiting = False
+    gate = OpenGate(2, lambda: waiting)
+    assert gate.admit().tier == 2
+    waiting = True
+    assert gate.admit().tier == 0
