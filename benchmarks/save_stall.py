@@ -116,7 +116,7 @@ class BlockingCopySaver(Saver):
         replicated, owned = self.adapter.images()
         dp, size = session.coordinate.dp, session.topology.degrees.dp
         cuts = shard_cuts(replicated.nbytes, size)
-        members = {dp, (dp + 1) % size} if session.config.redundant_copies else {dp}
+        members = {dp, (dp + 1) % size} if session.config.scheme.copies else {dp}
         self.ranges = [(0, cuts[m], cuts[m + 1]) for m in sorted(members)] + [(1, 0, owned.nbytes)]
         self.nbytes = sum(stop - start for _, start, stop in self.ranges)
         folder = space.shm / f"copy{os.environ['RANK']}"

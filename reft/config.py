@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from reft.errors import ConfigError
+from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -167,12 +168,14 @@ class ReftConfig(_Block):
         "(and all of it to a peer), 'none' (no snapshots at all)",
     )
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
-    protection: Literal["arc", "none"] = Field(
+    protection: str = Field(
         "arc",
-        description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards; "
-        "ZeRO partitions and host state are copied to the ring peer with the same number of copies",
+        description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' a "
+        "parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing; "
+        "survives as many lost nodes per sharding group as copies and parities together. ZeRO partitions "
+        "and host state are copied to that many ring peers",
     )
-    copies: int = Field(1, ge=0, description="redundant copies of every shard (k)")
+    copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
         None,
         ge=2,
@@ -223,6 +226,17 @@ class ReftConfig(_Block):
                 '"variant": "none" takes no snapshots, so there is nothing to persist; remove "persist", or '
                 "choose another variant"
             )
+        scheme = Scheme.parse(self.protection)
+        if "copies" in self.model_fields_set and self.protection not in ("arc", "none"):
+            raise ValueError(
+                f'"copies" belongs to "protection": "arc"; found "protection": "{self.protection}". Write '
+                f'the number into it, for example "arc:{max(1, self.copies)}+aec", and remove "copies"'
+            )
+        if not scheme.designed:
+            raise ValueError(
+                f'"protection": "{self.protection}" survives no more than one of its parts; write '
+                f'"{self.protection.removeprefix("naive:")}"'
+            )
         if self.protection == "none" and "copies" in self.model_fields_set and self.copies:
             raise ValueError(
                 f'"protection": "none" with "copies": {self.copies} contradict each other; remove '
@@ -242,9 +256,9 @@ class ReftConfig(_Block):
         return self
 
     @property
-    def redundant_copies(self) -> int:
-        """Redundant copies that are really kept: 0 with ``protection: none``."""
-        return 0 if self.protection == "none" else self.copies
+    def scheme(self) -> Scheme:
+        """The redundancy that is really kept."""
+        return Scheme(self.copies) if self.protection == "arc" else Scheme.parse(self.protection)
 
     @property
     def arena_count(self) -> int:

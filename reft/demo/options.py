@@ -285,7 +285,11 @@ def _add_training(group: Any) -> None:
 
 
 def _add_protection(group: Any) -> None:
-    group.add_argument("--protection", default="arc", choices=("arc", "none"), help="default: arc")
+    group.add_argument(
+        "--protection",
+        default="arc",
+        help="arc, aec, rs:K, arc+aec, arc:A+rs:K or none (%(default)s)",
+    )
     group.add_argument("--copies", type=int, metavar="K", help="redundant copies (default: 1)")
     group.add_argument(
         "--interval", type=int, default=1, metavar="N", help="steps between snapshots (default: 1)"

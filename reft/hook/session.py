@@ -209,7 +209,8 @@ class Session:
     @property
     def tolerance(self) -> int:
         """Node losses that every sharding group survives, from the real placement (P4)."""
-        return tolerance(self.topology, self.config.redundant_copies)
+        scheme = self.config.scheme
+        return tolerance(self.topology, scheme.copies, scheme.parities)
 
     def _report_start(self) -> None:
         losses = self.tolerance
@@ -242,7 +243,7 @@ class Session:
             )
 
     def _why_unprotected(self) -> str:
-        if self.config.redundant_copies == 0:
+        if self.config.protection == "none":
             return 'reft.protection is "none"'
         if self.topology.degrees.dp == 1:
             return "with a data-parallel degree of 1 nothing is redundant"
@@ -299,7 +300,7 @@ class Session:
             topology=self.topology,
             arenas=arenas,
             options=WorkerOptions(
-                copies=self.config.redundant_copies,
+                scheme=self.config.scheme,
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
                 chunk_bytes=self.config.has.chunk_bytes,

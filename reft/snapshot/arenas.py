@@ -12,6 +12,7 @@ import torch
 
 from reft.blocks import Section
 from reft.errors import ArenaError, OutOfMemoryError, TransferError
+from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.copying import CopyEngine
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
@@ -54,7 +55,8 @@ class Filling:
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
         """Blocks that are copied from this rank's own device: all but what only a peer has."""
         mine = self.layout.mine
-        return mine.own + tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED)
+        own = tuple(b for b in mine.own if b.key.section is not Section.CHECKSUMS)
+        return own + tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED) + mine.parity
 
     def _peer_blocks(self, member: int) -> list[PlacedBlock]:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
@@ -89,6 +91,18 @@ class Filling:
         for placed in self.local_blocks:
             if placed not in self._checksums:
                 self.hash(placed)
+        for placed in self.layout.mine.own:
+            if placed.key.section is Section.CHECKSUMS:
+                self._write(placed, pack_checksums(self._replicated_checksums()))
+                self.hash(placed)
+
+    def _replicated_checksums(self) -> list[int]:
+        """Of this member's own shard: what a peer that decodes it compares with (P5)."""
+        mine = self.layout.mine.own
+        return [self._checksums[b] for b in mine if b.key.section is Section.REPLICATED]
+
+    def _write(self, placed: PlacedBlock, data: bytes) -> None:
+        self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
 
     # -- exchange with ring peers ------------------------------------------------------------------
 
@@ -147,8 +161,7 @@ class Filling:
         image_bytes = {
             Section.REPLICATED: sizes.replicated_bytes,
             Section.OWNED: sizes.owned_bytes[member],
-            Section.HOST: self.length(placed),
-        }[placed.key.section]
+        }.get(placed.key.section, self.length(placed))
         return Entry(
             key=placed.key,
             start_bytes=placed.block.start_bytes,
@@ -237,6 +250,7 @@ class ArenaSet:
                 entries=(),
                 sealed_unix_secs=0.0,
                 layout=layout.layout_hash,
+                coding=layout.plan.code.describe() if layout.plan.code else "",
             )
         )
         self._slots.began(slot, label)

@@ -15,6 +15,7 @@ from reft.blocks import Section
 from reft.snapshot.arenas import Filling
 from reft.snapshot.copying import Piece
 from reft.snapshot.layout import GroupLayout, LiveImages
+from reft.snapshot.parity import Encoding, ParityEncoder
 from reft.snapshot.plan import PlacedBlock
 from reft.store.arena import Arena
 
@@ -28,6 +29,7 @@ class Chunk:
         pieces: sources and targets; several where small tensors lie side by side.
         memory: where the chunk lies in the arena, padding included.
         first, last: position within the block.
+        encode: for a parity what to do instead of copying; returns what is then to be copied.
     """
 
     placed: PlacedBlock
@@ -35,6 +37,7 @@ class Chunk:
     memory: memoryview
     first: bool
     last: bool
+    encode: Encoding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +56,22 @@ def cut_chunks(images: LiveImages, filling: Filling, chunk_bytes: int) -> tuple[
         filling: any version in the arena.
         chunk_bytes: most bytes of a chunk, a multiple of 64.
     """
-    return tuple(
-        chunk
-        for placed in filling.local_blocks
-        if placed.key.section is not Section.HOST
-        for chunk in _cut_block(images, filling, placed, chunk_bytes)
-    )
+    chunks: list[Chunk] = []
+    for placed in filling.local_blocks:
+        if placed.key.section in (Section.REPLICATED, Section.OWNED):
+            chunks += _cut_block(images, filling, placed, chunk_bytes)
+    return (*chunks, *_cut_parity(images, filling, chunk_bytes))
+
+
+def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Iterator[Chunk]:
+    mine, plan = filling.layout.mine, filling.layout.plan
+    blocks = {b.key: b.block for m in plan.members for b in m.own} if mine.parity else {}
+    encoder = ParityEncoder(images.replicated, blocks, chunk_bytes)
+    for placed in mine.parity:
+        total, target = placed.block.nbytes, filling.tensor(placed)
+        memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]
+        for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
+            yield Chunk(placed, (), memory[at:stop], at == 0, stop == total, encoding)
 
 
 def _cut_block(

@@ -101,7 +101,7 @@ class Copier:
             permit = gate.admit()
             began = ended = clock()
             try:
-                engine.copy(chunk.pieces)
+                engine.copy(chunk.pieces, encode=chunk.encode)
                 if permit.tier == 0:
                     hasher.leave_out()
                 else:
@@ -132,7 +132,7 @@ class Copier:
                 permit = gate.admit()
                 left = permit.nbytes
                 gate.release(permit, 0.0)
-            queued.append((chunk, permit, self.engine.copy(chunk.pieces, permit.mark)))
+            queued.append((chunk, permit, self.engine.copy(chunk.pieces, permit.mark, chunk.encode)))
             left -= chunk.nbytes
         handed_over()
         self.engine.synchronize()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from reft.errors import CopyError, CopyOrderError
-from reft.snapshot.copying import CallOrder, CopyTicket, Mark, Piece, bandwidth, byte_views
+from reft.snapshot.copying import CallOrder, CopyTicket, Encode, Mark, Piece, bandwidth, byte_views
 
 STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
@@ -85,13 +85,16 @@ class CpuCopyEngine:
     def mark(self) -> Mark:
         return Mark(self._order.open_version("mark"))
 
-    def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
         views = byte_views(pieces)
         for source, _ in views:
             if source.device.type != "cpu":
                 raise CopyError(f"the source is on {source.device}; expected the CPU, as the engine was made")
         with self._order.copying(after) as version:
             began = time.perf_counter()
+            views += byte_views(encode()) if encode is not None else []
             for source, target in views:
                 copy_on_host(source, target, lambda: self._order.closed)
             ended = time.perf_counter()

@@ -25,7 +25,7 @@ import torch
 
 from reft.errors import CopyError
 from reft.snapshot.copy_cpu import copy_on_host
-from reft.snapshot.copying import CallOrder, CopyTicket, Mark, Piece, bandwidth, byte_views
+from reft.snapshot.copying import CallOrder, CopyTicket, Encode, Mark, Piece, bandwidth, byte_views
 from reft.snapshot.pinning import CHUNK_BYTES, PinnedRanges
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,11 @@ class _CudaTicket:
         self.began = cuda.Event(enable_timing=True)
         self.ended = cuda.Event(enable_timing=True, blocking=True)
         self.keep_alive: Sequence[Piece] = pieces
+
+    def keep(self, pieces: Sequence[Piece]) -> None:
+        """Count further pieces and hold their tensors."""
+        self.nbytes += sum(target.numel() for _, target in pieces)
+        self.keep_alive = [*self.keep_alive, *pieces]
 
     def done(self) -> bool:
         return bool(self.ended.query())
@@ -174,7 +179,9 @@ class CudaCopyEngine:
 
     # -- copying thread --------------------------------------------------------------------------
 
-    def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
         views = byte_views(pieces)
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
@@ -190,6 +197,10 @@ class CudaCopyEngine:
             ticket.began.record(self._side)
             try:
                 with cuda.stream(self._side):
+                    if encode is not None:
+                        encoded = byte_views(encode())
+                        ticket.keep(encoded)
+                        views += encoded
                     for source, target in views:
                         self._copy_piece(source, target)
             finally:

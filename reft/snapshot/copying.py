@@ -27,7 +27,7 @@ byte with its source (trap 21). The CUDA engine makes its device the current one
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -40,6 +40,9 @@ from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 Piece = tuple[torch.Tensor, torch.Tensor]
 """``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the CPU, and
 1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of an image so."""
+
+Encode = Callable[[], Sequence[Piece]]
+"""Work on the live state whose result is copied: it is done by the fence like a copy is."""
 
 MEASURED_BYTES = 2**20
 """A version with fewer bytes says nothing about bandwidth."""
@@ -133,12 +136,16 @@ class CopyEngine(ComputeClock, Protocol):
             CopyOrderError: no version is open.
         """
 
-    def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
         """Copy pieces of the open version.
 
         Args:
             pieces: sources and targets; zero-size ones are fine.
             after: begin no earlier than there.
+            encode: reads the state before the pieces are copied, on the copying stream of a device; the
+                pieces that it returns are copied too.
 
         Raises:
             CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory, or

@@ -305,7 +305,7 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
         return 1
     if max_overhead <= 0:
         raise ConfigError(f"the allowed overhead is {max_overhead}; write a part above 0, such as 0.03")
-    return max(1, math.ceil(min(_LONGEST_INTERVAL, stall_secs / (max_overhead * step_secs))))
+    return max(1, math.ceil(min(_LONGEST_INTERVAL, stall_secs / max_overhead / step_secs)))
 
 
 def _draining_steps(staged: int, *tiers: tuple[Planned, ...]) -> int:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
@@ -52,7 +53,7 @@ def agree_on_layout(
     topology: Topology,
     images: LiveImages,
     *,
-    copies: int,
+    scheme: Scheme,
     block_bytes: int,
     host_bytes: int,
 ) -> GroupLayout:
@@ -69,7 +70,9 @@ def agree_on_layout(
         owned_bytes=tuple(gathered[r][1] for r in ranks),
         host_bytes=tuple(gathered[r][2] for r in ranks),
     )
-    placement: GroupPlacement = place_group(topology.group_nodes(at.pp, at.tp), copies)
+    placement: GroupPlacement = place_group(
+        topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities
+    )
     return GroupLayout(
         plan=make_shard_plan(sizes, placement, block_bytes),
         member=at.dp,

@@ -27,6 +27,7 @@ from reft.blocks import Section
 from reft.config import FaultPoint, Variant
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
+from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaSet, Filling
 from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
@@ -82,7 +83,7 @@ class SnapshotRequest:
 class WorkerOptions:
     """Fixed settings of a worker."""
 
-    copies: int
+    scheme: Scheme
     block_bytes: int
     host_bytes: int
     chunk_bytes: int = 256 * 2**10
@@ -371,7 +372,7 @@ class SnapshotWorker:
             self._control,
             self._topology,
             images,
-            copies=self._options.copies,
+            scheme=self._options.scheme,
             block_bytes=self._options.block_bytes,
             host_bytes=self._host_bytes,
         )

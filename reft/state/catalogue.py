@@ -150,6 +150,11 @@ class SectionImage:
         self._parts = [(o, v) for o, v in zip(offsets, self._views, strict=True) if v.numel()]
         self._starts = [o for o, _ in self._parts]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor lies; the CPU for an empty section."""
+        return self._views[0].device if self._views else torch.device("cpu")
+
     def read_into(self, start: int, out: torch.Tensor) -> None:
         """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0.
 

@@ -8,16 +8,20 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint
 from reft.faults import FaultPlan
+from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.copy_cpu import CpuCopyEngine
-from reft.snapshot.copying import CopyTicket, Mark, Piece
+from reft.snapshot.copying import CopyTicket, Encode, Mark, Piece
+from reft.snapshot.gate import HostGate
+from reft.snapshot.has import Overflow
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
@@ -57,7 +61,7 @@ class Rank:
             control=self.control,
             topology=TOPOLOGY,
             arenas=self.arenas,
-            options=WorkerOptions(copies=1, block_bytes=65536, host_bytes=4096),
+            options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
             stats=self.stats,
             faults=FaultPlan(faults, self.at),
             on_commit=lambda request: None,
@@ -145,10 +149,12 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     gate, entered = threading.Event(), threading.Event()
 
     class Held(CpuCopyEngine):
-        def copy(self, pieces: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        def copy(
+            self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+        ) -> CopyTicket:
             entered.set()
             gate.wait(60)
-            return super().copy(pieces, after)
+            return super().copy(pieces, after, encode)
 
     me.step(2)
     me.worker.copier.engine = Held()
@@ -166,3 +172,23 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     result = {"waited": waited, "held": me.settle(held), "late": me.settle(late), "copied": fenced.is_set()}
     me.worker.close(10)
     return result
+
+
+def scenario_interval(rank: int, root: Path) -> dict[str, object]:
+    """What does not fit before the optimizer step on one rank makes versions rarer on all."""
+    me = Rank(rank, root)
+    plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
+    taken = []
+    for step in range(1, 11):
+        if rank == 2 and step == 3:
+            me.worker._pacer = SimpleNamespace(plan=plan, gate=HostGate())  # type: ignore[assignment]
+        me.step(step)
+        if step % me.worker.interval_steps(step) == 0:
+            request = me.snapshot(step)
+            taken.append(step)
+        else:
+            request = SnapshotRequest(Label(1, step), None, b"", idle=True)
+            me.worker.submit(request)
+        me.settle(request)
+    me.worker.close(10)
+    return {"taken": taken, "committed": me.stats.committed}

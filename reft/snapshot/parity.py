@@ -1,0 +1,122 @@
+"""Parity blocks computed from this rank's own replica, a chunk at a time (REFERENCE 1.5).
+
+Parity is encoded where the state lies, inside the same windows as the copies, so that a rank moves a
+parity's bytes to the host and not those of its sources. On a CPU the backend writes straight into the
+arena; on a device it writes to a scratch buffer, which then is copied like any other piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reft.blocks import BlockKey
+from reft.protect.backend import Backend, backend_for, combine_ragged
+from reft.protect.rs import CELL_BYTES
+from reft.snapshot.copying import Piece
+from reft.snapshot.plan import Block, PlacedBlock
+from reft.state.catalogue import SectionImage
+
+
+class ParityEncoder:
+    """Encodes the parity blocks of one rank.
+
+    Args:
+        image: the replicated section as it lies in the engine's memory.
+        blocks: every replicated block of the group by key.
+        chunk_bytes: bytes to read for a chunk, of all sources together.
+    """
+
+    def __init__(self, image: SectionImage, blocks: Mapping[BlockKey, Block], chunk_bytes: int) -> None:
+        self._image = image
+        self._blocks = blocks
+        self._chunk_bytes = chunk_bytes
+        self._device = image.device
+        self._scratch: list[torch.Tensor] = []
+        self._out: torch.Tensor | None = None
+        self._backend: Backend | None = None
+
+    def cut(
+        self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
+    ) -> Iterator[tuple[int, int, Encoding]]:
+        """The chunks of one parity block.
+
+        Args:
+            placed: the block.
+            terms: replicated blocks and coefficients.
+            target: its bytes in the arena, 1-D uint8.
+
+        Yields:
+            ``(start, stop, encoding)`` within the block.
+        """
+        cells = max(1, self._chunk_bytes // max(1, len(terms)) // CELL_BYTES)
+        step, total = cells * CELL_BYTES, placed.block.nbytes
+        self._reserve(len(terms), min(step, total))
+        row = tuple(coefficient for _, coefficient in terms)
+        for at in range(0, total, step):
+            stop = min(at + step, total)
+            ranges = []
+            for key, _ in terms:
+                block = self._blocks[key]
+                begin, end = (block.start_bytes + min(x, block.nbytes) for x in (at, stop))
+                ranges.append((begin, end))
+            yield at, stop, Encoding(self, row, tuple(ranges), target[at:stop])
+
+    def _reserve(self, count: int, nbytes: int) -> None:
+        """Room to gather sources that do not lie together, shared by all chunks: they run one by one."""
+        while len(self._scratch) < count or (self._scratch and len(self._scratch[0]) < nbytes):
+            size = max(nbytes, *(len(s) for s in self._scratch), 0)
+            self._scratch = [
+                torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(max(count, 1))
+            ]
+
+    def source(self, number: int, begin: int, end: int) -> torch.Tensor:
+        """``image[begin:end]``: in place where it lies together, else gathered."""
+        out = self._scratch[number][: end - begin]
+        pieces = self._image.pieces_into(begin, out)
+        if len(pieces) == 1 and pieces[0][0].numel() == end - begin:
+            return pieces[0][0]
+        for live, part in pieces:
+            part.copy_(live)
+        return out
+
+    def combine(self, row: tuple[int, ...], sources: list[torch.Tensor], target: torch.Tensor) -> list[Piece]:
+        """Write the combination to ``target``, or queue it; returns what is left to be copied."""
+        if self._device.type == "cpu":
+            return self._combine([row], [s.numpy() for s in sources], target.numpy())
+        if self._out is None or len(self._out) < len(target):
+            self._out = torch.empty(len(target), dtype=torch.uint8, device=self._device)
+        out = self._out[: len(target)]
+        self._combine([row], sources, out)
+        return [(out, target)]
+
+    def _combine(self, rows: list[tuple[int, ...]], sources: list[Any], out: Any) -> list[Piece]:
+        if self._backend is None:
+            self._backend = backend_for(out)
+        combine_ragged(self._backend, rows, sources, [out])
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How one chunk of a parity block is made.
+
+    Attributes:
+        encoder: does it.
+        row: coefficients of the sources.
+        ranges: ``[begin, end)`` of each in the replicated image; shorter ones count as padded with zeros.
+        target: where it goes in the arena.
+    """
+
+    encoder: ParityEncoder
+    row: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    target: torch.Tensor
+
+    def __call__(self) -> list[Piece]:
+        """Encode, on the current stream of a device; returns what is to be copied to the host."""
+        sources = [self.encoder.source(n, begin, end) for n, (begin, end) in enumerate(self.ranges)]
+        return self.encoder.combine(self.row, sources, self.target)
