@@ -225,7 +225,7 @@ def verdict(result: ProfileResult) -> str:
             f"{percent(moving)} beside communication"
         )
     return (
-        f"Snapshots copy {percent(idle)} of their time in idle time, {percent(moving)} beside communication, "
+        f"{percent(idle)} of the copying runs in idle time, {percent(moving)} beside communication, "
         f"{percent(computing)} beside computation"
     )
 
