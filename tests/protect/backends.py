@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -79,11 +79,13 @@ def _compiled(rows: tuple[Row, ...], width: int) -> Any:
         f"  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)\n"
         f"    for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {NAME}(m, n, {names});\n}}\n"
     )
-    folder = Path(mkdtemp(prefix="reft-kernel-"))
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text(_SHIM + kernel_source(rows, width) + driver)
-    subprocess.run(["g++", "-O0", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library], check=True)
-    return ctypes.CDLL(str(library)).run
+    with TemporaryDirectory(prefix="reft-kernel-") as folder:
+        source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        source.write_text(_SHIM + kernel_source(rows, width) + driver)
+        command = ["g++", "-O0", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library]
+        subprocess.run(command, check=True)
+        # What is mapped stays usable when the file is gone.
+        return ctypes.CDLL(str(library)).run
 
 
 @dataclass(frozen=True)
