@@ -234,6 +234,7 @@ def write(result: ProfileResult, folder: Path) -> None:
     for line in advice(result):
         logger.info("reft: %s", line)
     path = (folder / PROFILE_FILE).absolute()
-    logger.info(
+    # A warning, so that it is seen: somebody asked for it.
+    logger.warning(
         "reft: profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )

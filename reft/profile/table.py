@@ -26,7 +26,9 @@ def show(result: ProfileResult, console: Console) -> None:
 
 def tables(result: ProfileResult) -> RenderableType:
     """Stages, windows, what it means, how it was measured."""
-    parts: list[RenderableType] = [_stages(result), _windows(result)]
+    parts: list[RenderableType] = [_stages(result)]
+    if any(stage.windows for stage in result.stages):
+        parts.append(_windows(result))
     parts += [Text(f"• {line}") for line in advice(result)]
     parts.append(Padding(Text(_measured_how(result), style="dim"), (1, 0, 0, 0)))
     return Group(*parts)
