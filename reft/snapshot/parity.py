@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from reft.blocks import BlockKey
+from reft.blocks import ALIGNMENT_BYTES, BlockKey
 from reft.protect.backend import Backend, backend_for, combine_ragged
-from reft.protect.rs import CELL_BYTES
+from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.copying import Piece
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
@@ -52,10 +52,11 @@ class ParityEncoder:
         Yields:
             ``(start, stop, encoding)`` within the block.
         """
-        cells = max(1, self._chunk_bytes // max(1, len(terms)) // CELL_BYTES)
-        step, total = cells * CELL_BYTES, placed.block.nbytes
-        self._reserve(len(terms), min(step, total))
         row = tuple(coefficient for _, coefficient in terms)
+        unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
+        step = max(1, self._chunk_bytes // max(1, len(terms)) // unit) * unit
+        total = placed.block.nbytes
+        self._reserve(len(terms), min(step, total))
         for at in range(0, total, step):
             stop = min(at + step, total)
             ranges = []
