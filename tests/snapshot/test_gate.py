@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -136,3 +137,35 @@ def test_an_open_gate_knows_when_training_waits() -> None:
     assert gate.admit().tier == 2
     waiting = True
     assert gate.admit().tier == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread affinity on this system")
+def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again() -> None:
+    allowed = os.sched_getaffinity(0)
+    gate = HostGate()
+    gate.patience_secs = LONG
+    gate.enter()
+    seen: list[set[int]] = []
+    waiting, done = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        waiting.set()
+        for _ in range(2):
+            permit = gate.admit()
+            seen.append(os.sched_getaffinity(0))
+            gate.release(permit, 0.0)
+        gate.leave()
+        seen.append(os.sched_getaffinity(0))
+        done.set()
+
+    threading.Thread(target=copy, daemon=True).start()
+    assert waiting.wait(LONG)
+    time.sleep(0.05)  # it asks, then waits for the window
+    core = min(allowed)
+    os.sched_setaffinity(0, {core})
+    try:
+        gate.open(0, 0, None)
+        assert done.wait(LONG)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert seen == [{core}, {core}, allowed]
