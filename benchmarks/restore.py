@@ -178,8 +178,11 @@ class ReftWay(Way):
     name = "reft_all_local"
 
     def before(self) -> None:
+        from reft.snapshot.copying import copy_engine_for
+
         session = self.rank.session
         session.worker.close(600.0)
+        session.copy_engine = copy_engine_for(session.engine.device)
         session.worker = None
         session.incarnation += 1
         self.rank.barrier()
