@@ -186,6 +186,9 @@ class HostGate:
         self._in_flight.release()
         if permit.tier == 2 and self._share > 0:
             self._next_beside = time.perf_counter() + secs * (1.0 / self._share - 1.0)
+        elif permit.tier == 1:
+            # Training may have got what it waited for, and wait for this core now.
+            _yield_core()
 
 
 class _CoreOfTraining:
@@ -243,6 +246,16 @@ def _core_getter() -> Callable[[], int] | None:
     return getter
 
 
+def _yielder() -> Callable[[], object]:
+    try:
+        # Unlike os.sched_yield this lets go of the GIL.
+        yielder: Callable[[], object] = ctypes.CDLL(None).sched_yield
+    except (OSError, AttributeError):
+        return lambda: None
+    return yielder
+
+
+_yield_core = _yielder()
 _current_core = _core_getter()
 
 

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
@@ -27,7 +26,6 @@ from reft.blocks import Section
 from reft.config import FaultPoint, Variant
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaSet, Filling
 from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
@@ -37,56 +35,14 @@ from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.pacing import Pacer
+from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.trace import ChunkRecord
-from reft.store.label import Label
 from reft.topology import Topology
 
+__all__ = ["SnapshotRequest", "SnapshotWorker", "WorkerOptions"]
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class SnapshotRequest:
-    """One version to take, handed over by the training thread.
-
-    Attributes:
-        label: name of the version.
-        images: live tensors; unchanged until ``copied`` is set or the request is cancelled. None
-            where the state could not be captured: the version is voted down.
-        host_blob: encoded host state; or
-        encode: makes it, on the worker thread.
-        must: wait for a free slot and never cancel (restore, last snapshot before an exit).
-        idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
-        variant: when the bytes are copied; all variants are the same to recovery.
-    """
-
-    label: Label
-    images: LiveImages | None
-    host_blob: bytes | bytearray = b""
-    encode: Callable[[], bytes | bytearray] | None = None
-    must: bool = False
-    idle: bool = False
-    variant: Variant = Variant.HOST
-    started: bool = False
-    cancelled: bool = False
-    copied: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-    committed: bool = False
-
-    @property
-    def paced(self) -> bool:
-        """Whether the copy keeps to the windows; one that must be taken does not."""
-        return self.variant is Variant.HAS and not (self.must or self.idle)
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Fixed settings of a worker."""
-
-    scheme: Scheme
-    block_bytes: int
-    host_bytes: int
-    chunk_bytes: int = 256 * 2**10
 
 
 class SnapshotWorker:

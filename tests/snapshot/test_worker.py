@@ -96,3 +96,11 @@ def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> Non
 def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_path: Path) -> None:
     for result in _launch(tmp_path, "fence"):
         assert result == {"waited": True, "held": True, "late": False, "copied": True}
+
+
+@pytest.mark.timeout(120)
+def test_ranks_agree_to_take_versions_less_often_where_one_cannot_keep_up(tmp_path: Path) -> None:
+    for result in _launch(tmp_path, "interval"):
+        # Step 3 carries the wish; it holds from step 5 on, everywhere.
+        assert result["taken"] == [1, 2, 3, 4, 6, 9]
+        assert result["committed"] == 6
