@@ -66,7 +66,7 @@ GRID = (
     Setting(2, 4, 10e6, 256),
     Setting(2, 8, 10e6, 256),
     Setting(2, 4, 40e6, 256),
-    Setting(2, 4, 40e6, 16),
+    Setting(2, 4, 40e6, 24),
     Setting(4, 8, 10e6, 256),
 )
 """The fourth is a large state with little work: it does not fit into the bubbles."""
@@ -99,10 +99,17 @@ def run_rank(options: argparse.Namespace) -> None:
         for _ in range(options.span):
             engine.train_batch(data)
         secs, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        tiers = dict(session.stats.tier_bytes)  # without the last version, which nothing hides
         session.use(NONE)
         session.worker.drain(600.0)
         stalls = list(session.stats.stalls_secs)[fences:]
-        return {"variant": variant, "secs": secs, "cpu_secs": cpu, "stall_secs": sum(stalls)}
+        return {
+            "variant": variant,
+            "secs": secs,
+            "cpu_secs": cpu,
+            "stall_secs": sum(stalls),
+            "tiers": tiers,
+        }
 
     order = [NONE]
     for _ in range(options.rounds):
@@ -112,8 +119,8 @@ def run_rank(options: argparse.Namespace) -> None:
     for number, variant in enumerate(order):
         before = dict(session.stats.tier_bytes)
         units.append(unit(variant))
-        after = session.stats.tier_bytes
-        units[-1]["tier_bytes"] = {str(t): after[t] - before.get(t, 0) for t in range(4)}
+        after = units[-1].pop("tiers")
+        units[-1]["tier_bytes"] = {str(t): after.get(t, 0) - before.get(t, 0) for t in range(4)}
         if os.environ["RANK"] == "0" and number % 20 == 0:
             progress(f"unit {number + 1} of {len(order)}")
     plan = session.schedule
