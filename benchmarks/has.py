@@ -86,7 +86,8 @@ def run_rank(options: argparse.Namespace) -> None:
     engine, data = build_engine(options)
     for _ in range(2):
         engine.train_batch(data)
-    session = reft.attach(engine, config={"enabled": True})
+    # The ranks play nodes, but share this machine: no core is left over.
+    session = reft.attach(engine, config={"enabled": True, "has": {"compute_share": 0.2}})
     for _ in range(SETTLE_STEPS):
         engine.train_batch(data)
 

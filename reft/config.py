@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from reft.errors import ConfigError
-from reft.protect.codes import Scheme
+
+if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
+    from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,12 @@ class HasConfig(_Block):
         description="bytes of a chunk, the unit of copying; training waits for one at most when a window "
         "closes",
     )
-    compute_share: float = Field(
-        0.2, ge=0, le=1, description="most of the computing time that copies may run beside (tier 2)"
+    compute_share: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="most of the computing time that copies may run beside (tier 2); null means all of it "
+        "from a device and where a core is left to them, else 0.2",
     )
     separate_links: bool = Field(
         False,
@@ -226,6 +232,8 @@ class ReftConfig(_Block):
                 '"variant": "none" takes no snapshots, so there is nothing to persist; remove "persist", or '
                 "choose another variant"
             )
+        from reft.protect.codes import Scheme
+
         scheme = Scheme.parse(self.protection)
         if "copies" in self.model_fields_set and self.protection not in ("arc", "none"):
             raise ValueError(
@@ -258,6 +266,8 @@ class ReftConfig(_Block):
     @property
     def scheme(self) -> Scheme:
         """The redundancy that is really kept."""
+        from reft.protect.codes import Scheme
+
         return Scheme(self.copies) if self.protection == "arc" else Scheme.parse(self.protection)
 
     @property

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from reft.config import ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 _STOP_NEXT_SECS = 1.0
 """After a step at least this long the job stops after the next one; after shorter ones it does one more."""
 _LONG_STEP_SECS = 0.5
+_SHARE_WITHOUT_A_SPARE_CORE = 0.2
 """From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
 measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
 _VOTE_SECS = 5.0
@@ -151,13 +154,14 @@ class Session:
         has = self.config.has
         gate = StreamGate() if self.copy_engine.asynchronous else HostGate()
         # Until something was measured: beside computation, as slowly as ever allowed.
-        gate.share(has.compute_share)
+        share = self._share_of_computing()
+        gate.share(share)
         return Pacer(
             gate,
             PaceOptions(
                 estimator=has.windows,
                 limits=Limits(
-                    compute_share=has.compute_share,
+                    compute_share=share,
                     separate_links=has.separate_links,
                     overflow=Overflow(has.overflow),
                     max_overhead=has.max_overhead,
@@ -169,6 +173,16 @@ class Session:
             self._mark if self.copy_engine.asynchronous else None,
             self.copy_engine,
         )
+
+    def _share_of_computing(self) -> float:
+        """Most of the computing time that copies may run beside: all of it where they take nothing from
+        training, by direct memory access from a device or on a core that no rank of the node uses."""
+        wanted = self.config.has.compute_share
+        if wanted is not None:
+            return wanted
+        busy_cores = local_world_size() * torch.get_num_threads()
+        spare = self.copy_engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
+        return 1.0 if spare else _SHARE_WITHOUT_A_SPARE_CORE
 
     def _mark(self) -> Mark | None:
         try:
