@@ -308,7 +308,9 @@ class Pacer:
             if p.position is not None
         }
         self.plan, self._plan_key = plan, last.key
-        self.gate.share(plan.compute_share(self.model.compute))
+        # Where copies cost training nothing, spreading them would only bring them closer to the fence.
+        free = self.options.limits.compute_share >= 1.0
+        self.gate.share(1.0 if free else plan.compute_share(self.model.compute))
 
     def _budget(self, plan: HasSchedule, window: int) -> int:
         """Bytes to start with a window: its own, and, for engines that queue, its part of the rest."""
