@@ -166,8 +166,10 @@ class RecoveryPlan:
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
-        """Bytes by kind of source over all coordinates."""
-        return count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
+        """Bytes by kind of source over all coordinates; what is still to be decoded goes to all members."""
+        totals = count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
+        totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
+        return totals
 
     def bytes_from_at(self, coordinate: Coordinate) -> dict[str, int]:
         """Bytes by kind of source of one coordinate."""

@@ -169,7 +169,7 @@ class Filling:
             image_bytes=image_bytes,
             arena_offset=placed.arena_offset,
             checksum=self._checksums[placed],
-            owner=member == self.layout.member,
+            owner=member == self.layout.member and placed.key.section is not Section.PARITY,
         )
 
 

@@ -73,7 +73,7 @@ class Entry:
         image_bytes: total bytes of that section image, for the exact-cover check at recovery.
         arena_offset: offset from the start of the arena's data region.
         checksum: xxh3_64 of the bytes.
-        owner: True for the member's own block, False for a redundant copy.
+        owner: True for the member's own block, False for a redundant copy or a parity.
     """
 
     key: BlockKey

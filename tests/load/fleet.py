@@ -97,7 +97,15 @@ class Fleet:
             if real:
                 digest = checksum(np.ascontiguousarray(self.content(at, placed, label)).data)
             entries.append(
-                Entry(key, start, nbytes, image_bytes, placed.arena_offset, digest, key.member == at.dp)
+                Entry(
+                    key,
+                    start,
+                    nbytes,
+                    image_bytes,
+                    placed.arena_offset,
+                    digest,
+                    key.member == at.dp and key.section is not Section.PARITY,
+                )
             )
         return tuple(entries)
 
