@@ -9,11 +9,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
@@ -74,8 +76,10 @@ def make(gpipe: bool = False) -> Any:
     }
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
-    if gpipe:
-        engine._train_schedule = lambda: GPipe(engine.micro_batches, engine.num_stages, engine.stage_id)
+    # The engine makes its schedule anew for every step, in its own module's terms (all releases alike).
+    pipe_engine.schedule = SimpleNamespace(
+        **{**vars(schedule), **({"TrainSchedule": GPipe} if gpipe else {})}
+    )
     torch.manual_seed(100 + int(os.environ["RANK"]))
     return engine
 
@@ -129,13 +133,15 @@ def traced(root: Path, name: str, variant: str, gpipe: bool = False, **options: 
     evaluated = float(engine.eval_batch(batches(99)))
     session.worker.drain(60)
     plan, stats = session.schedule, session.stats.to_json()
+    kind = GPipe if gpipe else schedule.TrainSchedule
+    expected = kind(micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
     result = {
         "losses": losses,
         "evaluated": evaluated,
         "traces": [t.to_json() for t in session.traces],
         "updates": updates,
         "stats": stats,
-        "names": [type(c).__name__ for step in engine._train_schedule() for c in step],
+        "names": [type(c).__name__ for step in expected for c in step],
         "plan": None if plan is None else {str(t): n for t, n in plan.tier_bytes.items()},
         "estimator": None if plan is None else plan.estimator,
     }
