@@ -99,13 +99,16 @@ def plan_verified(
     *,
     job_id: str,
     layout: LayoutSpec = None,
+    bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
     """Plan over arenas that can all be read here, and replan until every source checks out.
 
+    Args:
+        bad: sources not to use from the start.
+
     Returns:
-        The plan, every source of which was verified, and the corrupt blocks met on the way.
+        The plan, every source of which was verified, and ``bad`` with the corrupt blocks met on the way.
     """
-    bad: frozenset[BlockSource] = frozenset()
     while True:
         plan = plan_recovery(inventories, topology, job_id=job_id, layout=layout, bad=bad)
         if isinstance(plan, NotRecoverable):

@@ -72,14 +72,14 @@ def persist_offline(
             arenas.update(stack.enter_context(opened_arenas(job.path, [inventory], secret)))
         topology = offline_topology(inventories, job_id)
         plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
-        if isinstance(plan, RecoveryPlan) and plan.rebuilds:
-            scratch = Path(
-                stack.enter_context(TemporaryDirectory(prefix=".decoded-", dir=job_dirs[0].parent))
-            )
-            decoded, _ = rebuild_offline(plan, arenas, scratch, secret)
+        while isinstance(plan, RecoveryPlan) and plan.rebuilds:
+            # Ends: each round stores lost blocks, or finds sources that no later round uses.
+            folder = TemporaryDirectory(prefix=".decoded-", dir=job_dirs[0].parent)
+            scratch = Path(stack.enter_context(folder))
+            decoded, refused = rebuild_offline(plan, arenas, scratch, f"decoded {scratch.name}", secret)
             arenas.update(stack.enter_context(opened_arenas(scratch, [decoded], secret)))
             inventories.append(decoded)
-            plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
+            plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
         if isinstance(plan, NotRecoverable):
             raise plan.error()
         source = _source(plan, inventories, arenas, job_id, secret)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.blocks import BlockKey, Section
+from reft.blocks import BlockKey
 from reft.errors import UnrecoverableError
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import BlockCode
@@ -109,21 +109,11 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
         except UnrecoverableError as error:
             return (), str(error)
         for sub_block in wanted:
-            terms = [(keys[p], coefficient) for p, coefficient in known[case][sub_block].terms]
-            stored = tuple((key, coefficient) for key, coefficient in terms if key is not None)
+            terms = known[case][sub_block].terms
+            stored = tuple((key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None)
+            # The parities are the longest of their stripe.
+            padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)
             key = code.data_key(sub_block, row)
             start, nbytes, position = sizes[key]
-            lost.append(LostBlock(key, start, nbytes, _padded(code, stored, nbytes), position, stored))
+            lost.append(LostBlock(key, start, nbytes, padded, position, stored))
     return tuple(sorted(lost, key=lambda b: b.start_bytes)), None
-
-
-def _padded(code: BlockCode, terms: tuple[tuple[BlockKey, int], ...], nbytes: int) -> int:
-    """The length of the stripe's parities in that row."""
-    lengths = [
-        block.nbytes
-        for key, _ in terms
-        if key.section is Section.PARITY
-        for block in code.parities(key.member)
-        if block.key == key
-    ]
-    return max(lengths, default=nbytes)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
-from reft.errors import ArenaError
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.parity import Accumulator, LostBlock
@@ -56,19 +55,32 @@ class Decoder:
             for accumulator in self._uses[fetch.key]:
                 accumulator.add(fetch.key, data.numpy())
 
-    def store(self, plan: RecoveryPlan, at: Coordinate, directory: Path, node: str, secret: bytes) -> int:
+    def store(
+        self, plan: RecoveryPlan, at: Coordinate, directory: Path, node: str, secret: bytes
+    ) -> frozenset[BlockSource]:
         """Seal what was decoded in a new arena. Blocks with terms that never arrived are left out.
 
         Returns:
-            Blocks stored.
+            Parities that cannot be used: what was decoded from them, with other verified blocks, is not what
+            its owner copied. Planning again without them falls down the ladder (P5).
 
         Raises:
-            ArenaError: a decoded block is not what its owner copied.
             OutOfMemoryError: there is no room.
         """
-        done = [accumulator for accumulator in self._sums if accumulator.complete]
+        decoded = [accumulator for accumulator in self._sums if accumulator.complete]
+        done = [accumulator for accumulator in decoded if self._is_what_was_copied(accumulator)]
+        wrong = {key for a in decoded if a not in done for key, _ in a.lost.terms}
+        refused = {
+            f.source for f in self._rebuild.fetches if f.key in wrong and f.key.section is Section.PARITY
+        }
+        if refused:
+            logger.warning(
+                "[node %s - step %d] %d blocks decoded from verified blocks are not what their owner copied: "
+                "the parity is of other data. It is not used; please report this",
+                *(node, plan.label.step, len(decoded) - len(done)),
+            )
         if not done:
-            return 0
+            return frozenset(refused)
         offsets, end = [], 0
         for accumulator in done:
             offsets.append(end)
@@ -77,26 +89,23 @@ class Decoder:
             arena.begin(self._header(plan, at, node))
             entries = []
             for offset, accumulator in zip(offsets, done, strict=True):
-                lost, data = accumulator.lost, accumulator.result()
-                arena.data[offset : offset + lost.nbytes] = data.data
-                entries.append(self._entry(lost, offset, self._verified(lost, data.data)))
+                lost = accumulator.lost
+                arena.data[offset : offset + lost.nbytes] = accumulator.result().data
+                entries.append(self._entry(lost, offset, self._checksum_of(lost)))
             arena.seal(entries)
         logger.warning(
             "[node %s - step %d] decoded %d lost blocks of %s from parity (%.1f MiB)",
             *(node, plan.label.step, len(done), f"pp{at.pp}.tp{at.tp}", end / 2**20),
         )
-        return len(done)
+        return frozenset(refused)
 
-    def _verified(self, lost: LostBlock, data: memoryview) -> int:
+    def _is_what_was_copied(self, accumulator: Accumulator) -> bool:
+        return checksum(accumulator.result().data) == self._checksum_of(accumulator.lost)
+
+    def _checksum_of(self, lost: LostBlock) -> int:
+        """What the owner took when it copied the block; -1, which no checksum is, if it is not known."""
         known = self._checksums.get(lost.key.member, ())
-        found = checksum(data)
-        if lost.position >= len(known) or known[lost.position] != found:
-            raise ArenaError(
-                f"replicated block {lost.key.index} of member {lost.key.member} was decoded from verified "
-                f"blocks, but is not what its owner copied: the parity is of other data. Restore an older "
-                f"version or a persisted checkpoint, and report this"
-            )
-        return found
+        return known[lost.position] if lost.position < len(known) else -1
 
     def _entry(self, lost: LostBlock, offset: int, digest: int) -> Entry:
         image_bytes = self._rebuild.image_bytes
@@ -120,7 +129,7 @@ def _new_path(directory: Path, at: Coordinate) -> Path:
 
 
 def rebuild_offline(
-    plan: RecoveryPlan, arenas: ArenaSet, directory: Path, secret: bytes
+    plan: RecoveryPlan, arenas: ArenaSet, directory: Path, node: str, secret: bytes
 ) -> tuple[Inventory, frozenset[BlockSource]]:
     """Decode everything on this machine, where all arenas can be read.
 
@@ -128,12 +137,13 @@ def rebuild_offline(
         plan: with rebuilds.
         arenas: of all nodes.
         directory: for the decoded arenas.
+        node: name to plan with for what is in ``directory``.
         secret: the job's secret.
 
     Returns:
         The inventory of ``directory``, and the corrupt sources met: plan again without them.
     """
-    bad = set()
+    bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
         decoder = Decoder(rebuild)
         for fetch in rebuild.fetches:
@@ -141,5 +151,5 @@ def rebuild_offline(
                 bad.add(fetch.source)
                 continue
             decoder.take(fetch, torch.from_numpy(np.frombuffer(stored_bytes(fetch, arenas), np.uint8).copy()))
-        decoder.store(plan, coordinate, directory, "decoded", secret)
-    return take_inventory(directory, "decoded", secret), frozenset(bad)
+        bad |= decoder.store(plan, coordinate, directory, node, secret)
+    return take_inventory(directory, node, secret), frozenset(bad)

@@ -151,8 +151,7 @@ class _Courier:
         def decode() -> frozenset[BlockSource]:
             decoder = Decoder(plan.rebuilds.get(at, _NOTHING))
             bad = self._move(part, decoder.take, None, counted=False)
-            decoder.store(plan, at, job_dir, self.topology.nodes[self.rank], secret)
-            return bad
+            return bad | decoder.store(plan, at, job_dir, self.topology.nodes[self.rank], secret)
 
         if not ledger.share(part, verify, in_transit=False):
             ledger.share(part, decode, in_transit=True)

@@ -86,9 +86,13 @@ class BlockCode:
         j, row = divmod(key.index, self.rows)
         return key.member * self.code.splits + j, row
 
+    def nbytes_of(self, piece: Piece, row: int) -> int:
+        """Length of a stored piece's block in a row of blocks; 0 where it has none (all zeros)."""
+        return max(0, min(self.block_bytes, self.section.piece_bytes(piece) - row * self.block_bytes))
+
     def key_of(self, piece: Piece, row: int) -> BlockKey | None:
-        """The block of a stored piece in a row of blocks; None where the piece has none (all zeros)."""
-        if self.section.piece_bytes(piece) <= row * self.block_bytes:
+        """The block of a stored piece in a row of blocks; None where the piece has none."""
+        if not self.nbytes_of(piece, row):
             return None
         if piece.is_data:
             return self.data_key(piece.terms[0][0], row)

@@ -98,7 +98,9 @@ def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
     Raises:
         ConfigError: the groups are too small for the scheme.
     """
-    return min(
-        group_tolerance(nodes, place_group(nodes, copies, parities))
+    # Only who sits with whom counts: most groups of a job are alike.
+    patterns = {
+        tuple(str(nodes.index(n)) for n in nodes)
         for nodes in (topology.group_nodes(pp, tp) for pp, tp in topology.groups())
-    )
+    }
+    return min(group_tolerance(nodes, place_group(nodes, copies, parities)) for nodes in patterns)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import combinations
 
-from reft.protect.codes import Code, Scheme, place_code
+from reft.protect.codes import Code
 from reft.protect.decode import take_apart
-from reft.topology import Topology
 
 
 def survives(code: Code, lost: Collection[int]) -> bool:
@@ -60,13 +59,3 @@ def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
     A group never survives the loss of all its nodes.
     """
     return len(fatal_loss(code, nodes)) - 1
-
-
-def job_tolerance(topology: Topology, scheme: Scheme) -> int:
-    """Node losses that every sharding group of the job survives at once: the minimum over the groups.
-
-    Raises:
-        ConfigError: if the groups are too small for the scheme.
-    """
-    placements = {topology.group_nodes(pp, tp) for pp, tp in topology.groups()}
-    return min(tolerance(place_code(scheme, nodes), nodes) for nodes in sorted(placements))

@@ -68,11 +68,9 @@ class ParityEncoder:
 
     def _reserve(self, count: int, nbytes: int) -> None:
         """Room to gather sources that do not lie together, shared by all chunks: they run one by one."""
-        while len(self._scratch) < count or (self._scratch and len(self._scratch[0]) < nbytes):
-            size = max(nbytes, *(len(s) for s in self._scratch), 0)
-            self._scratch = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(max(count, 1))
-            ]
+        count, size = max(count, len(self._scratch)), max([nbytes, *map(len, self._scratch)])
+        if len(self._scratch) < count or len(self._scratch[0]) < size:
+            self._scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
     def source(self, number: int, begin: int, end: int) -> torch.Tensor:
         """``image[begin:end]``: in place where it lies together, else gathered."""

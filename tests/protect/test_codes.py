@@ -18,8 +18,9 @@ from reft.protect.coding import MixedVersionsError, StoredPiece, decode, encode
 from reft.protect.decode import plan_decode, recoverable
 from reft.protect.gf256 import rank
 from reft.protect.placement import group_tolerance, place_group
+from reft.protect.placement import tolerance as job_tolerance
 from reft.protect.section import CodedSection
-from reft.protect.tolerance import fatal_loss, job_tolerance, survives, tolerance
+from reft.protect.tolerance import fatal_loss, survives, tolerance
 from reft.topology import Degrees, Topology
 
 SIZES = range(2, 10)
@@ -235,8 +236,8 @@ def test_p4_the_job_survives_what_its_weakest_group_survives() -> None:
     degrees = Degrees(2, 3, 1)
     spread = Topology(degrees, degrees.coordinates(), tuple("ABCDEF"))
     packed = Topology(degrees, degrees.coordinates(), tuple("ABCDDE"))
-    assert job_tolerance(spread, Scheme.parse("aec")) == 1
-    assert job_tolerance(packed, Scheme.parse("aec")) == 0
+    assert job_tolerance(spread, 0, 1) == 1
+    assert job_tolerance(packed, 0, 1) == 0
 
 
 @settings(max_examples=60, deadline=None)
