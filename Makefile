@@ -31,7 +31,7 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 	$(BIN)/python benchmarks/save_stall.py --json
 	$(BIN)/python benchmarks/restore.py --json
 
-faults: venv  ## the fault matrix: every pair of values, or the whole product with FULL=1; VARIANT=host and others
+faults: venv  ## the fault matrix: every pair of values, with all variants and protections; VARIANT=host: only that one; FULL=1: every combination
 	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(if $(VARIANT),--variant $(VARIANT)) $(ARGS)
 
 deepspeed-versions: venv  ## the integration tests against the oldest supported DeepSpeed releases

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import combinations
-from typing import Any
+from itertools import product as iter_product
+from typing import Any, Protocol, TypeVar
 
-from reft.config import FaultPoint
+from reft.config import FaultPoint, Variant
+from reft.protect.codes import Scheme
 from reft.topology import Coordinate, Degrees
 
 _FIRST_STEP = 4
@@ -94,48 +96,108 @@ OPTIMIZERS = (
 )
 
 
+VARIANTS = tuple(variant for variant in Variant if variant is not Variant.NONE)
+PROTECTIONS = ("arc", "aec", "rs:2", "arc+aec")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that is the same for every fault of a job."""
+
+    shape: Shape
+    optimizer: Optimizer
+    variant: Variant = Variant.HAS
+    protection: str = "arc"
+
+    @property
+    def possible(self) -> bool:
+        """Whether its sharding groups have the members that the protection needs."""
+        return Scheme.parse(self.protection).least_members <= self.shape.degrees.dp
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return (self.shape.name, self.optimizer.name, str(self.variant), self.protection)
+
+    @property
+    def pairs(self) -> frozenset[Pair]:
+        return _pairs(self.values)
+
+    def __str__(self) -> str:
+        return " ".join(self.values)
+
+
 @dataclass(frozen=True)
 class Case:
     """One cell of the matrix."""
 
     moment: Moment
-    shape: Shape
     node: int
-    optimizer: Optimizer
+    setup: Setup
 
     def __str__(self) -> str:
-        return f"{self.moment}, node {self.node}, {self.shape.name}, {self.optimizer.name}"
+        return f"{self.moment}, node {self.node}, {self.setup}"
 
     @property
-    def pairs(self) -> frozenset[tuple[Any, ...]]:
+    def pairs(self) -> frozenset[Pair]:
         """All pairs of values. A node means something within a shape only, so (moment, shape, node) and
         (optimizer, shape, node) are not pairs; each of the two is paired with both."""
-        values = (self.moment, self.shape.name, self.node, self.optimizer.name)
-        return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(values), 2))
+        return _pairs((*self.setup.values, self.moment, self.node))
 
 
-def product(shapes: Iterable[Shape] = SHAPES, optimizers: Iterable[Optimizer] = OPTIMIZERS) -> list[Case]:
-    """Every cell."""
-    chosen = tuple(optimizers)
+Pair = tuple[int, Any, int, Any]
+"""Two factors, by their number, each with its value."""
+
+
+def _pairs(values: Sequence[Any]) -> frozenset[Pair]:
+    return frozenset((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(values), 2))
+
+
+def setups(
+    shapes: Iterable[Shape] = SHAPES,
+    optimizers: Iterable[Optimizer] = OPTIMIZERS,
+    variants: Iterable[Variant] = VARIANTS,
+    protections: Iterable[str] = PROTECTIONS,
+) -> list[Setup]:
+    """Every setup that is possible."""
+    combined = (Setup(*values) for values in iter_product(shapes, optimizers, variants, protections))
+    return [setup for setup in combined if setup.possible]
+
+
+def product(chosen: Iterable[Setup]) -> list[Case]:
+    """Every cell of some setups."""
     return [
-        Case(moment, shape, node, optimizer)
-        for shape in shapes
-        for optimizer in chosen
-        for node in range(shape.nodes)
+        Case(moment, node, setup)
+        for setup in chosen
+        for node in range(setup.shape.nodes)
         for moment in Moment
     ]
 
 
-def pairwise(cases: Sequence[Case]) -> list[Case]:
+class _Paired(Protocol):
+    @property
+    def pairs(self) -> frozenset[Pair]: ...
+
+
+P = TypeVar("P", bound=_Paired)
+
+
+def pairwise(cases: Sequence[P]) -> list[P]:
     """Few of ``cases`` that hold every pair that any of them holds: always the one with most new pairs,
     of equal ones the first."""
-    missing = set().union(*(case.pairs for case in cases))
+    pairs = [case.pairs for case in cases]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(case.pairs & missing))
-        missing -= best.pairs
-        chosen.append(best)
+        best = max(range(len(cases)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        chosen.append(cases[best])
     return chosen
+
+
+def pairwise_cases(possible: Sequence[Setup]) -> list[Case]:
+    """Few cases in few jobs: a job has one setup, so setups that hold every pair of theirs come first, then
+    of their cells those that hold every pair."""
+    return pairwise(product(pairwise(possible)))
 
 
 @dataclass(frozen=True)
@@ -173,13 +235,20 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Several faults in one run of one layout and optimizer."""
+    """Several faults in one run of one setup."""
 
-    shape: Shape
-    optimizer: Optimizer
+    setup: Setup
     faults: tuple[PlannedFault, ...]
     steps: int
     persist_interval: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        return self.setup.shape
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.setup.optimizer
 
     @property
     def cases(self) -> list[Case]:
@@ -202,6 +271,8 @@ class PlannedJob:
         block: dict[str, Any] = {
             "enabled": True,
             "block_bytes": 16384,
+            "variant": str(self.setup.variant),
+            "protection": self.setup.protection,
             "faults": [entry for fault in self.faults for entry in fault.config()],
         }
         if self.persist_interval:
@@ -209,16 +280,14 @@ class PlannedJob:
         return block
 
     def __str__(self) -> str:
-        return f"{self.shape.name} {self.optimizer.name}: " + "; ".join(
-            f"{f.moment} ({f.action}, {f.coordinate})" for f in self.faults
-        )
+        return f"{self.setup}: " + "; ".join(f"{f.moment} ({f.action}, {f.coordinate})" for f in self.faults)
 
 
 def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
-    """Put cases of one shape and optimizer together, every moment at most once per job."""
-    waiting: dict[tuple[str, str], list[list[Case]]] = {}
+    """Put cases of one setup together, every moment at most once per job."""
+    waiting: dict[Setup, list[list[Case]]] = {}
     for case in cases:
-        jobs = waiting.setdefault((case.shape.name, case.optimizer.name), [])
+        jobs = waiting.setdefault(case.setup, [])
         # In the job that is shortest, and has no such moment yet; nodes differ within a job where they can.
         fitting = [job for job in jobs if all(other.moment is not case.moment for other in job)]
         same_node = Counter({id(job): sum(o.node == case.node for o in job) for job in fitting})
@@ -251,7 +320,7 @@ class _Plan:
 
     def add(self, case: Case, moment: Moment, *, counts: bool = True) -> None:
         steps = self._steps(moment)
-        coordinates = case.shape.coordinates(case.node)
+        coordinates = case.setup.shape.coordinates(case.node)
         fault = PlannedFault(
             case=case if counts else None,
             moment=moment,
@@ -287,7 +356,7 @@ _OTHER = {"kill": "kill_node", "kill_node": "kill"}
 
 
 def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
-    """One job for cases of the same shape and optimizer.
+    """One job for cases of the same setup.
 
     Args:
         cases: every moment at most once.
@@ -298,12 +367,13 @@ def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
     for case in ordered:
         nothing_restored = all(f.moment is Moment.BEFORE_ANY_COMMIT for f in plan.faults)
         if case.moment is Moment.DURING_RECOVERY and nothing_restored:
-            plan.add(replace(case, node=(case.node + 1) % case.shape.nodes), Moment.DURING_STEP, counts=False)
+            plan.add(
+                replace(case, node=(case.node + 1) % case.setup.shape.nodes), Moment.DURING_STEP, counts=False
+            )
         plan.add(case, case.moment)
     persists = any(fault.moment is Moment.DURING_PERSIST for fault in plan.faults)
     return PlannedJob(
-        shape=ordered[0].shape,
-        optimizer=ordered[0].optimizer,
+        setup=ordered[0].setup,
         faults=tuple(plan.faults),
         steps=plan.step + _TAIL_STEPS,
         persist_interval=2 if persists else 0,

@@ -46,11 +46,9 @@ def write_corpus(directory: Path) -> Path:
 
 @dataclass
 class Scratch:
-    """Where jobs are run: text, logs and what undisturbed runs have shown; ``variant``: when planned jobs
-    copy their bytes."""
+    """Where jobs are run: text, logs and what undisturbed runs have shown."""
 
     root: Path
-    variant: str = "has"
     _references: dict[str, Losses] = field(default_factory=dict)
 
     def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
@@ -319,6 +317,8 @@ class Outcome:
         return {
             "shape": self.job.shape.name,
             "optimizer": self.job.optimizer.name,
+            "variant": str(self.job.setup.variant),
+            "protection": self.job.setup.protection,
             "steps": self.job.steps,
             "faults": [
                 {
@@ -353,7 +353,7 @@ def run_planned(scratch: Scratch, job: PlannedJob, name: str, reference: Losses)
         job.shape,
         job.optimizer,
         steps=job.steps,
-        block={**job.reft_block(str(scratch.root / name / "persisted")), "variant": scratch.variant},
+        block=job.reft_block(str(scratch.root / name / "persisted")),
         max_restarts=job.process_kills,
     )
     with running:

@@ -1,8 +1,8 @@
 """The fault matrix: ``python -m tests.faults.matrix``, or ``make faults``.
 
 Real jobs, real kills. Every run is compared, step by step and bit by bit, with an undisturbed run
-without reft, and no recovery may go back behind the newest commit. Covers every pair of moment, layout,
-node and optimizer; with ``--full`` every combination. Exit code 1 if anything was not as promised.
+without reft, and no recovery may go back behind the newest commit. Covers every pair of moment, node, layout,
+optimizer, snapshot variant and protection; with ``--full`` every combination (days: restrict it). Exit code 1 if anything was not as promised.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from reft.config import Variant
 from reft.elastic.local_cluster import LocalClusterError
 from tests.faults.cases import (
     OPTIMIZERS,
+    PROTECTIONS,
+    VARIANTS,
     PlannedJob,
-    pairwise,
+    pairwise_cases,
     plan_jobs,
     product,
     reference_steps,
+    setups,
 )
 from tests.faults.job import Losses, Outcome, Scratch, fp16_missing, run_planned
 
@@ -42,8 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     optimizers = [o for o in OPTIMIZERS if not (o.needs_fp16 and reason)]
     if reason:
         console.print(f"[yellow]left out: fp16, because {reason}[/]")
-    cases = product(optimizers=optimizers)
-    jobs = plan_jobs(cases if args.full else pairwise(cases))
+    possible = setups(
+        optimizers=optimizers,
+        variants=[Variant(name) for name in args.variant],
+        protections=args.protection,
+    )
+    cases = product(possible)
+    jobs = plan_jobs(cases if args.full else pairwise_cases(possible))
     wanted = [job for job in jobs if not args.only or any(text in str(job) for text in args.only)]
     lives = sum(job.lives for job in wanted)
     console.print(
@@ -57,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-faults-"))
     root.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    outcomes = run_jobs(Scratch(root, args.variant), wanted)
+    outcomes = run_jobs(Scratch(root), wanted)
     summary = summarise(outcomes, full=args.full, left_out=reason, secs=time.monotonic() - began)
     console.print(table(outcomes))
     verdict = "[green]all as promised[/]" if summary["good"] else "[bold red]NOT as promised[/]"
@@ -118,7 +126,10 @@ def summarise(
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """One line per combination."""
-    result = Table("moment", "layout", "node", "optimizer", "how", "job", title="fault matrix")
+    result = Table(
+        *("moment", "layout", "node", "optimizer", "variant", "protection", "how", "job"),
+        title="fault matrix",
+    )
     for outcome in outcomes:
         for fault in outcome.job.faults:
             if fault.case is None:
@@ -129,6 +140,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
                 outcome.job.shape.name,
                 f"{fault.case.node} ({fault.coordinate})",
                 outcome.job.optimizer.name,
+                str(outcome.job.setup.variant),
+                outcome.job.setup.protection,
                 fault.action,
                 said,
             )
@@ -144,9 +157,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--variant",
-        choices=[v.value for v in Variant if v is not Variant.NONE],
-        default=Variant.HAS.value,
-        help="when bytes are copied (default has)",
+        nargs="+",
+        choices=[v.value for v in VARIANTS],
+        default=[v.value for v in VARIANTS],
+        help="only these ways to copy bytes (default all)",
+    )
+    parser.add_argument(
+        "--protection",
+        nargs="+",
+        choices=PROTECTIONS,
+        default=PROTECTIONS,
+        help="only these schemes (default all)",
     )
     parser.add_argument("--list", action="store_true", help="show the jobs, run nothing")
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep logs and events there")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.cases import OPTIMIZERS, SHAPES, Case, Moment, Optimizer, Shape, plan_job
+from tests.faults.cases import OPTIMIZERS, SHAPES, Case, Moment, Optimizer, Setup, Shape, plan_job
 from tests.faults.job import Scratch, run_planned
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
@@ -33,7 +33,7 @@ OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 def test_losses_are_equal_after_failures(
     scratch: Scratch, shape: Shape, optimizer: Optimizer, moments: dict[Moment, int]
 ) -> None:
-    job = plan_job([Case(moment, shape, node, optimizer) for moment, node in moments.items()])
+    job = plan_job([Case(moment, node, Setup(shape, optimizer)) for moment, node in moments.items()])
     reference = scratch.reference(shape, optimizer, job.steps)
     outcome = run_planned(scratch, job, f"{shape.name}-{optimizer.name}", reference)
     assert outcome.problems == (), f"logs: {outcome.directory}"
