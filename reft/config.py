@@ -276,6 +276,11 @@ class ReftConfig(_Block):
             return self.arenas
         return 3 if self.persist.dir is not None else 2
 
+    def as_block(self) -> dict[str, Any]:
+        """What was set, as JSON types: a block that gives this configuration again. With the defaults in it
+        some would be refused, as a key that is written has to be of use."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
     @property
     def job_memory_dir(self) -> Path:
         """Directory of this job's memory on this node."""

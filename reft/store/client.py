@@ -86,7 +86,7 @@ class DaemonClient:
 
     def configure(self, config: ReftConfig) -> None:
         """Tell the daemon what to persist and how often; repeated to every daemon that comes after."""
-        message = {"op": "configure", "config": config.model_dump(mode="json")}
+        message = {"op": "configure", "config": config.as_block()}
         with self._changed:
             self._config = message
         self._enqueue(message)

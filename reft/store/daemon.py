@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -181,7 +182,7 @@ class Daemon:
         with contextlib.suppress(OSError):
             path = self._job_dir.path / CONFIG_FILE
             draft = path.with_suffix(".tmp")
-            draft.write_text(config.model_dump_json())
+            draft.write_text(json.dumps(config.as_block()))
             draft.replace(path)
 
     def _recall_config(self) -> None:

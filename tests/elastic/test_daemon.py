@@ -366,6 +366,26 @@ def test_due_versions_are_written_and_others_are_not(
     client.close()
 
 
+@pytest.mark.parametrize(
+    "block",
+    [{"variant": "blocking"}, {"protection": "rs:2"}, {"has": {"separate_links": True}}, {"copies": 2}],
+    ids=str,
+)
+def test_every_block_reaches_the_daemon_and_the_one_after_it(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, block: dict
+) -> None:
+    """A key that is written has to be of use, so defaults that nobody wrote must not be told."""
+    config = parse_block(
+        {"enabled": True, **block, "persist": {"dir": str(tmp_path), "interval_steps": 1}}, os.environ
+    )
+    first = run_here(persist=FileWriter())
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(config)
+    wait_for(lambda: first.persister.config == config, "the block")
+    assert run_here(persist=FileWriter()).persister.config == config  # takes the socket over
+    client.close()
+
+
 def request_status(job_dir: JobDir) -> dict:
     return request(job_dir.path, job_dir.secret, "status")["persist"]
 
