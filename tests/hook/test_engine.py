@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.hook.ranks import run_ranks
 
 JOB = Path(__file__).with_name("engine_job.py")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    root = tmp_path_factory.mktemp("hook")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), str(root)],
-            env={
-                **clean,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(JOB.parents[2])) if p),
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        logs = [r.communicate(timeout=240)[0] for r in ranks]
-    finally:
-        for r in ranks:
-            r.kill()
-    for r, log in zip(ranks, logs, strict=True):
-        assert r.returncode == 0, log[-4000:]
-    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(JOB, tmp_path_factory.mktemp("hook"))
 
 
 def test_p10_without_the_block_nothing_is_touched(results: list[dict]) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -17,6 +12,7 @@ from deepspeed.runtime.pipe import schedule
 
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.trace import StepTrace
+from tests.hook.ranks import run_ranks
 from tests.hook.weave_job import STEPS, VARIANTS, GPipe
 
 JOB = Path(__file__).with_name("weave_job.py")
@@ -25,38 +21,7 @@ WAITING = ("Recv", "Send", "Reduce", "Aggregate")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    root = tmp_path_factory.mktemp("weave")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
-    shared = {
-        **clean,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(JOB.parents[2])) if p),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), str(root)],
-            env={**shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        logs = [r.communicate(timeout=240)[0] for r in ranks]
-    finally:
-        for r in ranks:
-            r.kill()
-    for r, log in zip(ranks, logs, strict=True):
-        assert r.returncode == 0, log[-4000:]
-    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(JOB, tmp_path_factory.mktemp("weave"))
 
 
 def traces(run: dict[str, Any]) -> list[StepTrace]:

@@ -1,0 +1,50 @@
+"""Starts the ranks of a job script that writes ``result-RANK.json`` into the directory it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 240) -> list[dict[str, Any]]:
+    """Run ``job`` once per rank, all on this machine, and return what each of them wrote.
+
+    Raises:
+        AssertionError: a rank failed; the message is the end of its output.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
+    shared = {
+        **clean,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(job.parents[2])) if p),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(job), str(root)],
+            env={**shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        logs = [r.communicate(timeout=timeout_secs)[0] for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+    for r, log in zip(ranks, logs, strict=True):
+        assert r.returncode == 0, log[-4000:]
+    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(world)]
