@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,9 +105,27 @@ def _show_status(node: dict[str, Any]) -> None:
     table.add_row("on disk", _label(persist.get("last")) if persist.get("dir") else "not configured")
     if persist.get("dir"):
         table.add_row("persist", _staleness(persist.get("stale_since_step"), persist.get("error")))
+    for name, said in _traffic(status.get("trainers") or {}).items():
+        table.add_row(name, said)
     if updated := status.get("updated_unix_secs"):
         table.add_row("as of", f"{max(0.0, time.time() - updated):.0f} s ago")
     Console().print(table, markup=False)
+
+
+def _traffic(trainers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Bytes of the newest version of all ranks of the node, by what they are; nothing before there is one."""
+    counted = [t["stats"]["traffic"] for t in trainers.values() if "traffic" in (t.get("stats") or {})]
+    rows = {}
+    for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
+        total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
+        parts = ", ".join(f"{kind.replace('_', ' ')} {_size(n)}" for kind, n in total.items())
+        if counted:
+            rows[name] = f"{_size(total.total())} ({parts})" if total else "nothing"
+    return rows
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def _label(value: dict[str, int] | None) -> str:

@@ -186,7 +186,8 @@ def _show_verdict(console: Console, report: Report) -> None:
     )
     console.print(
         f"snapshots: {snapshots.committed} committed, {snapshots.skipped} skipped{stall} of the training "
-        f"thread, {snapshots.bytes_per_rank / 2**20:.1f} MiB per rank and version",
+        f"thread, {snapshots.bytes_per_rank / 2**20:.1f} MiB per rank and version: it copies "
+        f"{snapshots.to_host_bytes / 2**20:.1f} and sends {snapshots.sent_bytes / 2**20:.2f} to other nodes",
         highlight=False,
     )
     console.print(Text(_verdict(report), style="bold green" if report.good else "bold red"))

@@ -65,6 +65,8 @@ class Snapshots:
         committed: versions committed by all ranks; the restored state counts once more.
         skipped: versions given up.
         bytes_per_rank: host memory of one version on the rank that keeps most.
+        to_host_bytes: what a rank copies itself for one version, at most; the rest is a peer's.
+        sent_bytes: what a rank sends to other nodes for one version, at most.
         stall_secs_median: seconds of the training thread per snapshot, on the slowest rank.
         skipped_by_cause: the same, by cause.
     """
@@ -74,6 +76,8 @@ class Snapshots:
     skipped: int
     bytes_per_rank: int
     stall_secs_median: float | None
+    to_host_bytes: int = 0
+    sent_bytes: int = 0
     skipped_by_cause: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -216,9 +220,16 @@ def _count_snapshots(lives: Sequence[Incarnation]) -> Snapshots:
         committed=sum(len(life.committed) for life in lives),
         skipped=causes.total(),
         bytes_per_rank=max((int(c["bytes_per_rank"]) for n in lives for c in n.counters.values()), default=0),
+        to_host_bytes=_most_traffic(lives, "to_host"),
+        sent_bytes=_most_traffic(lives, "sent"),
         stall_secs_median=statistics.median(stalls) if stalls else None,
         skipped_by_cause=dict(causes),
     )
+
+
+def _most_traffic(lives: Sequence[Incarnation], direction: str) -> int:
+    found = (c["traffic"][direction] for life in lives for c in life.counters.values())
+    return max((sum(kinds.values()) for kinds in found), default=0)
 
 
 def _slowest_stall(life: Incarnation) -> float | None:

@@ -490,7 +490,7 @@ class Session:
         stats = self.stats.to_json()
         self.daemon.notify_commit(request.label, self.coordinate, stats)
         # With the counters: a rank that is killed leaves no "closed" event.
-        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "stall_secs_median")}
+        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs[-1], **told)
 
     def _skipped(self, step: int, cause: str) -> None:

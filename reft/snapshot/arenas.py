@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.copying import CopyEngine
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
+from reft.snapshot.traffic import Kind, Traffic, kind_of
 from reft.state.late import LateBlob
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, arena_name, checksum, scan
 from reft.store.commit import SlotTable
@@ -47,6 +49,7 @@ class Filling:
     layout: GroupLayout
     label: Label
     _data: torch.Tensor
+    traffic: Traffic = field(default_factory=Traffic)
     _checksums: dict[PlacedBlock, int] = field(default_factory=dict)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
@@ -77,6 +80,7 @@ class Filling:
             blob.settle()
         self._lengths[placed] = len(blob)
         self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
+        self.traffic.to_host[Kind.HOST_STATE] += len(blob)
 
     def set_checksum(self, placed: PlacedBlock, value: int) -> None:
         """The block was hashed while it was copied."""
@@ -93,7 +97,7 @@ class Filling:
                 self.hash(placed)
         for placed in self.layout.mine.own:
             if placed.key.section is Section.CHECKSUMS:
-                self._write(placed, pack_checksums(self._replicated_checksums()))
+                self._write_checksums(placed)
                 self.hash(placed)
 
     def _replicated_checksums(self) -> list[int]:
@@ -101,7 +105,9 @@ class Filling:
         mine = self.layout.mine.own
         return [self._checksums[b] for b in mine if b.key.section is Section.REPLICATED]
 
-    def _write(self, placed: PlacedBlock, data: bytes) -> None:
+    def _write_checksums(self, placed: PlacedBlock) -> None:
+        data = pack_checksums(self._replicated_checksums())
+        self.traffic.to_host[Kind.CHECKSUMS] += len(data)
         self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
 
     # -- exchange with ring peers ------------------------------------------------------------------
@@ -131,6 +137,13 @@ class Filling:
 
     def outgoing(self) -> list[torch.Tensor]:
         return [t for t in map(self.tensor, self._peer_blocks(self.layout.member)) if t.numel()]
+
+    def outgoing_bytes(self) -> Counter[Kind]:
+        """What one peer is sent, facts included."""
+        counted = Counter({Kind.CHECKSUMS: 8 * self.facts_length(self.layout.member)})
+        for placed in self._peer_blocks(self.layout.member):
+            counted[kind_of(placed.key, self.layout.member)] += self.length(placed)
+        return counted
 
     def incoming(self, member: int) -> list[torch.Tensor]:
         return [t for t in map(self.tensor, self._peer_blocks(member)) if t.numel()]

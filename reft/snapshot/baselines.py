@@ -30,15 +30,18 @@ class PeerTraffic:
         self._sizes = [size for (size,) in self._control.gather_ints([nbytes])]
         self._memory = None
 
-    def send(self, data: memoryview) -> None:
+    def send(self, data: memoryview) -> tuple[int, int]:
         """Send to the next rank and receive from the one before. Collective.
+
+        Returns:
+            The rank that was sent to, and the bytes.
 
         Raises:
             TransferError: a peer vanished.
         """
         rank, world = self._control.rank, self._control.world_size
         if world == 1:
-            return
+            return rank, 0
         if self._memory is None:
             self._memory = torch.empty(self._sizes[rank - 1], dtype=torch.uint8)
         mine = torch.frombuffer(data, dtype=torch.uint8)[: self._sizes[rank]]
@@ -46,3 +49,4 @@ class PeerTraffic:
             {(rank + 1) % world: torch.split(mine, self._block_bytes)},
             {(rank - 1) % world: torch.split(self._memory, self._block_bytes)},
         )
+        return (rank + 1) % world, mine.numel()

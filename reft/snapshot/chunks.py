@@ -17,6 +17,7 @@ from reft.snapshot.copying import Piece
 from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.parity import Encoding, ParityEncoder
 from reft.snapshot.plan import PlacedBlock
+from reft.snapshot.traffic import Kind, kind_of
 from reft.store.arena import Arena
 
 
@@ -26,6 +27,7 @@ class Chunk:
 
     Attributes:
         placed: the block.
+        kind: what its bytes are to this rank.
         pieces: sources and targets; several where small tensors lie side by side.
         memory: where the chunk lies in the arena, padding included.
         first, last: position within the block.
@@ -33,6 +35,7 @@ class Chunk:
     """
 
     placed: PlacedBlock
+    kind: Kind
     pieces: tuple[Piece, ...]
     memory: memoryview
     first: bool
@@ -71,7 +74,7 @@ def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Itera
         total, target = placed.block.nbytes, filling.tensor(placed)
         memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]
         for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
-            yield Chunk(placed, (), memory[at:stop], at == 0, stop == total, encoding)
+            yield Chunk(placed, Kind.PARITY, (), memory[at:stop], at == 0, stop == total, encoding)
 
 
 def _cut_block(
@@ -81,11 +84,13 @@ def _cut_block(
     target = filling.tensor(placed)
     total, begin = placed.block.nbytes, placed.block.start_bytes
     memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]
+    kind = kind_of(placed.key, filling.layout.member)
     for at in range(0, total, chunk_bytes):
         stop = min(at + chunk_bytes, total)
         part = target[at:stop]
         yield Chunk(
             placed,
+            kind,
             tuple((source, into) for source, into in image.pieces_into(begin + at, part)),
             memory[at:stop],
             first=at == 0,

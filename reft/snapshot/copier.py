@@ -81,7 +81,7 @@ class Copier:
         if not chunks:
             half_way()
         if self.engine.asynchronous:
-            records = self._queue(chunks, gate, half_way, handed_over)
+            records = self._queue(chunks, filling, gate, half_way, handed_over)
         else:
             records = self._copy(chunks, filling, gate, half_way)
             handed_over()
@@ -94,7 +94,7 @@ class Copier:
     ) -> list[ChunkRecord]:
         """Chunk by chunk; a chunk is hashed while it is in the cache, unless the fence waits."""
         records, hasher, middle = [], BlockHasher(), len(chunks) // 2
-        engine, clock = self.engine, time.perf_counter
+        engine, clock, counted = self.engine, time.perf_counter, filling.traffic.to_host
         for number, chunk in enumerate(chunks):
             if number == middle:
                 half_way()
@@ -102,6 +102,7 @@ class Copier:
             began = ended = clock()
             try:
                 engine.copy(chunk.pieces, encode=chunk.encode)
+                counted[chunk.kind] += chunk.nbytes
                 if permit.tier == 0:
                     hasher.leave_out()
                 else:
@@ -117,6 +118,7 @@ class Copier:
     def _queue(
         self,
         chunks: Sequence[Chunk],
+        filling: Filling,
         gate: Gate,
         half_way: Callable[[], None],
         handed_over: Callable[[], None],
@@ -133,6 +135,7 @@ class Copier:
                 left = permit.nbytes
                 gate.release(permit, 0.0)
             queued.append((chunk, permit, self.engine.copy(chunk.pieces, permit.mark, chunk.encode)))
+            filling.traffic.to_host[chunk.kind] += chunk.nbytes
             left -= chunk.nbytes
         handed_over()
         self.engine.synchronize()

@@ -7,6 +7,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from reft.snapshot.traffic import Traffic
+
 
 @dataclass
 class SnapshotStats:
@@ -18,6 +20,8 @@ class SnapshotStats:
         skipped: versions given up, by cause.
         bytes_per_snapshot: bytes this rank keeps per version, own and redundant.
         peer_bytes: bytes received from ring peers so far.
+        traffic: bytes of the newest committed version, to the host and to other nodes.
+        total_traffic: the same of all versions so far, those included that were given up.
         stalls_secs: seconds the training thread spent on each snapshot (capture and fence), the
             newest 4096.
         tier_bytes: bytes copied in bubbles (1), beside computation (2), beside communication (3), and
@@ -33,6 +37,8 @@ class SnapshotStats:
     skipped: Counter[str] = field(default_factory=Counter)
     bytes_per_snapshot: int = 0
     peer_bytes: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    total_traffic: Traffic = field(default_factory=Traffic)
     tier_bytes: Counter[int] = field(default_factory=Counter)
     stalls_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     copy_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
@@ -40,8 +46,10 @@ class SnapshotStats:
     stale_since_step: int | None = None
     last_error: str | None = None
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, traffic: Traffic) -> None:
         self.committed += 1
+        self.traffic = traffic
+        self.total_traffic.add(traffic)
         self.committed_step = step
         self.stale_since_step = None
         self.last_error = None
@@ -61,6 +69,8 @@ class SnapshotStats:
             "skipped": dict(self.skipped),
             "bytes_per_rank": self.bytes_per_snapshot,
             "peer_bytes": self.peer_bytes,
+            "traffic": self.traffic.to_json(),
+            "total_traffic": self.total_traffic.to_json(),
             "tier_bytes": {str(tier): self.tier_bytes[tier] for tier in range(4)},
             "stall_secs_median": statistics.median(self.stalls_secs) if self.stalls_secs else None,
             "copy_secs_median": statistics.median(self.copy_secs) if self.copy_secs else None,

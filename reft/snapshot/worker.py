@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +38,7 @@ from reft.snapshot.pacing import Pacer
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.trace import ChunkRecord
+from reft.snapshot.traffic import Kind
 from reft.topology import Topology
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "WorkerOptions"]
@@ -259,7 +260,7 @@ class SnapshotWorker:
             # Somebody's state has another shape than planned: agree anew, then try again.
             if filling is not None:
                 # Training was let go on: these tensors are no longer the state of this step (P2).
-                self._arenas.abort(filling)
+                self._drop(filling)
                 request.cancelled = True
             self._agree(request)
         if not verdict.ok:
@@ -275,15 +276,19 @@ class SnapshotWorker:
             return
         self._arenas.commit(filling)
         self._faults.reach(FaultPoint.AFTER_COMMIT, request.label.step)
-        self._stats.commit(request.label.step)
+        self._stats.commit(request.label.step, filling.traffic)
         request.committed = True
         self._on_commit(request)
         self._learn(request, filling)
 
     def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
         if filling is not None:
-            self._arenas.abort(filling)
+            self._drop(filling)
         self._give_up(request, cause.split(":", maxsplit=1)[0], cause)
+
+    def _drop(self, filling: Filling) -> None:
+        self._arenas.abort(filling)
+        self._stats.total_traffic.add(filling.traffic)
 
     def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
         wants_layout = not (ok or request.cancelled or request.idle)
@@ -375,7 +380,7 @@ class SnapshotWorker:
             return filling, None
         except (ReftError, OSError, RuntimeError, MemoryError) as error:
             if filling is not None:
-                self._arenas.abort(filling)
+                self._drop(filling)
             return None, f"{type(error).__name__}: {error}"
         finally:
             gate.leave()
@@ -428,7 +433,8 @@ class SnapshotWorker:
             filling.hash_rest()
             self._exchange(filling)
             if request.variant is Variant.INTER_NODE:
-                self._peer_traffic.send(filling.arena.data)
+                peer, nbytes = self._peer_traffic.send(filling.arena.data)
+                self._count_sent(filling, [peer], Counter({Kind.MIRROR: nbytes}))
             filling.seal()
             self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
             return True, None
@@ -455,7 +461,14 @@ class SnapshotWorker:
             {ranks[h]: filling.outgoing() for h in holders},
             {ranks[m]: filling.incoming(m) for m in kept},
         )
+        self._count_sent(filling, [ranks[h] for h in holders], filling.outgoing_bytes())
         self._stats.peer_bytes += filling.check_received()
+
+    def _count_sent(self, filling: Filling, receivers: Iterable[int], each: Counter[Kind]) -> None:
+        nodes = self._topology.nodes
+        for rank in receivers:
+            if nodes[rank] != nodes[self._control.rank]:
+                filling.traffic.sent.update(each)
 
 
 def _bytes_by_section(filling: Filling) -> dict[str, int]:

@@ -98,13 +98,17 @@ class DaemonClient:
                 "op": "committed",
                 "label": [label.incarnation, label.step],
                 "coordinate": str(coordinate),
+                "local_rank": self._hello["local_rank"],
                 "stats": dict(stats),
             }
         )
 
     def notify_skip(self, step: int, cause: str, stats: Mapping[str, Any]) -> None:
         """The version of ``step`` was not taken, or not committed."""
-        self._enqueue({"op": "skipped", "step": step, "cause": cause, "stats": dict(stats)})
+        local_rank = self._hello["local_rank"]
+        self._enqueue(
+            {"op": "skipped", "step": step, "cause": cause, "local_rank": local_rank, "stats": dict(stats)}
+        )
 
     def persist_now(self, label: Label, timeout_secs: float) -> str | None:
         """Have ``label`` written to storage and wait for it.

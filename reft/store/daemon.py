@@ -197,9 +197,14 @@ class Daemon:
         self.status.committed(label)
         self.persister.offer(label)
         self._look.set()
+        self._note_stats(message)
 
     def _skipped(self, message: Mapping[str, Any]) -> None:
         self.status.skip(int(message["step"]), str(message["cause"]))
+        self._note_stats(message)
+
+    def _note_stats(self, message: Mapping[str, Any]) -> None:
+        self.status.trainer(int(message["local_rank"]), stats=dict(message["stats"]))
 
     def _persist(self, message: Mapping[str, Any]) -> str:
         label = Label(*map(int, message["label"]))

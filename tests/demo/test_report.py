@@ -40,7 +40,8 @@ class Recorder:
         self.write("rank", rank, pid, "step", time, step=step, **fields)
 
     def commit(self, rank: int, pid: int, step: int, time: float, *, taken: int, stall: float) -> None:
-        counters = dict(taken=taken, bytes_per_rank=1000 + rank, stall_secs_median=stall)
+        traffic = {"to_host": {"shard": 400, "copies": 300 + rank}, "sent": {"host_state": 20 * rank}}
+        counters = dict(taken=taken, bytes_per_rank=1000 + rank, stall_secs_median=stall, traffic=traffic)
         self.write("reft", rank, pid, "commit", time, step=step, copy_secs=0.1, **counters)
 
     def restored(self, rank: int, pid: int, time: float, secs: float, **fields: Any) -> None:
@@ -107,6 +108,7 @@ def test_snapshots_are_summed_over_incarnations(disturbed, reference):
     assert (snapshots.taken, snapshots.committed) == (3 + 4, 3 + 4)
     assert (snapshots.skipped, snapshots.skipped_by_cause) == (1, {"busy": 1})
     assert snapshots.bytes_per_rank == 1001
+    assert (snapshots.to_host_bytes, snapshots.sent_bytes) == (701, 20)
     assert snapshots.stall_secs_median == pytest.approx(0.025), "median of the slowest rank of each life"
 
 

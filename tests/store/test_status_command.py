@@ -1,0 +1,30 @@
+"""What ``reft status`` says of a node, from what its daemon wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from reft.cli import app
+from reft.store.jobdir import JobDir
+from reft.store.label import Label
+from reft.store.status import NodeStatus
+
+
+def test_traffic_of_all_ranks_of_the_node_is_summed_by_kind(tmp_path: Path) -> None:
+    job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
+    status = NodeStatus(job_dir.path, {})
+    status.committed(Label(1, 3))
+    for rank in (0, 1):
+        traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
+        status.trainer(rank, stats={"traffic": traffic})
+    status.trainer(2, pid=7)  # it has not committed anything yet
+    status.write_if_changed()
+    ask = ["status", "--memory-dir", str(tmp_path / "memory")]
+    shown = " ".join(CliRunner().invoke(app, ask, env={"COLUMNS": "200"}).output.split())
+    assert "a version copies │ 2.0 MiB (shard 2.0 MiB, parity 1.0 KiB)" in shown
+    assert "and sends to other nodes │ 2.0 KiB (host state 2.0 KiB)" in shown
+    told = json.loads(CliRunner().invoke(app, [*ask, "--json"]).output)
+    assert told[0]["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
