@@ -178,12 +178,13 @@ class Daemon:
         config = ReftConfig.model_validate(message["config"])
         if config == self.persister.config:
             return
-        self.persister.configure(config)
+        # First for the daemon after this one, which may be killed as soon as it acts on the block.
         with contextlib.suppress(OSError):
             path = self._job_dir.path / CONFIG_FILE
             draft = path.with_suffix(".tmp")
             draft.write_text(json.dumps(config.as_block()))
             draft.replace(path)
+        self.persister.configure(config)
 
     def _recall_config(self) -> None:
         """A daemon started in place of a killed one knows what to persist before a trainer says so."""
