@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.cli_memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
+from reft.cli_protect import describe
 from reft.store.jobdir import JobDir, is_running, read_json
+from reft.store.protection import read_record
 
 
 def register(app: typer.Typer) -> None:
@@ -82,6 +84,7 @@ def _node_status(path: Path) -> dict[str, Any]:
         "memory": str(path),
         "daemon_runs": daemon is not None and is_running(daemon),
         "status": directory.read_status(),
+        "protection": None if (record := read_record(path)) is None else record.to_json(),
     }
 
 
@@ -98,6 +101,8 @@ def _show_status(node: dict[str, Any]) -> None:
     table = Table(title=f"job {node['job_id']}, node {node['node']}", show_header=False)
     table.add_row("daemon", "runs" if node["daemon_runs"] else "does not run")
     table.add_row("newest commit", _label(status.get("last_committed")))
+    for name, said in zip(("protection", ""), describe(node["protection"] or {}), strict=False):
+        table.add_row(name, said)
     table.add_row("snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause")))
     table.add_row(
         "skipped", ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none"

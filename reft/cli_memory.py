@@ -186,7 +186,8 @@ def _verified(report: JobReport) -> str:
 
 def _versions_table(report: JobReport) -> Table:
     table = Table(
-        "version", "recoverable", "committed", "whole on", "bytes", "sealed", title=f"job {report.job_id}"
+        *("version", "recoverable", "committed", "whole on", "protection", "bytes", "sealed"),
+        title=f"job {report.job_id}",
     )
     for version in report.versions:
         table.add_row(
@@ -194,6 +195,7 @@ def _versions_table(report: JobReport) -> Table:
             "yes" if version.recoverable else "no",
             "yes" if version.committed else "no",
             f"{version.whole_ranks} of {version.ranks} ranks",
+            version.scheme or "not said",
             _size(version.nbytes),
             _age(version),
         )

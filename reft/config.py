@@ -46,6 +46,7 @@ class FaultPoint(StrEnum):
     DURING_STEP = "during_step"
     DURING_RECOVERY = "during_recovery"
     DURING_PERSIST = "during_persist"
+    DURING_SWITCH = "during_switch"
 
 
 class Variant(StrEnum):

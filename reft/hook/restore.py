@@ -204,12 +204,17 @@ class Restorer:
 
     def _is_still_protected(self, outcome: RecoveryOutcome, frozen: dict[int, Label]) -> bool:
         """Whether the recovered version lies as this incarnation would store it: every rank found the
-        arena of its own coordinate, whole, in its own slots, and nothing had to be repaired. It then
+        arena of its own coordinate, whole, in its own slots, protected by the scheme in force, and nothing
+        had to be repaired. It then
         stays as it is until a newer version is committed (P3); to take it again would gain nothing.
         """
         session = self._session
         mine = coordinates_in_slots(
-            session.job_dir.path, session.job_dir.secret, local_rank(), outcome.plan.label
+            session.job_dir.path,
+            session.job_dir.secret,
+            local_rank(),
+            outcome.plan.label,
+            session.protection.record.scheme,
         )
         here = session.coordinate in mine and bool(frozen) and not outcome.repaired
         return all(values[0] for values in session.control.gather_ints([int(here)]))

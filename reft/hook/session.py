@@ -20,8 +20,8 @@ from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, n
 from reft.hook.data import DataPosition
 from reft.hook.job import JobRecord
 from reft.hook.preempt import Preemption
+from reft.hook.protection import Protection
 from reft.load.exchange import allgather_bytes
-from reft.protect.placement import tolerance
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.copying import CopyEngine, Mark, copy_engine_for
@@ -90,6 +90,14 @@ class Session:
         )
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
+        self.protection = Protection(
+            str(config.scheme),
+            control=self.control,
+            topology=self.topology,
+            job_dir=self.job_dir.path,
+            incarnation=self.incarnation,
+            events=self.events,
+        )
         self.data = DataPosition(engine)
         self.preemption = Preemption()
         self.daemon = DaemonClient(self.job_dir.path, self.job_dir.secret)
@@ -223,8 +231,16 @@ class Session:
     @property
     def tolerance(self) -> int:
         """Node losses that every sharding group survives, from the real placement (P4)."""
-        scheme = self.config.scheme
-        return tolerance(self.topology, scheme.copies, scheme.parities)
+        return self.protection.record.tolerance
+
+    def protect(self, scheme: str) -> None:
+        """Switch the protection of the versions to come, at one version boundary on all ranks. One rank
+        that asks is enough; ``reft protect`` does the same from outside.
+
+        Raises:
+            ConfigError: there is no such scheme.
+        """
+        self.protection.order(scheme)
 
     def _report_start(self) -> None:
         losses = self.tolerance
@@ -252,19 +268,9 @@ class Session:
             logger.warning(
                 "reft: TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "
                 "disk can be resumed from (persist.dir is %s)",
-                self._why_unprotected(),
+                self.protection.why_unprotected(),
                 self.config.persist.dir or "not set",
             )
-
-    def _why_unprotected(self) -> str:
-        if self.config.protection == "none":
-            return 'reft.protection is "none"'
-        if self.topology.degrees.dp == 1:
-            return "with a data-parallel degree of 1 nothing is redundant"
-        return (
-            "data-parallel members of a stage share a node with their copies; put them on different nodes "
-            f"(found nodes {[self.topology.group_nodes(*g) for g in self.topology.groups()]})"
-        )
 
     # -- start and end -----------------------------------------------------------------------------
 
@@ -314,7 +320,7 @@ class Session:
             topology=self.topology,
             arenas=arenas,
             options=WorkerOptions(
-                scheme=self.config.scheme,
+                scheme=self.protection.record.parsed,
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
                 chunk_bytes=self.config.has.chunk_bytes,
@@ -325,6 +331,7 @@ class Session:
             on_skip=self._skipped,
             engine=self.copy_engine,
             pacer=self.pacer,
+            switch=self.protection.switch(),
         )
         self.daemon.configure(self.config)
         self.profiler = self._make_profiler()

@@ -12,14 +12,24 @@ from pathlib import Path
 import torch
 
 from reft.blocks import Section
-from reft.errors import ArenaError, OutOfMemoryError, TransferError
+from reft.errors import ArenaError, OutOfMemoryError, ReftError, TransferError
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.copying import CopyEngine
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, Traffic, kind_of
 from reft.state.late import LateBlob
-from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, arena_name, checksum, scan
+from reft.store.arena import (
+    Arena,
+    ArenaHeader,
+    ArenaState,
+    Entry,
+    arena_name,
+    checksum,
+    free_bytes,
+    reserved_bytes,
+    scan,
+)
 from reft.store.commit import SlotTable
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees
@@ -233,6 +243,7 @@ class ArenaSet:
         self._slots = SlotTable(count, frozen)
         self._refusals = 0
         self._skip_versions = 0
+        self._unsettled = False
 
     def begin(self, label: Label, layout: GroupLayout, *, wait: bool) -> Filling:
         """Choose a slot and bring it into state WRITING.
@@ -264,22 +275,67 @@ class ArenaSet:
                 sealed_unix_secs=0.0,
                 layout=layout.layout_hash,
                 coding=layout.plan.code.describe() if layout.plan.code else "",
+                scheme=str(layout.plan.placement.scheme),
             )
         )
         self._slots.began(slot, label)
         data = torch.frombuffer(arena.data, dtype=torch.uint8)
         return Filling(slot, arena, layout, label, data)
 
-    def reserve(self, layout: GroupLayout) -> None:
+    def reserve(self, layout: GroupLayout) -> str | None:
         """Allocate and touch every slot that may be written now, so that no snapshot pays for it
-        later (P9, trap 17). What does not fit is refused when a version needs it."""
+        later (P9, trap 17), and give back what another layout took there. What does not fit is refused
+        when a version needs it.
+
+        Returns:
+            Why a slot could not be reserved; None if all were.
+        """
         tried: list[int] = []
+        pinned = False
         try:
             while (slot := self._slots.choose(tried)) is not None:
                 tried.append(slot)
-                self._arena(slot, layout).unlock()
-        except ArenaError as error:
+                try:
+                    self._arena(slot, layout).unlock()
+                except OutOfMemoryError:
+                    raise
+                except ArenaError as error:  # a reader has it; a version that needs it then asks again
+                    logger.info("memory for snapshots: %s", error)
+                    pinned = True
+        except (ReftError, OSError, RuntimeError) as error:
             logger.warning("memory for snapshots: %s", error)
+            return str(error)
+        finally:
+            self._unsettled = pinned or len(tried) < self._count
+        self._refusals = self._skip_versions = 0
+        return None
+
+    def settle(self, layout: GroupLayout) -> None:
+        """After a commit: reserve what could not be before, because it held the version of another layout
+        or incarnation that this one has replaced."""
+        if self._unsettled:
+            self.reserve(layout)
+            self._unsettled = False
+
+    # -- what it takes -----------------------------------------------------------------------------
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Most bytes that this rank's arenas may take; None means what is free."""
+        return self._limit_bytes
+
+    def needed_bytes(self, layout: GroupLayout) -> int:
+        """Memory of all arenas under a layout."""
+        return self._count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
+
+    def held_bytes(self) -> int:
+        """Memory that the files in this rank's slots take now."""
+        paths = (self._job_dir / arena_name(self._local_rank, slot) for slot in range(self._count))
+        return sum(path.stat().st_size for path in paths if path.exists())
+
+    def free_bytes(self) -> int:
+        """Memory of the node that nobody has taken."""
+        return free_bytes(self._job_dir)
 
     def commit(self, filling: Filling) -> None:
         filling.arena.commit()
@@ -332,11 +388,11 @@ class ArenaSet:
             time.sleep(_PIN_POLL_SECS)
 
     def _arena(self, slot: int, layout: GroupLayout) -> Arena:
-        """The arena of a free slot, large enough for the layout and locked for writing."""
+        """The arena of a free slot, of the layout's size and locked for writing."""
         wanted = layout.mine.data_bytes
         entries = len(layout.mine.blocks)
         arena = self._arenas.get(slot)
-        if arena is not None and arena.data_bytes >= wanted and arena.max_entries >= entries:
+        if arena is not None and (arena.data_bytes, arena.max_entries) == (wanted, entries):
             if not arena.try_lock_exclusive():
                 raise ArenaError(f"{arena.path.name} is pinned by a reader")
             return arena
@@ -370,12 +426,15 @@ def frozen_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) ->
     return {slot: label for slot, _ in _slots_with(job_dir, secret, local_rank, label)}
 
 
-def coordinates_in_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> set[Coordinate]:
-    """Whose bytes of ``label`` the slots of a local rank hold."""
-    return {coordinate for _, coordinate in _slots_with(job_dir, secret, local_rank, label)}
+def coordinates_in_slots(
+    job_dir: Path, secret: bytes, local_rank: int, label: Label, scheme: str
+) -> set[Coordinate]:
+    """Whose bytes of ``label``, protected by ``scheme``, the slots of a local rank hold."""
+    found = _slots_with(job_dir, secret, local_rank, label)
+    return {header.coordinate for _, header in found if header.scheme == scheme}
 
 
-def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> list[tuple[int, Coordinate]]:
+def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> list[tuple[int, ArenaHeader]]:
     found = []
     prefix = arena_name(local_rank, 0).removesuffix("0.arena")
     for path, arena in scan(job_dir, secret):
@@ -384,5 +443,5 @@ def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> 
                 header = arena.header()
                 holds = header is not None and header.state.whole and header.label == label
                 if header is not None and holds and path.name.startswith(prefix):
-                    found.append((int(path.stem.removeprefix(prefix)), header.coordinate))
+                    found.append((int(path.stem.removeprefix(prefix)), header))
     return found

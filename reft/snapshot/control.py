@@ -32,12 +32,14 @@ class Ballot:
         relayout: the state of this rank has another shape than the plan (result: any rank's has).
         interval_steps: how often this rank could take versions at the allowed overhead (result: the
             largest of all ranks).
+        order: number of the newest order to switch protection that this rank knows of (result: the newest).
     """
 
     ok: bool
     stop_after_step: int = 0
     relayout: bool = False
     interval_steps: int = 1
+    order: int = 0
 
 
 class ControlGroup:
@@ -75,6 +77,7 @@ class ControlGroup:
                 -ballot.stop_after_step,
                 -int(ballot.relayout),
                 -ballot.interval_steps,
+                -ballot.order,
                 version,
                 -version,
             ],
@@ -84,13 +87,13 @@ class ControlGroup:
             self._all_reduce_min(word)
         except RuntimeError as error:
             raise TransferError(f"a peer vanished during the vote on step {version}: {error}") from error
-        ok, stop, relayout, interval, lowest, highest = word.tolist()
+        ok, stop, relayout, interval, order, lowest, highest = word.tolist()
         if lowest != -highest:
             raise TransferError(
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(bool(ok), -stop, bool(relayout), -interval)
+        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order)
 
     def _all_reduce_min(self, tensor: torch.Tensor) -> None:
         options = dist.AllreduceOptions()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
@@ -78,3 +78,14 @@ def agree_on_layout(
         member=at.dp,
         layout_hash=layout_hash(topology.degrees, at, sizes),
     )
+
+
+def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
+    """The same sections of the same group, protected in another way. Pure: every member plans the same.
+
+    Raises:
+        ConfigError: the group is too small for the scheme.
+    """
+    old = layout.plan
+    placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
+    return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

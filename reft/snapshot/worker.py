@@ -37,8 +37,10 @@ from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.trace import ChunkRecord
 from reft.snapshot.traffic import Kind
+from reft.store.protection import ProtectionRecord
 from reft.topology import Topology
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "WorkerOptions"]
@@ -60,6 +62,7 @@ class SnapshotWorker:
         on_skip: called on the worker thread with (step, cause) for each version given up.
         engine: copies the bytes; by default between host memory.
         pacer: knows the windows; without one no version is paced.
+        switch: the scheme in force and orders to change it; by default that of the options, unchanged.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class SnapshotWorker:
         on_skip: Callable[[int, str], None],
         engine: CopyEngine | None = None,
         pacer: Pacer | None = None,
+        switch: SchemeSwitch | None = None,
     ) -> None:
         self._control = control
         self._topology = topology
@@ -85,6 +89,8 @@ class SnapshotWorker:
         self._on_commit = on_commit
         self._on_skip = on_skip
         self._pacer = pacer
+        configured = str(options.scheme)
+        self.switch = switch or SchemeSwitch(control, topology, ProtectionRecord(configured, configured))
         self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes)
         self._layout: GroupLayout | None = None
         self._layout_signature: object = None
@@ -209,6 +215,7 @@ class SnapshotWorker:
                 request = self._queue[0]
             try:
                 self._process(request)
+                self._switch_scheme(request)
             except TransferError as error:
                 # Peers are gone. The job will be restarted; training itself notices on its own.
                 self._break(str(error))
@@ -280,6 +287,7 @@ class SnapshotWorker:
         request.committed = True
         self._on_commit(request)
         self._learn(request, filling)
+        self._arenas.settle(filling.layout)
 
     def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
         if filling is not None:
@@ -297,9 +305,11 @@ class SnapshotWorker:
             stop_after_step=self.stop_proposal,
             relayout=wants_layout and self._layout_is_old(request),
             interval_steps=self._advised_interval(),
+            order=self.switch.newest_order(),
         )
         step = request.label.step
         verdict = self._control.vote(ballot, step)
+        self.switch.hear(verdict.order)
         if verdict.stop_after_step and self.stop_step is None:
             self.stop_step = verdict.stop_after_step
         if verdict.interval_steps != self._interval[1]:
@@ -329,20 +339,42 @@ class SnapshotWorker:
         if images is None:
             raise ReftError("peers agree on a layout, but this rank never captured its state")
         self._images = images
-        self._layout = agree_on_layout(
+        layout = agree_on_layout(
             self._control,
             self._topology,
             images,
-            scheme=self._options.scheme,
+            scheme=self.switch.scheme,
             block_bytes=self._options.block_bytes,
             host_bytes=self._host_bytes,
         )
         self._layout_signature = images.signature
-        self._stats.bytes_per_snapshot = self._layout.mine.data_bytes
-        self._peer_traffic.agree(self._layout.mine.data_bytes)
+        self._adopt(layout)
+        self._arenas.reserve(layout)
+
+    def _adopt(self, layout: GroupLayout) -> None:
+        """Collective: the next version has this layout."""
+        self._layout = layout
+        self._stats.bytes_per_snapshot = layout.mine.data_bytes
+        self._peer_traffic.agree(layout.mine.data_bytes)
         self.copier.cache.clear()
-        self._arenas.reserve(self._layout)
-        logger.info("layout of the snapshots: %s", self._layout.plan)
+        logger.info("layout of the snapshots: %s", layout.plan)
+
+    def _switch_scheme(self, request: SnapshotRequest) -> None:
+        """Collective: carry out an order that the votes have brought, between two versions. The newest
+        committed version stays where it is (P3)."""
+        if not self.switch.due:
+            return
+        # What is given up must not stay mapped (P9).
+        self.copier.cache.clear()
+        step = request.label.step
+        layout = self.switch.carry_out(
+            request.label,
+            self._layout,
+            self._arenas,
+            before_record=lambda: self._faults.reach(FaultPoint.DURING_SWITCH, step),
+        )
+        if layout is not None and layout is not self._layout:
+            self._adopt(layout)
 
     # -- one version, local part -----------------------------------------------------------------
 

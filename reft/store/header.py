@@ -101,6 +101,7 @@ class ArenaHeader:
         layout: hex hash of degrees and section sizes; versions of other layouts are refused.
         coding: the erasure code of the replicated section, as
             :meth:`reft.protect.coded_blocks.BlockCode.describe` writes it; empty without one.
+        scheme: how the version is protected, ``arc:2+aec``; empty where nobody said.
     """
 
     job_id: str
@@ -113,6 +114,7 @@ class ArenaHeader:
     sealed_unix_secs: float = 0.0
     layout: str = ""
     coding: str = ""
+    scheme: str = ""
 
 
 class RecordKind(IntEnum):
@@ -292,6 +294,7 @@ def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
         "sealed_unix_secs": header.sealed_unix_secs,
         "layout": header.layout,
         "coding": header.coding,
+        "scheme": header.scheme,
     }
 
 
@@ -316,6 +319,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
             sealed_unix_secs=head["sealed_unix_secs"],
             layout=head["layout"],
             coding=head.get("coding", ""),
+            scheme=head.get("scheme", ""),
         )
     except (KeyError, ValueError, TypeError, IndexError, struct.error) as error:
         raise ArenaError(f"a whole header copy holds no header: {error!r}") from error

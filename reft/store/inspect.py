@@ -81,6 +81,7 @@ class ArenaReport:
             "incarnation": header.label.incarnation if header else None,
             "step": header.label.step if header else None,
             "layout": header.layout if header else None,
+            "protection": header.scheme if header else None,
             "blocks": len(self._entries),
             "own_bytes": self.own_bytes,
             "redundant_bytes": self.redundant_bytes,
@@ -114,6 +115,11 @@ class VersionReport:
         return any(a.state is ArenaState.COMMITTED for a in self.arenas)
 
     @property
+    def scheme(self) -> str:
+        """How it is protected; empty if its arenas do not say so."""
+        return next((a.header.scheme for a in self.arenas if a.header and a.header.scheme), "")
+
+    @property
     def whole_ranks(self) -> int:
         """Ranks whose own arena holds it whole."""
         return len({a.header.coordinate for a in self.arenas if a.header and a.state.whole})
@@ -143,6 +149,7 @@ class VersionReport:
         return {
             "incarnation": self.label.incarnation,
             "step": self.label.step,
+            "protection": self.scheme or None,
             "recoverable": self.recoverable,
             "committed": self.committed,
             "whole_ranks": self.whole_ranks,

@@ -24,9 +24,12 @@ from reft.snapshot.gate import HostGate
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
+from reft.store.arena import Arena, scan
 from reft.store.label import Label
+from reft.store.protection import OrderWatch, ProtectionRecord, write_order, write_record
 from reft.topology import Degrees, Topology
 
 SECRET = b"s" * 32
@@ -57,6 +60,7 @@ class Rank:
             frozen={},
             limit_bytes=None,
         )
+        self.records: list[ProtectionRecord] = []
         self.worker = SnapshotWorker(
             control=self.control,
             topology=TOPOLOGY,
@@ -66,7 +70,32 @@ class Rank:
             faults=FaultPlan(faults, self.at),
             on_commit=lambda request: None,
             on_skip=lambda step, cause: self.skips.append((step, cause)),
+            switch=SchemeSwitch(
+                self.control,
+                TOPOLOGY,
+                ProtectionRecord("arc", "arc"),
+                OrderWatch(job_dir),
+                self._changed,
+            ),
         )
+
+    def _changed(self, record: ProtectionRecord) -> None:
+        self.records.append(record)
+        write_record(self.root / f"node{self.rank}", record)
+
+    def order(self, scheme: str) -> None:
+        write_order([self.root / f"node{self.rank}"], scheme)
+
+    def arenas_found(self) -> dict[str, tuple[int, str, int]]:
+        """Step, scheme and memory of every arena file; step 0 for an empty one."""
+        found = {}
+        for path, arena in scan(self.root / f"node{self.rank}", SECRET):
+            assert isinstance(arena, Arena), arena
+            with arena:
+                header = arena.header()
+                step, scheme = (header.label.step, header.scheme) if header is not None else (0, "")
+                found[path.name] = (step, scheme, arena.file_bytes)
+        return found
 
     def images(self) -> LiveImages:
         return LiveImages(
@@ -192,3 +221,42 @@ def scenario_interval(rank: int, root: Path) -> dict[str, object]:
         me.settle(request)
     me.worker.close(10)
     return {"taken": taken, "committed": me.stats.committed}
+
+
+def scenario_switch(rank: int, root: Path) -> dict[str, object]:
+    """Schemes ordered on one node each, some of which nobody can follow."""
+    me = Rank(rank, root)
+    orders = {2: (3, "aec"), 4: (0, "none"), 6: (1, "arc"), 8: (2, "rs:2"), 10: (3, "aec")}
+    outcome, found = {}, {}
+    for step in range(1, 13):
+        who, scheme = orders.get(step, (None, ""))
+        if who == rank:
+            me.order(scheme)
+        if step == 6 and rank == 2:
+            me.arenas._limit_bytes = 2 * max(size for _, _, size in me.arenas_found().values())
+        dist.barrier()
+        me.step(step)
+        outcome[step] = me.settle(me.snapshot(step, must=True))
+        found[step] = sorted(me.arenas_found().values())
+        if step == 9 and rank == 2:
+            me.arenas._limit_bytes = None
+    me.worker.close(10)
+    return {
+        "outcome": outcome,
+        "found": found,
+        "records": [record.to_json() for record in me.records],
+        "stats": me.stats.to_json(),
+    }
+
+
+def scenario_switch_killed(rank: int, root: Path) -> dict[str, object]:
+    """The job's fault kills a rank while it switches, or at the first version under the new scheme."""
+    point, step = (root / "fault").read_text().split()
+    me = Rank(rank, root, (FaultConfig(point=FaultPoint(point), step=int(step), pp=1, dp=1),))
+    for number in range(1, 6):
+        if number == 3 and rank == 0:
+            me.order("aec")
+        dist.barrier()
+        me.step(number)
+        me.settle(me.snapshot(number, must=True))
+    raise AssertionError("the fault did not strike")

@@ -1,0 +1,120 @@
+"""The protection of a session's versions: agreed at the start, switched by order, noted on every node."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from reft.events import EventLog
+from reft.hook.coordinates import local_rank
+from reft.load.exchange import allgather_bytes
+from reft.protect.placement import tolerance
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.switching import SchemeSwitch
+from reft.store.protection import (
+    OrderWatch,
+    ProtectionRecord,
+    read_record,
+    resume,
+    write_order,
+    write_record,
+)
+from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+class Protection:
+    """Made collectively on all ranks.
+
+    Args:
+        configured: what the block says.
+        control: to agree by.
+        topology: placement of this incarnation.
+        job_dir: the job's memory on this node.
+        incarnation: the running one.
+        events: told of every change.
+
+    Raises:
+        ConfigError: the groups are too small for the scheme.
+    """
+
+    def __init__(
+        self,
+        configured: str,
+        *,
+        control: ControlGroup,
+        topology: Topology,
+        job_dir: Path,
+        incarnation: int,
+        events: EventLog,
+    ) -> None:
+        self._control = control
+        self._topology = topology
+        self._job_dir = job_dir
+        self._events = events
+        self.record = replace(self._last_switch(configured), incarnation=incarnation)
+        """What is in force, the same on all ranks."""
+
+    def _last_switch(self, configured: str) -> ProtectionRecord:
+        """The last switch, if any node's memory tells of one and the block has not been edited since; else
+        what the block says."""
+        mine = read_record(self._job_dir)
+        data = b"" if mine is None else json.dumps(mine.to_json()).encode()
+        gathered = [json.loads(d) for d in allgather_bytes(data, self._control.group) if d]
+        found = resume(map(ProtectionRecord.from_json, gathered), configured)
+        scheme = found.parsed
+        return replace(found, tolerance=tolerance(self._topology, scheme.copies, scheme.parities))
+
+    def switch(self) -> SchemeSwitch:
+        """For the snapshot worker; from here on orders are followed."""
+        self._note()
+        orders = OrderWatch(self._job_dir)
+        return SchemeSwitch(self._control, self._topology, self.record, orders, self._changed)
+
+    def order(self, scheme: str) -> None:
+        """Ask for a switch; see :meth:`reft.hook.session.Session.protect`."""
+        write_order([self._job_dir], scheme)
+
+    def why_unprotected(self) -> str:
+        """What to say where the loss of one node is fatal."""
+        if self.record.scheme == "none":
+            return 'the protection is "none"'
+        if self._topology.degrees.dp == 1:
+            return "with a data-parallel degree of 1 nothing is redundant"
+        nodes = [self._topology.group_nodes(*group) for group in self._topology.groups()]
+        return (
+            "data-parallel members of a stage share a node with their copies; put them on different nodes "
+            f"(found nodes {nodes})"
+        )
+
+    def _changed(self, record: ProtectionRecord) -> None:
+        """An order was carried out, or refused. Called by the worker thread."""
+        before, self.record = self.record, record
+        self._note()
+        self._events.write("protection", **record.to_json())
+        if self._control.rank != 0:
+            return
+        if record.refused is not None:
+            logger.warning(
+                "[step %d] reft: protection stays %s; %s was refused: %s",
+                *(record.refused.step, record.scheme, record.refused.scheme, record.refused.cause),
+            )
+            return
+        logger.warning(
+            "[step %d] reft: protection %s -> %s from the next version on; it survives the loss of %d "
+            "node(s) per sharding group%s",
+            *(record.step, before.scheme, record.scheme, record.tolerance),
+            "" if record.tolerance else f": TOLERANCE IS 0, {self.why_unprotected()}",
+        )
+
+    def _note(self) -> None:
+        """Say on this node what is in force: for ``reft status``, and for the next start."""
+        if local_rank() != 0:
+            return
+        try:
+            write_record(self._job_dir, self.record)
+        except OSError as error:
+            logger.warning("the protection in force cannot be noted for the next start: %s", error)

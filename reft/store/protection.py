@@ -1,0 +1,172 @@
+"""Which protection is wanted and which is in force: two small files beside a node's arenas.
+
+``protect-request.json`` is the newest *order*, written by ``reft protect`` (or a trainer that was asked);
+``protection.json`` is what the trainers made of it, written by the first trainer of the node. An order on
+any node reaches all ranks in their votes; the record lies on every node, so that a restart finds the last
+switch on whichever nodes are left. Both are private to the job's owner, like the arenas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reft.errors import ConfigError
+from reft.protect.codes import Scheme
+from reft.store.jobdir import read_json, write_json
+
+REQUEST_FILE = "protect-request.json"
+RECORD_FILE = "protection.json"
+MOST_CHARACTERS = 64
+"""Of a scheme's name: orders travel between ranks in messages of a fixed length."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A wish to switch.
+
+    Attributes:
+        number: milliseconds since the epoch, and more than that of any order dealt with before: of several
+            orders the one with the highest number counts.
+        scheme: as in the block, ``arc:2+aec``.
+    """
+
+    number: int
+    scheme: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an order was not carried out."""
+
+    scheme: str
+    cause: str
+    step: int
+
+
+@dataclass(frozen=True)
+class ProtectionRecord:
+    """What the ranks agreed on, the same on every node.
+
+    Attributes:
+        scheme: in force, or the next start's.
+        configured: what the block said when that was decided. A block that says something else is newer.
+        number: newest order that was dealt with; 0: none.
+        step: since which version.
+        incarnation: of that version.
+        tolerance: node losses that every sharding group survives.
+        refused: the newest order, if it could not be carried out.
+    """
+
+    scheme: str
+    configured: str
+    number: int = 0
+    step: int = 0
+    incarnation: int = 0
+    tolerance: int = 0
+    refused: Refusal | None = None
+
+    @property
+    def parsed(self) -> Scheme:
+        return Scheme.parse(self.scheme)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ProtectionRecord:
+        """Inverse of :meth:`to_json`; raises TypeError for anything else."""
+        refused = fields.get("refused")
+        return replace(cls(**{**fields, "refused": None}), refused=Refusal(**refused) if refused else None)
+
+
+def parse_order(text: str) -> Scheme:
+    """The scheme that an order names.
+
+    Raises:
+        ConfigError: there is no such scheme, or it is one that must not be used.
+    """
+    scheme = Scheme.parse(text)
+    if not scheme.designed:
+        raise ConfigError(
+            f"protection {text!r} survives no more than one of its parts; give "
+            f"{text.removeprefix('naive:')!r}"
+        )
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"protection {text!r} is longer than {MOST_CHARACTERS} characters")
+    return scheme
+
+
+def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
+    """Order a switch, on every node given; one of them is enough.
+
+    Raises:
+        ConfigError: there is no such scheme.
+        OSError: the order cannot be written.
+    """
+    parse_order(scheme)
+    known = [o.number for d in job_dirs if (o := read_order(d))]
+    known += [r.number for d in job_dirs if (r := read_record(d))]
+    order = Order(max([time.time_ns() // 1_000_000, *(n + 1 for n in known)]), scheme)
+    for directory in job_dirs:
+        write_json(directory / REQUEST_FILE, asdict(order))
+    return order
+
+
+def read_order(job_dir: Path) -> Order | None:
+    """The newest order on this node, or None where there is none that can be read."""
+    found = read_json(job_dir / REQUEST_FILE) or {}
+    try:
+        return Order(int(found["number"]), str(found["scheme"]))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def write_record(job_dir: Path, record: ProtectionRecord) -> None:
+    """Say on this node what is in force."""
+    write_json(job_dir / RECORD_FILE, record.to_json())
+
+
+def read_record(job_dir: Path) -> ProtectionRecord | None:
+    """What is in force, by this node's file; None where there is none that can be read."""
+    try:
+        return ProtectionRecord.from_json(read_json(job_dir / RECORD_FILE) or {})
+    except TypeError:
+        return None
+
+
+def resume(records: Iterable[ProtectionRecord], configured: str) -> ProtectionRecord:
+    """What a start of the job begins with: the newest record of any node, unless the block was edited
+    since, which then is the newer wish. Orders dealt with stay so in both cases."""
+    newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
+    if newest is not None and newest.configured == configured:
+        return newest
+    return ProtectionRecord(configured, configured, number=newest.number if newest else 0)
+
+
+class OrderWatch:
+    """Looks for a new order, at the cost of one ``stat`` while there is none.
+
+    Args:
+        job_dir: the job's directory on this node.
+    """
+
+    def __init__(self, job_dir: Path) -> None:
+        self._path = job_dir / REQUEST_FILE
+        self._seen: tuple[int, int] | None = None
+        self._order: Order | None = None
+
+    def newest(self) -> Order | None:
+        """The newest order found so far; a file that cannot be read is none."""
+        try:
+            info = self._path.stat()
+        except OSError:
+            return self._order
+        seen = (info.st_mtime_ns, info.st_ino)
+        if seen != self._seen:
+            self._seen = seen
+            self._order = read_order(self._path.parent) or self._order
+        return self._order

@@ -1,0 +1,93 @@
+"""``reft protect`` in a training job: switched while it trains, a node lost after each switch (P1, P3)."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.cli import main
+from reft.store.inspect import inspect_job
+from reft.topology import Degrees
+from tests.faults.cases import OPTIMIZERS, Shape
+from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+
+DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
+OPTIMIZER = OPTIMIZERS[0]
+BLOCK: dict[str, Any] = {
+    "enabled": True,
+    "block_bytes": 16384,
+    "host_state_bytes": 2**17,
+    "grace_secs": 100.0,
+}
+
+
+class Switched(FaultJob):
+    """A job whose protection is switched."""
+
+    def memory(self, index: int) -> Path:
+        return self.cluster.current[index].memory_dir
+
+    def protect(self, index: int, *arguments: str) -> int:
+        return main(["protect", *arguments, "--memory-dir", str(self.memory(index)), "--job", "faults"])
+
+    def newest_protection(self) -> str:
+        """Of the newest committed version."""
+        report = inspect_job([self.memory(i) / "faults" for i in self.cluster.current])
+        return next((v.scheme for v in report.versions if v.committed), "")
+
+    def wait_for_protection(self, scheme: str) -> None:
+        self.wait_for(f"a version under {scheme}", lambda: self.newest_protection() == scheme)
+
+    def lose_node(self, index: int) -> None:
+        life = self.history.current.number
+        self.cluster.kill_node(index)
+        self.cluster.replace_node(index)
+        self.wait_for("steps of the next life", lambda: self._steps_in(life + 1) >= 5)
+
+    def _steps_in(self, life: int) -> int:
+        current = self.history.current
+        return len(current.steps) if current.number == life else 0
+
+
+def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Switched(scratch, "switched", DP3, OPTIMIZER, steps=10**6, block=BLOCK) as job:
+        job.wait_for_commit(3)
+        assert job.newest_protection() == "arc"
+        assert job.protect(0, "aec", "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["scheme"], told["tolerance"], told["refused"]) == ("aec", 1, None)
+        job.wait_for_protection("aec")
+        job.lose_node(1)
+        # The last switch holds for the next start too, on the new node as well.
+        restored = [e.fields for e in job.history.current.restored.values()]
+        assert sum(int(f["bytes_from"]["parity"]) for f in restored) > 0
+        assert job.protect(1) == 0
+        assert "aec since step" in capsys.readouterr().out
+        assert job.newest_protection() == "aec"
+
+        assert job.protect(2, "arc:3") == 2
+        assert "needs at least 4 data-parallel members, found 3" in capsys.readouterr().err
+        assert job.protect(2, "arc:2") == 0
+        job.wait_for_protection("arc:2")
+        job.lose_node(2)
+        assert job.newest_protection() == "arc:2"
+        assert main(["status", "--memory-dir", str(job.memory(2)), "--job", "faults"]) == 0
+        assert "survives the loss of 2 node(s)" in capsys.readouterr().out
+
+        history = job.history
+        assert list(history.incarnations) == [1, 2, 3]
+        assert broken_promises(history) == []
+        steps = history.current.last_step
+        assert wrong_losses(history, scratch.reference(DP3, OPTIMIZER, steps)) == []
+        for index in range(DP3.nodes):
+            job.cluster.signal_node(index, signal.SIGTERM)
+        codes = job.cluster.wait(150.0)
+        assert set(codes.values()) == {143}, job.logs[-6000:]
+        assert job.protect(0, "arc") == 1
+        assert "does not run" in capsys.readouterr().err

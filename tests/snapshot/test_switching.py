@@ -1,0 +1,94 @@
+"""Protection that is switched while versions are taken, between real processes: P3, P4, P9."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from reft.load.inventory import take_inventory
+from reft.load.plan import RecoveryPlan, plan_recovery
+from reft.store.arena import Arena, scan
+from reft.store.protection import ProtectionRecord, read_record, resume
+from tests.snapshot.test_worker import _launch, _versions
+from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
+
+
+@pytest.mark.timeout(120)
+def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(tmp_path: Path) -> None:
+    results = _launch(tmp_path, "switch")
+    assert all(result["records"] == results[0]["records"] for result in results)
+    for rank, result in enumerate(results):
+        assert set(result["outcome"].values()) == {True}, "no version is lost where training waits for each"
+        found = {int(step): arenas for step, arenas in result["found"].items()}
+        # The order of step 2 is heard in its vote: version 2 is still arc's, and stays beside an empty arena.
+        assert [scheme for _, scheme, _ in found[2]] == ["", "arc"]
+        assert [(step, scheme) for step, scheme, _ in found[3]] == [(0, ""), (3, "aec")]
+        sizes = {size for _, _, size in found[3]}
+        assert len(sizes) == 1, "what arc took is given back at the first commit under aec"
+        assert [(step, scheme) for step, scheme, _ in found[5]] == [(0, ""), (5, "none")]
+        assert max(size for _, _, size in found[5]) < min(sizes)
+        assert [scheme for _, scheme, _ in found[9]] == ["none", "none"], "refused orders change nothing"
+        assert [scheme for _, scheme, _ in found[12]] == ["aec", "aec"]
+        _check_content_of_parity(tmp_path, rank)
+    records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
+    assert [r.scheme for r in records] == ["aec", "none", "none", "none", "aec"]
+    assert [r.tolerance for r in records] == [1, 0, 0, 0, 1]
+    assert [r.step for r in records] == [2, 4, 4, 4, 10]
+    assert records[2].refused is not None
+    assert "memory_limit_bytes" in records[2].refused.cause
+    assert records[3].refused is not None
+    assert "at least 3 data-parallel members, found 2" in records[3].refused.cause
+    assert records[4].refused is None
+
+
+def _check_content_of_parity(root: Path, rank: int) -> None:
+    assert set(_versions(root, rank)) == {11, 12}
+    arena = _versions(root, rank)[12]
+    header = arena.header()
+    assert header is not None
+    assert header.coding.startswith("aec")
+    assert all(arena.verify(entry) for entry in header.entries)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fault", ["during_switch 3", "during_copy 4", "before_commit 4"])
+def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme(
+    tmp_path: Path, fault: str
+) -> None:
+    (tmp_path / "fault").write_text(fault)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        mp.start_processes(run, args=(str(tmp_path), port, "switch_killed"), nprocs=4, start_method="spawn")
+    inventories = [take_inventory(tmp_path / f"node{r}", TOPOLOGY.nodes[r], SECRET) for r in range(4)]
+    for lost in (None, 0, 1, 2, 3):
+        present = [inventory for r, inventory in enumerate(inventories) if r != lost]
+        plan = plan_recovery(present, TOPOLOGY, job_id="job")
+        assert isinstance(plan, RecoveryPlan), f"with node {lost} lost: {plan}"
+        # Version 3 was committed before the switch; version 4 may be whole, and then is aec's everywhere.
+        assert plan.label.step >= 3
+    records = [record for r in range(4) if (record := read_record(tmp_path / f"node{r}"))]
+    begun = resume(records, "arc")
+    assert begun == resume(list(reversed(records)), "arc")
+    if fault.endswith("4"):
+        assert begun.scheme == "aec"
+    for rank in range(4):
+        for _, arena in scan(tmp_path / f"node{rank}", SECRET):
+            assert isinstance(arena, Arena)
+            header = arena.header()
+            if header is not None and header.state.whole:
+                assert header.scheme == ("arc" if header.label.step <= 3 else "aec")
+                assert all(arena.verify(entry) for entry in header.entries)
+
+
+def test_the_block_counts_again_once_it_is_edited() -> None:
+    switched = ProtectionRecord("aec", "arc", number=7, step=12, incarnation=1, tolerance=1)
+    stale = ProtectionRecord("arc", "arc", number=3, step=2, incarnation=1, tolerance=1)
+    assert resume([stale, switched], "arc") == switched
+    edited = resume([stale, switched], "rs:2")
+    assert (edited.scheme, edited.number) == ("rs:2", 7)  # orders of before stay done
+    assert resume([], "arc").scheme == "arc"
