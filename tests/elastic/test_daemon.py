@@ -74,7 +74,9 @@ def run_here(job_dir: JobDir) -> Iterator[Callable[..., Daemon]]:
         thread = threading.Thread(target=daemon.run)
         thread.start()
         started.append((daemon, thread))
-        wait_for(lambda: answers(job_dir), "the daemon")
+        # Not the one before, which answers until this one has taken the socket over.
+        began = daemon.status.snapshot()["started_unix_secs"]
+        wait_for(lambda: answers(job_dir) and _status(job_dir)["started_unix_secs"] == began, "the daemon")
         return daemon
 
     yield start
@@ -82,6 +84,10 @@ def run_here(job_dir: JobDir) -> Iterator[Callable[..., Daemon]]:
         daemon.end()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def _status(job_dir: JobDir) -> dict:
+    return request(job_dir.path, job_dir.secret, "status")
 
 
 def answers(job_dir: JobDir) -> bool:
