@@ -23,6 +23,10 @@ class UnrecoverableError(ReftError, RuntimeError):
     """The job made progress, but neither memory nor disk holds a whole version of it."""
 
 
+class StaleReplicaError(ReftError, RuntimeError):
+    """A replica of an optimizer partition no longer follows its owner and must be copied anew."""
+
+
 class ArenaError(ReftError, RuntimeError):
     """A memory file is missing, foreign, torn or too small."""
 

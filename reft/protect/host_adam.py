@@ -19,13 +19,9 @@ from typing import Any
 
 import torch
 
-from reft.errors import ReftError, UnsupportedStateError
+from reft.errors import StaleReplicaError, UnsupportedStateError
 
 _REPLAY_FAR = 1 << 20
-
-
-class StaleReplicaError(ReftError, RuntimeError):
-    """The replica no longer follows its owner and must be copied anew."""
 
 
 class AdamKind(StrEnum):

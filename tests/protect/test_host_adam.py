@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from reft.errors import UnsupportedStateError
+from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.protect.host_adam import (
     AdamKind,
     AdamReplica,
     GroupStep,
     ReplicaTensors,
-    StaleReplicaError,
     recipe_of,
     step_of,
 )
