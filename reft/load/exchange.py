@@ -1,4 +1,4 @@
-"""What ranks tell each other during recovery: inventories, and which sources turned out corrupt.
+"""What ranks tell each other during recovery: inventories, and which sources are refused.
 
 Collectives over the gloo group of all ranks. Messages are bytes under the job's secret, never pickle
 (P11). An error on one rank reaches all, so that nobody waits for a rank that has given up.
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgpack
 import torch
@@ -80,17 +81,26 @@ def gather_inventories(
     return tuple(Inventory.decode(message, secret) for message in messages if message)
 
 
+class Flaw(StrEnum):
+    """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes are in
+    order, the data it was computed from."""
+
+    STORED = "corrupt or unreadable in"
+    IN_TRANSIT = "corrupt on the way from"
+    OTHER_DATA = "computed from other data than the version's, in"
+
+
 @dataclass(frozen=True)
 class Repair:
-    """One stored block that did not match its checksum, and what took its place.
+    """One stored block that could not be used, and what took its place.
 
     Attributes:
         label: version it belonged to.
         block: the block in words.
         nbytes: its length.
-        node: node that holds the corrupt bytes.
-        arena: file that holds them.
-        in_transit: True if the bytes were right where they are stored and wrong on arrival.
+        node: node that holds it.
+        arena: file that holds it.
+        flaw: what was wrong with it.
         replaced_by: where the restored bytes came from, in words.
     """
 
@@ -99,13 +109,12 @@ class Repair:
     nbytes: int
     node: str
     arena: str
-    in_transit: bool
+    flaw: Flaw
     replaced_by: str
 
     def __str__(self) -> str:
-        where = "on the way from" if self.in_transit else "or unreadable in"
         return (
-            f"{self.block}, {self.label}: {self.nbytes} bytes corrupt {where} {self.arena} on node "
+            f"{self.block}, {self.label}: {self.nbytes} bytes {self.flaw} {self.arena} on node "
             f"{self.node}; restored from {self.replaced_by}"
         )
 
@@ -114,11 +123,11 @@ class Repair:
 class _Finding:
     label: Label
     fetch: Fetch
-    in_transit: bool
+    flaw: Flaw
 
 
 class Ledger:
-    """The corrupt sources found so far, the same on all ranks.
+    """The sources refused so far, the same on all ranks.
 
     Args:
         topology: placement of the running incarnation.
@@ -137,18 +146,16 @@ class Ledger:
         """Sources no plan may use."""
         return frozenset(self._findings)
 
-    def share(
-        self, plan: RecoveryPlan, stage: Callable[[], frozenset[BlockSource]], *, in_transit: bool
-    ) -> bool:
-        """Run ``stage`` on every rank and enter the corrupt sources it returned on any; collective.
+    def share(self, plan: RecoveryPlan, stage: Callable[[], frozenset[BlockSource]], flaw: Flaw) -> bool:
+        """Run ``stage`` on every rank and enter the sources it refused on any; collective.
 
         Args:
             plan: the plan being carried out.
-            stage: does this rank's part and returns the sources it found corrupt.
-            in_transit: whether these were right where they are stored.
+            stage: does this rank's part and returns the sources it refuses.
+            flaw: why.
 
         Returns:
-            Whether any rank found a corrupt source.
+            Whether any rank refused a source.
 
         Raises:
             TransferError: if a peer is gone, or its stage failed.
@@ -170,8 +177,8 @@ class Ledger:
         by_source = {f.source: f for fetches in plan.fetches.values() for f in fetches} if sources else {}
         for source in sources:
             fetch = by_source[source]
-            moved = in_transit and fetch.kind is not SourceKind.LOCAL
-            self._findings[source] = _Finding(plan.label, fetch, moved)
+            here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
+            self._findings[source] = _Finding(plan.label, fetch, Flaw.STORED if here else flaw)
         return bool(sources)
 
     def _exchange(
@@ -192,7 +199,7 @@ class Ledger:
         return errors, sorted(sources)
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
-        """Every corrupt source met, and what ``plan``, which was carried out, used instead."""
+        """Every source refused, and what ``plan``, which was carried out, used instead."""
         used: dict[tuple[int, int, BlockKey], set[str]] = {}
         for fetches in plan.fetches.values():
             for f in fetches:
@@ -200,7 +207,9 @@ class Ledger:
         repairs = []
         for source, finding in self._findings.items():
             fetch = finding.fetch
-            instead = ", ".join(sorted(used.get((fetch.pp, fetch.tp, fetch.key), ())))
+            # What was only read to decode something else has no place of its own in the plan.
+            places = sorted(used.get((fetch.pp, fetch.tp, fetch.key), ()))
+            instead = ", ".join(places) or "other blocks of its stripe"
             if finding.label != plan.label:
                 instead = f"an older version, {plan.label}, for want of another source"
             block = describe_block(fetch.pp, fetch.tp, fetch.key)
@@ -211,7 +220,7 @@ class Ledger:
                     fetch.nbytes,
                     source.node,
                     source.arena,
-                    finding.in_transit,
+                    finding.flaw,
                     instead,
                 )
             )

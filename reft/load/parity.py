@@ -45,11 +45,12 @@ class Accumulator:
 
     Args:
         lost: the block.
+        out: where it is summed up: zeros, ``lost.padded_bytes`` of them.
     """
 
-    def __init__(self, lost: LostBlock) -> None:
+    def __init__(self, lost: LostBlock, out: NDArray[np.uint8]) -> None:
         self.lost = lost
-        self._sum: NDArray[np.uint8] = np.zeros(lost.padded_bytes, np.uint8)
+        self._sum = out
         self._coefficients = dict(lost.terms)
         self._backend = numpy_backend()
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from itertools import count
+from contextlib import closing
+from itertools import accumulate, count
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
+from reft.blocks import BlockKey, Section
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.parity import Accumulator, LostBlock
@@ -28,23 +29,55 @@ from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = Rebuild((), 0, "", ())
+
 
 class Decoder:
-    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes.
+    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes them where they are to
+    stay: there is no second copy of them (P9).
 
     Args:
-        rebuild: what to decode.
+        plan: names the version and what it needs decoded.
+        at: decodes its part of it, which may be nothing.
+        directory: for the arena.
+        node: where that is.
+        secret: the job's secret.
     """
 
-    def __init__(self, rebuild: Rebuild) -> None:
-        self._rebuild = rebuild
-        self._sums = [Accumulator(lost) for lost in rebuild.blocks]
+    def __init__(self, plan: RecoveryPlan, at: Coordinate, directory: Path, node: str, secret: bytes) -> None:
+        self._plan = plan
+        self._at = at
+        self._directory = directory
+        self._node = node
+        self._secret = secret
+        self._rebuild = plan.rebuilds.get(at, _NOTHING)
+        self._arena: Arena | None = None
+        self._sums: list[tuple[int, Accumulator]] = []
         self._uses: dict[BlockKey, list[Accumulator]] = defaultdict(list)
-        for accumulator in self._sums:
-            for key, _ in accumulator.lost.terms:
-                self._uses[key].append(accumulator)
         self._checksums: dict[int, tuple[int, ...]] = {}
+        self._sealed = False
         self._lock = threading.Lock()
+
+    def reserve(self) -> None:
+        """Make the arena; before the first block is taken.
+
+        Raises:
+            OutOfMemoryError: there is no room.
+        """
+        blocks = self._rebuild.blocks
+        if not blocks:
+            return
+        # Padded lengths are multiples of the alignment.
+        offsets = list(accumulate((lost.padded_bytes for lost in blocks), initial=0))
+        path = _new_path(self._directory, self._at)
+        self._arena = Arena.create(path, offsets[-1], len(blocks), self._secret)
+        self._arena.begin(self._header())
+        memory = np.frombuffer(self._arena.data, np.uint8)
+        for lost, offset in zip(blocks, offsets, strict=False):
+            accumulator = Accumulator(lost, memory[offset : offset + lost.padded_bytes])
+            self._sums.append((offset, accumulator))
+            for key, _ in lost.terms:
+                self._uses[key].append(accumulator)
 
     def take(self, fetch: Fetch, data: torch.Tensor) -> None:
         """A verified block has arrived; the sink of a transfer."""
@@ -55,21 +88,16 @@ class Decoder:
             for accumulator in self._uses[fetch.key]:
                 accumulator.add(fetch.key, data.numpy())
 
-    def store(
-        self, plan: RecoveryPlan, at: Coordinate, directory: Path, node: str, secret: bytes
-    ) -> frozenset[BlockSource]:
-        """Seal what was decoded in a new arena. Blocks with terms that never arrived are left out.
+    def store(self) -> frozenset[BlockSource]:
+        """Seal what was decoded. Blocks with terms that never arrived are left out.
 
         Returns:
             Parities that cannot be used: what was decoded from them, with other verified blocks, is not what
             its owner copied. Planning again without them falls down the ladder (P5).
-
-        Raises:
-            OutOfMemoryError: there is no room.
         """
-        decoded = [accumulator for accumulator in self._sums if accumulator.complete]
-        done = [accumulator for accumulator in decoded if self._is_what_was_copied(accumulator)]
-        wrong = {key for a in decoded if a not in done for key, _ in a.lost.terms}
+        decoded = [(offset, a) for offset, a in self._sums if a.complete]
+        done = [(offset, a) for offset, a in decoded if self._is_what_was_copied(a)]
+        wrong = {key for item in decoded if item not in done for key, _ in item[1].lost.terms}
         refused = {
             f.source for f in self._rebuild.fetches if f.key in wrong and f.key.section is Section.PARITY
         }
@@ -77,27 +105,26 @@ class Decoder:
             logger.warning(
                 "[node %s - step %d] %d blocks decoded from verified blocks are not what their owner copied: "
                 "the parity is of other data. It is not used; please report this",
-                *(node, plan.label.step, len(decoded) - len(done)),
+                *(self._node, self._plan.label.step, len(decoded) - len(done)),
             )
-        if not done:
-            return frozenset(refused)
-        offsets, end = [], 0
-        for accumulator in done:
-            offsets.append(end)
-            end += -(-accumulator.lost.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        with Arena.create(_new_path(directory, at), end, len(done), secret) as arena:
-            arena.begin(self._header(plan, at, node))
-            entries = []
-            for offset, accumulator in zip(offsets, done, strict=True):
-                lost = accumulator.lost
-                arena.data[offset : offset + lost.nbytes] = accumulator.result().data
-                entries.append(self._entry(lost, offset, self._checksum_of(lost)))
-            arena.seal(entries)
-        logger.warning(
-            "[node %s - step %d] decoded %d lost blocks of %s from parity (%.1f MiB)",
-            *(node, plan.label.step, len(done), f"pp{at.pp}.tp{at.tp}", end / 2**20),
-        )
+        if done and self._arena is not None:
+            self._arena.seal([self._entry(a.lost, offset, self._checksum_of(a.lost)) for offset, a in done])
+            self._sealed = True
+            logger.warning(
+                "[node %s - step %d] decoded %d lost blocks of pp%d.tp%d from parity (%.1f MiB)",
+                *(self._node, self._plan.label.step, len(done), self._at.pp, self._at.tp),
+                sum(a.lost.nbytes for _, a in done) / 2**20,
+            )
         return frozenset(refused)
+
+    def close(self) -> None:
+        """Let go of the arena, which stays if anything was sealed in it."""
+        self._sums.clear()
+        self._uses.clear()
+        if self._arena is not None:
+            self._arena.close()
+            if not self._sealed:
+                self._arena.path.unlink(missing_ok=True)
 
     def _is_what_was_copied(self, accumulator: Accumulator) -> bool:
         return checksum(accumulator.result().data) == self._checksum_of(accumulator.lost)
@@ -111,13 +138,13 @@ class Decoder:
         image_bytes = self._rebuild.image_bytes
         return Entry(lost.key, lost.start_bytes, lost.nbytes, image_bytes, offset, digest, owner=False)
 
-    def _header(self, plan: RecoveryPlan, at: Coordinate, node: str) -> ArenaHeader:
+    def _header(self) -> ArenaHeader:
         return ArenaHeader(
-            job_id=plan.job_id,
-            node=node,
-            degrees=plan.degrees,
-            coordinate=at,
-            label=plan.label,
+            job_id=self._plan.job_id,
+            node=self._node,
+            degrees=self._plan.degrees,
+            coordinate=self._at,
+            label=self._plan.label,
             state=ArenaState.WRITING,
             layout=self._rebuild.layout,
         )
@@ -145,11 +172,13 @@ def rebuild_offline(
     """
     bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
-        decoder = Decoder(rebuild)
-        for fetch in rebuild.fetches:
-            if (fetch.node, fetch.arena) not in arenas or not matches(fetch, arenas):
-                bad.add(fetch.source)
-                continue
-            decoder.take(fetch, torch.from_numpy(np.frombuffer(stored_bytes(fetch, arenas), np.uint8).copy()))
-        bad |= decoder.store(plan, coordinate, directory, node, secret)
+        with closing(Decoder(plan, coordinate, directory, node, secret)) as decoder:
+            decoder.reserve()
+            for fetch in rebuild.fetches:
+                if (fetch.node, fetch.arena) not in arenas or not matches(fetch, arenas):
+                    bad.add(fetch.source)
+                    continue
+                data = np.frombuffer(stored_bytes(fetch, arenas), np.uint8).copy()
+                decoder.take(fetch, torch.from_numpy(data))
+            bad |= decoder.store()
     return take_inventory(directory, node, secret), frozenset(bad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -18,14 +19,13 @@ import torch.distributed as dist
 
 from reft.blocks import Section
 from reft.faults import FaultPlan
-from reft.load.exchange import Ledger, Repair, gather_inventories
+from reft.load.exchange import Flaw, Ledger, Repair, gather_inventories
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, opened_arenas
 from reft.load.plan import (
     BlockSource,
     Fetch,
     NotRecoverable,
-    Rebuild,
     RecoveryPlan,
     SourceKind,
     plan_recovery,
@@ -37,8 +37,6 @@ from reft.store.label import Label
 from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
-
-_NOTHING = Rebuild((), 0, "", ())
 
 Prepare = Callable[[bytes], None]
 """Takes this coordinate's verified host image and gives the live state the shape it describes."""
@@ -148,13 +146,14 @@ class _Courier:
         def verify() -> frozenset[BlockSource]:
             return verify_sources(part, self.topology, self.rank, self.arenas)
 
-        def decode() -> frozenset[BlockSource]:
-            decoder = Decoder(plan.rebuilds.get(at, _NOTHING))
-            bad = self._move(part, decoder.take, None, counted=False)
-            return bad | decoder.store(plan, at, job_dir, self.topology.nodes[self.rank], secret)
+        def move() -> frozenset[BlockSource]:
+            decoder.reserve()
+            return self._move(part, decoder.take, None, counted=False)
 
-        if not ledger.share(part, verify, in_transit=False):
-            ledger.share(part, decode, in_transit=True)
+        with closing(Decoder(plan, at, job_dir, self.topology.nodes[self.rank], secret)) as decoder:
+            if not ledger.share(part, verify, Flaw.STORED):
+                ledger.share(part, move, Flaw.IN_TRANSIT)
+                ledger.share(part, decoder.store, Flaw.OTHER_DATA)
 
     def carry_out(
         self, plan: RecoveryPlan, ledger: Ledger, prepare: Prepare, sink: Sink, faults: FaultPlan | None
@@ -183,7 +182,8 @@ class _Courier:
             return self._move(plan.only(Section.REPLICATED, Section.OWNED), sink, faults)
 
         stages = (verify, move_host, prepare_state, move_state)
-        return not any(ledger.share(plan, s, in_transit=s is not verify) for s in stages)
+        flaws = {verify: Flaw.STORED}
+        return not any(ledger.share(plan, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
 
     def _move(
         self, plan: RecoveryPlan, sink: Sink, faults: FaultPlan | None, *, counted: bool = True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -280,3 +280,17 @@ def expected_rung(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]]
     owner_nodes = {n for n, owner in holders if owner}
     assert fetch.node in (owner_nodes or {n for n, _ in holders})
     return "peer" if owner_nodes else "copy"
+
+
+def falsify_parities(path: Path, only: Callable[[Entry], bool] = lambda entry: True) -> None:
+    """Parities that match their checksums, but were computed from other data."""
+    with Arena.open(path, SECRET, writable=True) as arena:
+        header = arena.header()
+        entries = list(header.entries)
+        for number, entry in enumerate(entries):
+            if entry.key.section is Section.PARITY and only(entry):
+                arena.data[entry.arena_offset] ^= 1
+                digest = checksum(arena.read_block(entry))
+                entries[number] = replace(entry, checksum=digest)
+        arena.begin(header)
+        arena.seal(entries)

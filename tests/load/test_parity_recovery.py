@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -17,10 +16,9 @@ from reft.load.rebuild import rebuild_offline
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.placement import tolerance
 from reft.store.arena import Arena
-from reft.store.header import checksum
 from reft.topology import Degrees
 
-from .fleet import JOB, NEW, SECRET, Fleet, place, without
+from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, place, without
 
 SCHEMES = [(2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1), (3, 0, 2), (5, 0, 2), (3, 1, 1), (4, 1, 1), (5, 1, 1)]
 
@@ -94,20 +92,6 @@ def test_p5_a_corrupt_block_is_decoded_where_nothing_is_lost(tmp_path):
     assert [block.key for rebuild in plan.rebuilds.values() for block in rebuild.blocks] == [entry.key]
     for (at, section), image in images.items():
         np.testing.assert_array_equal(image, fleet.image(at, section, NEW))
-
-
-def falsify_parities(path, only=lambda entry: True):
-    """Parities that match their checksums, but were computed from other data."""
-    with Arena.open(path, SECRET, writable=True) as arena:
-        header = arena.header()
-        entries = list(header.entries)
-        for number, entry in enumerate(entries):
-            if entry.key.section is Section.PARITY and only(entry):
-                arena.data[entry.arena_offset] ^= 1
-                digest = checksum(arena.read_block(entry))
-                entries[number] = replace(entry, checksum=digest)
-        arena.begin(header)
-        arena.seal(entries)
 
 
 def test_p5_what_is_decoded_from_other_data_is_never_restored(tmp_path):

@@ -108,6 +108,14 @@ def test_p5_a_corrupt_parity_is_found_and_another_one_decodes(results):
         assert "parity block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
 
 
+def test_p5_a_parity_of_other_data_is_told_from_a_corrupt_one(results):
+    """Its own bytes are in order, here and on the way: only what is decoded from it is not."""
+    for result in restored(results, "parity_of_other_data"):
+        assert set(result["flaws"]) == {"OTHER_DATA"}
+        assert "computed from other data than the version's, in rank0-slot0.arena" in result["repaired"][0]
+        assert "restored from other blocks of its stripe" in result["repaired"][0]
+
+
 def test_p9_many_waves_through_a_small_window(results):
     """The whole state of a new node passes through 4 KiB of buffers."""
     newcomer = restored(results, "node_lost")[2]
@@ -121,7 +129,7 @@ def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results)
         text = "\n".join(result["repaired"])
         assert len(result["repaired"]) == 2
         assert result["rounds"] in (2, 3)  # what is sent is checked first, what is local when it is used
-        assert result["in_transit"] == [False] * 2
+        assert result["flaws"] == ["STORED"] * 2
         assert "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)" in text
         assert (
             "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0"
@@ -139,7 +147,7 @@ def test_p5_a_flipped_byte_in_local_memory_is_fetched_from_the_copy(results):
 
 def test_p5_a_block_damaged_after_it_was_verified_is_found_on_arrival(results):
     for result in restored(results, "corrupt_on_the_way"):
-        assert result["in_transit"] == [True]
+        assert result["flaws"] == ["IN_TRANSIT"]
         assert result["rounds"] == 2
         assert result["prepared"] == 2
         assert "corrupt on the way from rank0-slot0.arena on node n1" in result["repaired"][0]

@@ -30,7 +30,7 @@ from reft.store.arena import Arena
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology
 
-from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, without
+from .fleet import JOB, NEW, OLD, SECRET, Fleet, falsify_parities, place, without
 
 WORLD_SIZE = 4
 RING = Fleet(place(Degrees(1, 4, 1), "single"), scale=50, block_bytes=1024)
@@ -70,6 +70,7 @@ SCENARIOS = {
     "decoded": Scenario(AEC, lost=("n2",)),
     "two_decoded": Scenario(RS2, lost=("n1", "n2")),
     "corrupt_parity": Scenario(RS2, lost=("n2",)),
+    "parity_of_other_data": Scenario(RS2, lost=("n2",)),
     "corrupt_at_source": Scenario(lost=("n2",)),
     "corrupt_locally": Scenario(),
     "corrupt_on_the_way": Scenario(lost=("n2",)),
@@ -136,7 +137,7 @@ class Rank:
             "buffer_bytes": outcome.stats.buffer_bytes,
             "waves": outcome.stats.waves,
             "repaired": [str(r) for r in outcome.repaired],
-            "in_transit": [r.in_transit for r in outcome.repaired],
+            "flaws": [r.flaw.name for r in outcome.repaired],
             "rounds": outcome.rounds,
             "prepared": self.prepared,
             "text": str(outcome),
@@ -271,6 +272,9 @@ def prepare_memory(root: Path) -> None:
     damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)
     damage(root / "corrupt_locally" / "n0" / arena, Section.HOST, member=0)
     damage(root / "corrupt_parity" / "n0" / arena, Section.PARITY, member=0, index=0)
+    for node in ("n0", "n1", "n3"):
+        # The first parity of each stripe, which decoding prefers.
+        falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
     # Both sources of a block of the newer version: only the older one is whole.
     for node, slot in (("n0", 1), ("n1", 1)):
         damage(root / "older_version" / node / f"rank0-slot{slot}.arena", Section.REPLICATED, member=1)
