@@ -33,6 +33,7 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 
 faults: venv  ## the fault matrix: every pair of values, with all variants and protections; VARIANT=host: only that one; FULL=1: every combination
 	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(if $(VARIANT),--variant $(VARIANT)) $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m tests.faults.write_hole)
 
 deepspeed-versions: venv  ## the integration tests against the oldest supported DeepSpeed releases
 	$(BIN)/python -m tests.deepspeed_versions $(ARGS)

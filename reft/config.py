@@ -36,10 +36,14 @@ ENV_PROFILE = "REFT_PROFILE"
 
 
 class FaultPoint(StrEnum):
-    """Places where a test may make a rank fail. Each is reached once per version (or restore)."""
+    """Places where a test may make a rank fail. Each is reached once per version (or restore), those of
+    parity only where there is any; ``during`` means in the middle of it."""
 
     BEFORE_COPY = "before_copy"
     DURING_COPY = "during_copy"
+    BEFORE_PARITY = "before_parity"
+    DURING_PARITY = "during_parity"
+    BEFORE_SEAL = "before_seal"
     AFTER_SEAL = "after_seal"
     BEFORE_COMMIT = "before_commit"
     AFTER_COMMIT = "after_commit"

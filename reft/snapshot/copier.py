@@ -6,12 +6,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from reft.config import FaultPoint
 from reft.snapshot.arenas import Filling
 from reft.snapshot.chunks import BlockHasher, Chunk, ChunkCache
 from reft.snapshot.copying import CopyEngine, CopyTicket
 from reft.snapshot.gate import Gate, Permit
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.trace import ChunkRecord
+from reft.snapshot.traffic import Kind
 
 _KEPT_CHUNKS = 2**16
 
@@ -62,7 +64,7 @@ class Copier:
         filling: Filling,
         gate: Gate,
         *,
-        half_way: Callable[[], None],
+        reach: Callable[[FaultPoint], None],
         handed_over: Callable[[], None],
     ) -> list[ChunkRecord]:
         """Fill the arena from the live tensors.
@@ -71,7 +73,7 @@ class Copier:
             images: live tensors.
             filling: where to.
             gate: asked before every chunk.
-            half_way: called once in the middle.
+            reach: called in the middle of the data, and before and in the middle of the parities.
             handed_over: called when the fence need not wait any longer.
 
         Returns:
@@ -79,25 +81,34 @@ class Copier:
         """
         chunks = self.cache.chunks(images, filling)
         if not chunks:
-            half_way()
+            reach(FaultPoint.DURING_COPY)
+        points = _fault_points(chunks)
+
+        def before(number: int) -> None:
+            for point in points.get(number, ()):
+                reach(point)
+
         if self.engine.asynchronous:
-            records = self._queue(chunks, filling, gate, half_way, handed_over)
+            records = self._queue(chunks, filling, gate, before, handed_over)
         else:
-            records = self._copy(chunks, filling, gate, half_way)
+            records = self._copy(chunks, filling, gate, before)
             handed_over()
             self.engine.synchronize()
         self.records.extend(records)
         return records
 
     def _copy(
-        self, chunks: Sequence[Chunk], filling: Filling, gate: Gate, half_way: Callable[[], None]
+        self,
+        chunks: Sequence[Chunk],
+        filling: Filling,
+        gate: Gate,
+        before: Callable[[int], None],
     ) -> list[ChunkRecord]:
         """Chunk by chunk; a chunk is hashed while it is in the cache, unless the fence waits."""
-        records, hasher, middle = [], BlockHasher(), len(chunks) // 2
+        records, hasher = [], BlockHasher()
         engine, clock, counted = self.engine, time.perf_counter, filling.traffic.to_host
         for number, chunk in enumerate(chunks):
-            if number == middle:
-                half_way()
+            before(number)
             permit = gate.admit()
             began = ended = clock()
             try:
@@ -120,16 +131,15 @@ class Copier:
         chunks: Sequence[Chunk],
         filling: Filling,
         gate: Gate,
-        half_way: Callable[[], None],
+        before: Callable[[int], None],
         handed_over: Callable[[], None],
     ) -> list[ChunkRecord]:
         """Hand chunks to the device, a window's worth at a time; wait for them behind the fence."""
         queued: list[tuple[Chunk, Permit, CopyTicket]] = []
-        middle, left = len(chunks) // 2, 0
+        left = 0
         permit = Permit(0)
         for number, chunk in enumerate(chunks):
-            if number == middle:
-                half_way()
+            before(number)
             if left <= 0:
                 permit = gate.admit()
                 left = permit.nbytes
@@ -140,6 +150,16 @@ class Copier:
         handed_over()
         self.engine.synchronize()
         return [_record(c, p, *ticket.secs) for c, p, ticket in queued if ticket.secs is not None]
+
+
+def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
+    """What is reached before which chunk; parities come last."""
+    data = sum(chunk.kind is not Kind.PARITY for chunk in chunks)
+    points = {data // 2: [FaultPoint.DURING_COPY]}
+    if parities := len(chunks) - data:
+        points.setdefault(data, []).append(FaultPoint.BEFORE_PARITY)
+        points.setdefault(data + parities // 2, []).append(FaultPoint.DURING_PARITY)
+    return points
 
 
 def _record(chunk: Chunk, permit: Permit, began: float, ended: float) -> ChunkRecord:

@@ -433,7 +433,7 @@ class SnapshotWorker:
             images,
             filling,
             gate,
-            half_way=lambda: self._faults.reach(FaultPoint.DURING_COPY, step),
+            reach=lambda point: self._faults.reach(point, step),
             handed_over=request.copied.set,
         )
         # Last: it may wait for the device, and training does not wait for it.
@@ -467,6 +467,7 @@ class SnapshotWorker:
             if request.variant is Variant.INTER_NODE:
                 peer, nbytes = self._peer_traffic.send(filling.arena.data)
                 self._count_sent(filling, [peer], Counter({Kind.MIRROR: nbytes}))
+            self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
             filling.seal()
             self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
             return True, None

@@ -52,15 +52,15 @@ class Stored:
                 file.write(b"\xff" * 64)
 
 
-def stored(job_dir: Path) -> list[Stored]:
-    """Whole versions in a node's memory, newest first."""
+def stored(job_dir: Path, *, whole: bool = True) -> list[Stored]:
+    """Versions in a node's memory, newest first: whole ones only, or also one that is being written."""
     found = []
     for path, arena in JobDir.open(job_dir).scan():
         if isinstance(arena, Arena):
             with arena:
                 header = arena.header()
                 geometry = Geometry.of(arena.data_bytes, arena.max_entries)
-            if header is not None and header.state.whole:
+            if header is not None and (header.state.whole or not whole):
                 found.append(Stored(path, header, geometry))
     return sorted(found, key=lambda s: s.label, reverse=True)
 
