@@ -88,11 +88,12 @@ def _register_pass_through() -> None:
 
 
 def _register_memory_commands() -> None:
-    from reft import cli_job, cli_memory, cli_protect, cli_simulate
+    from reft import cli_job, cli_memory, cli_plan, cli_protect, cli_simulate
 
     cli_memory.register(app)
     cli_job.register(app)
     cli_protect.register(app)
+    cli_plan.register(app)
     cli_simulate.register(app)
 
 

@@ -11,11 +11,10 @@ peers as the code survives losses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
 
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.tolerance import tolerance as tolerance_of_code
+from reft.protect.tolerance import fatal_loss
 from reft.topology import Topology, ring_order
 
 
@@ -69,27 +68,25 @@ def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPl
     return GroupPlacement(ring=ring_order(nodes), copies=copies, parities=parities)
 
 
+def fatal_nodes(nodes: Sequence[str], placement: GroupPlacement) -> tuple[str, ...]:
+    """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4).
+
+    Computed from the real nodes, not from the scheme's name. What a member alone owns is lost with all its
+    holders; replicated state under an erasure code by the rank of what is left.
+    """
+    holders = [{nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes))]
+    fewest = min(holders, key=len)
+    fatal = tuple(sorted(fewest))
+    coded = fatal_loss(placement.code(), nodes) if placement.parities else fatal
+    return coded if len(coded) < len(fatal) else fatal
+
+
 def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
     """Largest f such that *every* loss of f nodes leaves one holder of every member's bytes (P4).
 
-    Computed from the real nodes, not from the scheme's name: 0 where members share a node with
-    their copies. A group never "survives" the loss of all its nodes.
+    0 where members share a node with their copies. A group never "survives" the loss of all its nodes.
     """
-    distinct = sorted(set(nodes))
-    if placement.parities:
-        coded = tolerance_of_code(placement.code(), nodes)
-        return min(
-            coded,
-            group_tolerance(
-                nodes, replace(placement, copies=placement.copies + placement.parities, parities=0)
-            ),
-        )
-    holder_nodes = [{nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes))]
-    for lost in range(1, len(distinct)):
-        for dead in combinations(distinct, lost):
-            if any(holders <= set(dead) for holders in holder_nodes):
-                return lost - 1
-    return max(0, len(distinct) - 1)
+    return len(fatal_nodes(nodes, placement)) - 1
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:

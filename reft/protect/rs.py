@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from reft.errors import ConfigError
 from reft.protect.gf256 import Row, inverse, multiply, power
 
 PACKETS = 8
@@ -39,10 +40,10 @@ def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
     Any ``parities`` losses among the blocks and the parities can be decoded (MDS).
 
     Raises:
-        ValueError: beyond the size of the field: more than 255 blocks, or more than 256 in all.
+        ConfigError: beyond the size of the field: more than 255 blocks, or more than 256 in all.
     """
-    if blocks > 255 or parities + blocks > 256:
-        raise ValueError(
+    if parities > 1 and (blocks > 255 or parities + blocks > 256):  # one parity is plain XOR
+        raise ConfigError(
             f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 blocks and "
             f"256 in all; use smaller sharding groups"
         )

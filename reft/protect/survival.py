@@ -11,7 +11,7 @@ losses; :func:`survived_losses` counts them for any placement, by rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import comb, exp, sqrt
 
@@ -65,12 +65,15 @@ def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
-def survived_losses(code: Code, nodes: Sequence[str] | None = None) -> tuple[int, ...]:
+def survived_losses(
+    code: Code, nodes: Sequence[str] | None = None, holders: Sequence[Collection[int]] = ()
+) -> tuple[int, ...]:
     """Of every number of lost nodes, how many sets the placement survives, counted by rank.
 
     Args:
         code: the placement.
         nodes: node of every member; default a node each.
+        holders: sets of members that must not all be lost: who keeps what the code does not protect.
 
     Raises:
         ValueError: above 20 nodes, where there are too many sets to count; use :func:`simulate`.
@@ -82,18 +85,22 @@ def survived_losses(code: Code, nodes: Sequence[str] | None = None) -> tuple[int
             f"found a group of {len(distinct)} nodes; counting every loss takes at most "
             f"{_MOST_COUNTED_NODES}: use the Monte Carlo simulation"
         )
+    members = [{m for m, node in enumerate(where) if node == name} for name in distinct]
     counts = [0] * (len(distinct) + 1)
     level: list[tuple[int, ...]] = [()]
     while level:
         counts[len(level[0])] = len(level)
         # A loss that is survived contains only such losses: extend those of the last level.
         extended = ((*dead, n) for dead in level for n in range(dead[-1] + 1 if dead else 0, len(distinct)))
-        level = [dead for dead in extended if _survives_nodes(code, where, tuple(distinct[n] for n in dead))]
+        level = [dead for dead in extended if _is_survived(code, holders, members, dead)]
     return tuple(counts)
 
 
-def _survives_nodes(code: Code, where: Sequence[str], dead: Sequence[str]) -> bool:
-    return survives(code, [m for m, node in enumerate(where) if node in dead])
+def _is_survived(
+    code: Code, holders: Sequence[Collection[int]], members: Sequence[set[int]], dead: Sequence[int]
+) -> bool:
+    lost = set().union(*(members[n] for n in dead))
+    return not any(lost.issuperset(kept) for kept in holders) and survives(code, lost)
 
 
 def group_survival(q: float, survived: Sequence[int]) -> float:

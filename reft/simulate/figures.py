@@ -55,7 +55,7 @@ def draw_overheads(groups: Sequence[tuple[str, Sequence[Predictions]]], path: Pa
         ConfigError: matplotlib is missing.
     """
     rows = -(-len(groups) // 2)
-    figure = _figure(13.0, 1.0 + 3.4 * rows)
+    figure = new_figure(13.0, 1.0 + 3.4 * rows)
     panels = figure.subplots(rows, min(2, len(groups)), squeeze=False, sharey=True)
     for axes, (title, results) in zip(panels.flat, groups, strict=False):
         _draw_group(axes, results)
@@ -67,7 +67,7 @@ def draw_overheads(groups: Sequence[tuple[str, Sequence[Predictions]]], path: Pa
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
     figure.suptitle("A snapshot every step: simulated from published hardware figures, not measured")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_group(axes: Any, results: Sequence[Predictions]) -> None:
@@ -104,7 +104,7 @@ def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    figure = _figure(13.0, 1.8 + 0.7 * len(simulation.stages))
+    figure = new_figure(13.0, 1.8 + 0.7 * len(simulation.stages))
     axes = figure.add_subplot()
     scale, unit = (1.0, "s") if simulation.makespan_secs >= 2 else (1e3, "ms")
     least_secs = _LEAST_NUMBERED_SHARE * simulation.makespan_secs
@@ -122,7 +122,7 @@ def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:
     )
     what = title or simulation.schedule
     axes.set_title(f"{what} (simulated): bubble {simulation.bubble_fraction:.0%}", loc="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_stage(axes: Any, stage: StageResult, scale: float, least_secs: float) -> None:
@@ -160,7 +160,12 @@ def _busy(intervals: Sequence[Interval]) -> Iterator[tuple[Interval, tuple[str, 
             yield interval, _ACTIVITIES.get(type(interval.instruction), _TRANSFER)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -173,7 +178,12 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write it; the suffix chooses the format.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -19,7 +19,7 @@ How they disturb the step (see :mod:`reft.simulate.copying` and :class:`~reft.si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -172,15 +172,15 @@ def predict(
     part = PROTECTIONS[protection](training.data)
     found = []
     for variant, whole in _CASES:
-        stages = [_copying(variant, training, stage, 1.0 if whole else part) for stage in plain.stages]
-        simulation = simulate(pipeline, costs, stages)
+        copied = [(1.0 if whole else part) * training.state_bytes(p) for p in range(training.stages)]
+        simulation = simulate_copying(variant, training, plain, copied, pipeline)
         found.append(
             Prediction(
                 variant=variant,
                 whole_stage=whole,
                 step_secs=simulation.makespan_secs,
                 overhead=simulation.makespan_secs / plain.makespan_secs - 1.0,
-                nbytes=max(c.nbytes for c in stages),
+                nbytes=0.0 if variant is Variant.NONE else max(copied),
                 copied_bytes=bytes_by_tier(piece for s in simulation.stages for piece in s.pieces),
                 simulation=simulation,
             )
@@ -201,9 +201,25 @@ _CASES = (
 )
 
 
-def _copying(variant: Variant, training: Training, plain: StageResult, part: float) -> Copying:
-    """How one stage copies ``part`` of its state."""
-    machine, nbytes = training.machine, part * training.state_bytes(plain.stage_id)
+def simulate_copying(
+    variant: Variant, training: Training, plain: Simulation, nbytes: Sequence[float], pipeline: Schedule
+) -> Simulation:
+    """One step with a snapshot.
+
+    Args:
+        variant: how it is taken.
+        training: the job.
+        plain: its step without snapshots.
+        nbytes: what a device of each stage copies.
+        pipeline: the schedule of ``plain``.
+    """
+    stages = [_copying(variant, training, stage, n) for stage, n in zip(plain.stages, nbytes, strict=True)]
+    return simulate(pipeline, training.costs(), stages)
+
+
+def _copying(variant: Variant, training: Training, plain: StageResult, nbytes: float) -> Copying:
+    """How one stage copies ``nbytes``."""
+    machine = training.machine
     pinned = machine.copy_bytes_per_sec
     match variant:
         case Variant.NONE:

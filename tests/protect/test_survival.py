@@ -161,3 +161,11 @@ def test_what_cannot_be_computed_is_refused() -> None:
         protected_survival(0.9, 15, losses_within(4, 1))
     with pytest.raises(ValueError, match="Monte Carlo"):
         survived_losses(make_code(Scheme.parse("none"), range(21)))
+
+
+def test_losses_that_take_all_holders_are_not_survived() -> None:
+    """ARC of five survives the pairs that are no neighbours, unless something else lies on just that pair."""
+    code = make_code(Scheme.parse("arc"), range(5))
+    assert survived_losses(code, holders=[{0}])[:2] == (1, 4)
+    assert survived_losses(code)[2] == 5
+    assert survived_losses(code, holders=[{0, 2}])[2] == 4

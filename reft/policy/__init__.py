@@ -1,0 +1,1 @@
+"""Decisions: how state is protected, and what a job will cost and survive before it is started. Pure."""

@@ -1,0 +1,391 @@
+"""Which protection a job should have: every alternative with its cost, and one of them chosen. Pure.
+
+From what every rank knows alike (placement, sizes, memory, the wished tolerance) comes the same choice
+on every rank. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
+and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.OwnedBy`). Chosen is the
+one that moves least among those that fit the memory and survive the wished number of lost nodes; if
+none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+from reft.errors import ConfigError
+from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
+from reft.policy.pace import Fit, Pace
+from reft.protect.codes import Scheme
+from reft.protect.placement import fatal_nodes, place_group
+from reft.topology import Coordinate, Topology, ring_order
+
+GIB = 2**30
+_MOST_TESTS = 30_000
+"""Sets of lost nodes times members: a scheme with more to test by rank is left to be set by hand."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that the choice depends on.
+
+    Attributes:
+        topology: who sits where.
+        sections: of every rank.
+        arenas: versions kept in memory. block_bytes: the unit of checksum and transfer.
+        memory_bytes: what may be reserved on each node; None where it is not known.
+    """
+
+    topology: Topology
+    sections: tuple[RankSections, ...]
+    arenas: int = 2
+    block_bytes: int = 4 * 2**20
+    memory_bytes: Mapping[str, int] | None = None
+
+    @property
+    def owns(self) -> bool:
+        """Whether ranks have partitions that no peer holds."""
+        return any(s.owned_bytes for s in self.sections)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to protect the job.
+
+    Attributes:
+        scheme: redundancy of the replicated section.
+        owned_by: what protects partitions; None where there are none, or nothing is protected.
+        loads: of the busiest rank of each stage.
+        node: the fullest node, in relation to its memory. memory_bytes: what it has to reserve.
+        limit_bytes: what it may; None where that is not known.
+        fatal: a smallest set of nodes whose loss is not survived.
+        fit: prediction for the step; None where windows or bandwidth are not known.
+        available: False for what this version of reft cannot do in a job.
+    """
+
+    scheme: Scheme
+    owned_by: OwnedBy | None
+    loads: Mapping[int, Load]
+    node: str
+    memory_bytes: int
+    limit_bytes: int | None
+    fatal: tuple[str, ...]
+    fit: Fit | None = None
+    available: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme}+aor" if self.owned_by is OwnedBy.AOR else str(self.scheme)
+
+    @property
+    def tolerance(self) -> int:
+        """Node losses that every sharding group survives, computed from the placement (P4)."""
+        return len(self.fatal) - 1
+
+    @property
+    def busiest(self) -> Load:
+        return max(self.loads.values(), key=lambda load: (load.moved_bytes, load.memory_bytes))
+
+    @property
+    def fits_memory(self) -> bool:
+        return self.limit_bytes is None or self.memory_bytes <= self.limit_bytes
+
+    @property
+    def cost(self) -> tuple[int, int, int, int, str]:
+        """What is compared: bytes moved, memory, then decoding avoided."""
+        load = self.busiest
+        return load.moved_bytes, self.memory_bytes, self.scheme.parities, self.scheme.copies, self.name
+
+    def why_not(self, wished: int) -> str | None:
+        """Why it cannot be chosen; None if it can."""
+        if not self.available:
+            return "recomputed optimizers do not run in jobs yet"
+        if not self.fits_memory:
+            assert self.limit_bytes is not None
+            return (
+                f"needs {_memory(self.memory_bytes)} of host memory on {self.node}, "
+                f"{_memory(self.limit_bytes)} may be used"
+            )
+        if self.tolerance < wished:
+            return f"the loss of {_join(self.fatal)} is fatal: tolerance {self.tolerance}, wished {wished}"
+        return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The verdict.
+
+    Attributes:
+        wished: tolerance asked for.
+        chosen: what to use.
+        alternatives: all that have room in the groups, the cheapest first.
+        excluded: (name, why) of those that have none.
+        reason: why this one, in a sentence.
+        needed: what would have to change to reach the wish; empty if it is reached.
+    """
+
+    wished: int
+    chosen: Alternative
+    alternatives: tuple[Alternative, ...]
+    excluded: tuple[tuple[str, str], ...]
+    reason: str
+    needed: tuple[str, ...] = ()
+
+    @property
+    def reached(self) -> bool:
+        return self.chosen.why_not(self.wished) is None
+
+    def of(self, name: str) -> Alternative:
+        """The alternative of that name.
+
+        Raises:
+            ConfigError: it has no room in the groups, or is not among those that were evaluated.
+        """
+        for alternative in self.alternatives:
+            if alternative.name == name:
+                return alternative
+        why = dict(self.excluded).get(name, f"known: {', '.join(a.name for a in self.alternatives)}")
+        raise ConfigError(f"protection {name} is not possible here: {why}")
+
+    def why_not_chosen(self, alternative: Alternative) -> str:
+        """In words; empty for the chosen one."""
+        if alternative is self.chosen:
+            return ""
+        if why := alternative.why_not(self.wished):
+            return why
+        more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
+        return (
+            f"moves {_bytes(more)} more a step"
+            if more
+            else "moves as much, but takes more memory or decoding"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join((f"protection {self.chosen.name}: {self.reason}", *self.needed))
+
+
+def choose(
+    situation: Situation,
+    wished: int,
+    *,
+    pace: Pace | None = None,
+    aor_available: bool = False,
+    also: Sequence[Scheme] = (),
+    beyond: int = 0,
+) -> Choice:
+    """Evaluate every alternative and choose one. Deterministic.
+
+    Args:
+        situation: the job.
+        wished: node losses that every sharding group should survive.
+        pace: predicts the step, if windows and bandwidth are known.
+        aor_available: recomputed optimizers may be chosen; else they are only evaluated.
+        also: schemes to evaluate in any case.
+        beyond: evaluate schemes that survive so many more losses than needed.
+    """
+    candidates, excluded = _candidates(situation, wished, also, beyond)
+    alternatives = sorted(
+        _evaluate(situation, candidates, pace, aor_available), key=lambda alternative: alternative.cost
+    )
+    usable = [a for a in alternatives if a.available and a.fits_memory]
+    best = max((a.tolerance for a in usable), default=0)
+    good = [a for a in usable if a.tolerance >= min(wished, best)]
+    smallest = min((a for a in alternatives if a.available), key=lambda a: (a.memory_bytes, a.cost))
+    chosen = good[0] if good else smallest
+    needed = () if chosen.why_not(wished) is None else tuple(_needed(situation, wished, alternatives))
+    reason = _reason(chosen, wished, usable, situation)
+    return Choice(wished, chosen, tuple(alternatives), tuple(excluded), reason, needed)
+
+
+def _candidates(
+    situation: Situation, wished: int, also: Sequence[Scheme], beyond: int
+) -> tuple[list[Scheme], list[tuple[str, str]]]:
+    topology = situation.topology
+    size = topology.degrees.dp
+    groups = [topology.group_nodes(pp, tp) for pp, tp in topology.groups()]
+    together = max(nodes.count(node) for nodes in groups for node in set(nodes))
+    spread = max(len(set(nodes)) for nodes in groups)
+    most = max(wished * together, max((s.copies + s.parities for s in also), default=0)) + beyond
+    # Losing so many of its members at once, a group has nothing left to recover from.
+    most = min(most, max(size - 1, wished))
+    found, excluded = [Scheme()], []
+    family = [Scheme(a, t - a) for t in range(1, most + 1) for a in range(t, -1, -1)]
+    for scheme in dict.fromkeys((*family, *also)):
+        total = scheme.copies + scheme.parities
+        if not total:
+            continue
+        if size < scheme.least_members:
+            excluded.append((str(scheme), f"needs at least {scheme.least_members} data-parallel members"))
+        elif scheme.parities > 1 and size - scheme.gap + scheme.parities > 256:
+            excluded.append((str(scheme), "a stripe has more than 256 members; use smaller sharding groups"))
+        elif scheme.parities and scheme not in also and _tests(size, spread, total) > _MOST_TESTS:
+            excluded.append((str(scheme), f"too many losses of {total} nodes to test; set it by hand"))
+        else:
+            found.append(scheme)
+    return found, excluded
+
+
+def _tests(size: int, nodes: int, losses: int) -> int:
+    """How much there is to test: with a node each all losses look alike from the first member."""
+    alike = size == nodes
+    return size * comb(nodes - alike, min(losses - alike, nodes // 2))
+
+
+def _evaluate(
+    situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, aor_available: bool
+) -> Iterator[Alternative]:
+    # AOR keeps one replica of each partition, at its ring peer, whatever the scheme keeps of the rest.
+    one_replica = _fatal(situation.topology, Scheme(1)) if situation.owns else ()
+    for scheme in schemes:
+        fatal = _fatal(situation.topology, scheme)
+        protected = scheme.copies + scheme.parities > 0
+        ways = (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,)
+        for way in ways:
+            recomputed = way is OwnedBy.AOR
+            if recomputed and len(fatal) > len(one_replica):
+                continue  # more than the partitions survive: the smaller scheme does as well
+            loads, node, memory = _loads(situation, scheme, way or OwnedBy.PEER)
+            yield Alternative(
+                scheme=scheme,
+                owned_by=way,
+                loads=loads,
+                node=node,
+                memory_bytes=memory,
+                limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
+                fatal=fatal,
+                fit=pace.fit(loads) if pace is not None else None,
+                available=aor_available or not recomputed,
+            )
+
+
+def _fatal(topology: Topology, scheme: Scheme) -> tuple[str, ...]:
+    """A smallest set of nodes whose loss some sharding group does not survive."""
+    seen: dict[tuple[int, ...], tuple[str, ...]] = {}
+    for pp, tp in topology.groups():
+        nodes = topology.group_nodes(pp, tp)
+        # Only who sits with whom counts: most groups of a job are alike.
+        pattern = tuple(nodes.index(n) for n in nodes)
+        if pattern not in seen:
+            placement = place_group(nodes, scheme.copies, scheme.parities)
+            seen[pattern] = fatal_nodes(nodes, placement)
+    return min(seen.values(), key=len)
+
+
+def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dict[int, Load], str, int]:
+    """The busiest rank of each stage; the fullest node and what it has to reserve."""
+    topology = situation.topology
+    busiest: dict[int, Load] = {}
+    memory = dict.fromkeys(sorted(set(topology.nodes)), 0)
+    for pp, tp in topology.groups():
+        ranks = topology.group(pp, tp)
+        loads = group_loads(
+            [situation.sections[rank] for rank in ranks],
+            ring_order(topology.group_nodes(pp, tp)),
+            scheme,
+            owned_by,
+            arenas=situation.arenas,
+            block_bytes=situation.block_bytes,
+        )
+        for rank, load in zip(ranks, loads, strict=True):
+            memory[topology.nodes[rank]] += load.memory_bytes
+        busiest[pp] = max((*loads, busiest.get(pp, loads[0])), key=lambda load: load.moved_bytes)
+    limits = situation.memory_bytes
+    node = max(memory, key=lambda n: memory[n] - (limits[n] if limits is not None else 0))
+    return busiest, node, memory[node]
+
+
+# ---- words ----
+
+
+def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], situation: Situation) -> str:
+    load = chosen.busiest
+    parts = [
+        f"survives the loss of {_nodes(chosen.tolerance)}, {wished} wished",
+        f"{_bytes(load.to_host_bytes)} to the host"
+        + (f", {_bytes(load.sent_bytes)} to peers" if load.sent_bytes else ""),
+        f"{_memory(chosen.memory_bytes)} on the fullest node"
+        + ("" if chosen.limit_bytes is None else f", {_memory(chosen.limit_bytes)} may be used"),
+    ]
+    if chosen.fit is not None:
+        parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
+    others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
+    if chosen.why_not(wished) is None and others:
+        parts.append(f"the cheapest of {len(others) + 1} that do")
+    return "; ".join(parts)
+
+
+def _needed(situation: Situation, wished: int, alternatives: Sequence[Alternative]) -> Iterator[str]:
+    """What would have to change; the most specific first."""
+    topology = situation.topology
+    reaching = [a for a in alternatives if a.tolerance >= wished]
+    tight = min((a for a in reaching if a.available and not a.fits_memory), key=_missing, default=None)
+    if tight is None and not reaching:
+        tight = min(
+            (a for a in alternatives if not a.fits_memory and not a.tolerance), key=_missing, default=None
+        )
+        tight = None if any(a.fits_memory for a in alternatives) else tight
+    if tight is not None:
+        more, limit = _memory(_missing(tight)), _memory(tight.limit_bytes or 0)
+        yield (
+            f"{tight.name} would survive {_nodes(tight.tolerance)}, with {more} more of host memory "
+            f"on {tight.node} than the {limit} that reft may use there: raise memory_limit_bytes, "
+            f"enlarge the memory directory, keep fewer versions (arenas), or use more nodes"
+        )
+    for alternative in (a for a in reaching if not a.available and a.fits_memory):
+        yield f"{alternative.name} would do: {alternative.why_not(wished)}"
+        break
+    if reaching:
+        return
+    size = topology.degrees.dp
+    if size <= wished:
+        yield (
+            f"a data-parallel degree of {size} cannot survive {_nodes(wished)}: at least {wished + 1} are "
+            f"needed, each on a node of its own"
+        )
+        return
+    pp, tp, nodes = _most_crowded(topology)
+    if len(set(nodes)) <= wished:
+        yield (
+            f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {len(set(nodes))} node(s); put "
+            f"them on at least {wished + 1}, best on a node each (for example with a rank order that has "
+            f"data-parallel peers apart: data-pipe-model)"
+        )
+    else:
+        member = nodes.index(max(nodes, key=nodes.count))
+        where = topology.node_of(Coordinate(pp, member, tp))
+        yield (
+            f"{nodes.count(where)} members of the sharding group pp{pp}.tp{tp} sit on {where} and are lost "
+            f"together; put every member on a node of its own"
+        )
+
+
+def _most_crowded(topology: Topology) -> tuple[int, int, tuple[str, ...]]:
+    def crowd(group: tuple[int, int]) -> tuple[int, int]:
+        nodes = topology.group_nodes(*group)
+        return len(set(nodes)), -max(map(nodes.count, nodes))
+
+    pp, tp = min(topology.groups(), key=crowd)
+    return pp, tp, topology.group_nodes(pp, tp)
+
+
+def _missing(alternative: Alternative) -> int:
+    return alternative.memory_bytes - (alternative.limit_bytes or 0)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"
+
+
+def _join(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _memory(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _bytes(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,163 @@
+"""What a protection scheme costs every rank: bytes to the host, bytes sent, host memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from reft.blocks import ALIGNMENT_BYTES
+from reft.protect.codes import Scheme
+from reft.protect.section import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
+from reft.store.arena import reserved_bytes
+
+CHECKSUM_BYTES = 8
+OPTIMIZER_BYTES = 12
+"""Of an owned partition, per parameter: master weight and both moments of Adam in single precision."""
+GRADIENT_BYTES = 4
+"""Of a parameter, which a recomputed optimizer (AOR) reads in every step (REFERENCE 1.6)."""
+GRADIENT_BUFFERS = 2
+"""One is filled while the other is applied."""
+
+
+class OwnedBy(StrEnum):
+    """How a ZeRO partition, which its owner alone holds, survives the owner.
+
+    PEER: sent to ring peers with every version. AOR: its ring peer replays the optimizer on the host from
+    the gradients of every step (asynchronous optimizer recomputing).
+    """
+
+    PEER = "peer"
+    AOR = "aor"
+
+
+@dataclass(frozen=True)
+class RankSections:
+    """What one rank's state consists of.
+
+    Attributes:
+        replicated_bytes: equal on all data-parallel peers of the rank.
+        owned_bytes: its ZeRO partition.
+        host_bytes: reserved for encoded host state.
+    """
+
+    replicated_bytes: int
+    owned_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes of one rank, of one version.
+
+    Attributes:
+        shard_bytes: its part of the replicated section, copied from the device.
+        redundant_bytes: copies and parities of the replicated section, likewise.
+        owned_bytes: its partition, likewise.
+        gradient_bytes: gradients of the ring peer's partition, likewise (AOR).
+        sent_bytes: owned and host state that goes to ring peers over the network.
+        memory_bytes: of the host, with all versions that are kept.
+    """
+
+    shard_bytes: int
+    redundant_bytes: int
+    owned_bytes: int
+    gradient_bytes: int
+    sent_bytes: int
+    memory_bytes: int
+
+    @property
+    def to_host_bytes(self) -> int:
+        """From the device to the host, in every step with a snapshot."""
+        return self.shard_bytes + self.redundant_bytes + self.owned_bytes + self.gradient_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """To the host and over the network."""
+        return self.to_host_bytes + self.sent_bytes
+
+
+def group_loads(
+    sections: Sequence[RankSections],
+    ring: Sequence[int],
+    scheme: Scheme,
+    owned_by: OwnedBy,
+    *,
+    arenas: int,
+    block_bytes: int,
+) -> tuple[Load, ...]:
+    """Loads of the members of one sharding group, by dp index.
+
+    The replicated section counts as if every shard and every sub-block were as long as the longest, so no
+    rank takes more than this.
+
+    Args:
+        sections: of every member.
+        ring: members in ring order.
+        scheme: redundancy of the replicated section; has room in the group.
+        owned_by: what protects partitions; of no meaning where there are none or the scheme is ``none``.
+        arenas: versions kept.
+        block_bytes: the unit of checksum and transfer.
+    """
+    size = len(ring)
+    replicated = _Replicated.of(max(s.replicated_bytes for s in sections), scheme, size, block_bytes)
+    peers = min(scheme.copies + scheme.parities, size - 1)
+    recomputed = owned_by is OwnedBy.AOR and peers > 0
+    copied = [_own(s, replicated.checksum_bytes, owned=not recomputed) for s in sections]
+    loads = []
+    for d, own in enumerate(sections):
+        at = ring.index(d)
+        next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
+        # Under AOR the own partition lies in the arena, the peer's beside it, once and not per version.
+        kept = (
+            copied[d] + (_aligned(own.owned_bytes) if recomputed else 0) + sum(copied[m] for m in next_ones)
+        )
+        peer_parameters = -(-sections[next_ones[0]].owned_bytes // OPTIMIZER_BYTES) if recomputed else 0
+        blocks = replicated.blocks + (1 + len(next_ones)) * (3 + own.owned_bytes // block_bytes)
+        arena = reserved_bytes(replicated.shard_bytes + replicated.redundant_bytes + kept, blocks)
+        replica = peer_parameters * (OPTIMIZER_BYTES + GRADIENT_BUFFERS * GRADIENT_BYTES)
+        loads.append(
+            Load(
+                shard_bytes=replicated.shard_bytes,
+                redundant_bytes=replicated.redundant_bytes,
+                owned_bytes=own.owned_bytes,
+                gradient_bytes=peer_parameters * GRADIENT_BYTES,
+                sent_bytes=peers * copied[d],
+                memory_bytes=arenas * arena + replica,
+            )
+        )
+    return tuple(loads)
+
+
+def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
+    """What ring peers keep of a member."""
+    partition = sections.owned_bytes if owned else 0
+    return sum(map(_aligned, (partition, sections.host_bytes, checksum_bytes)))
+
+
+@dataclass(frozen=True)
+class _Replicated:
+    """A member's part of the replicated section."""
+
+    shard_bytes: int
+    redundant_bytes: int
+    checksum_bytes: int
+    blocks: int
+
+    @classmethod
+    def of(cls, nbytes: int, scheme: Scheme, size: int, block_bytes: int) -> _Replicated:
+        splits = size - scheme.gap if scheme.parities else 1
+        alignment = CODED_ALIGNMENT_BYTES if scheme.parities else ALIGNMENT_BYTES
+        sub_block = -(-nbytes // (size * splits * alignment)) * alignment
+        rows = -(-sub_block // block_bytes)
+        pieces = splits * (scheme.copies + 1) + scheme.parities
+        return cls(
+            shard_bytes=splits * sub_block,
+            redundant_bytes=(splits * scheme.copies + scheme.parities) * sub_block,
+            checksum_bytes=CHECKSUM_BYTES * splits * rows if scheme.parities else 0,
+            blocks=pieces * rows,
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

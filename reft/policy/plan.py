@@ -1,0 +1,275 @@
+"""Everything that can be said of a job before it is started: ``reft plan``. Simulated, and labelled so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from reft.config import ReftConfig
+from reft.errors import ConfigError
+from reft.policy.choose import GIB, Alternative, Choice, Situation, choose
+from reft.policy.cluster import MEMORY_SHARE
+from reft.policy.forecast import SimulatedPace
+from reft.policy.job import PlannedJob
+from reft.policy.loads import Load
+from reft.policy.outlook import HOUR, TIMES_SECS, Outlook, outlook
+from reft.protect.codes import Scheme
+from reft.simulate.result import StageResult
+from reft.simulate.schedules import Schedule, one_f_one_b
+from reft.simulate.variants import Variant
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage under the planned protection.
+
+    Attributes:
+        stage_id: 0-based. load: of its busiest rank. result: its step without snapshots.
+        window_bytes: what could be copied while it waits.
+    """
+
+    stage_id: int
+    load: Load
+    result: StageResult
+    window_bytes: float
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan.
+
+    Attributes:
+        job: what was planned.
+        choice: every alternative, and the one that ``auto`` would take.
+        planned: the one that the plan is about: as configured, or the choice.
+        configured: what the block asks for, or ``auto``.
+        pace: the simulated step.
+        outlook: survival under ``planned``.
+        max_overhead: part of the step that snapshots may cost.
+    """
+
+    job: PlannedJob
+    choice: Choice
+    planned: Alternative
+    configured: str
+    pace: SimulatedPace
+    outlook: Outlook
+    max_overhead: float
+
+    @property
+    def overhead(self) -> float:
+        """Part of the training time, with the block's interval between snapshots."""
+        assert self.planned.fit is not None
+        return self.planned.fit.overhead / self.job.block.interval_steps
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        rate = self.job.cluster.machine.copy_bytes_per_sec
+        return tuple(
+            StagePlan(p, self.planned.loads[p], result, rate * result.idle_secs)
+            for p, result in enumerate(self.pace.plain.stages)
+        )
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """What is not well; empty if all is."""
+        found = []
+        if why := self.planned.why_not(self.choice.wished):
+            found.append(f"{self.planned.name}: {why}")
+            if self.planned is not self.choice.chosen and self.choice.reached:
+                found.append(f'"protection": "{self.choice.chosen.name}" would do')
+            found.extend(self.choice.needed)
+        if not self.job.training.fits_device:
+            device = self.job.cluster.machine.memory_bytes / GIB
+            found.append(
+                f"model, optimizer and gradients exceed the {device:.0f} GiB of a device; raise --pp or --tp"
+            )
+        if self.overhead > self.max_overhead:
+            found.append(
+                f"snapshots would cost {self.overhead:.1%} of the training time, more than "
+                f'{self.max_overhead:.1%}: take them less often ("interval_steps"), or allow more'
+            )
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, labelled as simulated."""
+        job, training, machine = self.job, self.job.training, self.job.cluster.machine
+        return {
+            "simulated": True,
+            "well": not self.problems,
+            "problems": list(self.problems),
+            "notes": list(job.notes),
+            "job": {
+                "model": training.model,
+                "cluster": job.cluster.name,
+                "nodes": self.outlook.nodes,
+                "devices": training.devices,
+                "pp": training.stages,
+                "dp": training.data,
+                "tp": training.tensor,
+                "rank_order": "-".join(job.layout.order),
+                "micro_batches": training.micro_batches,
+                "samples": training.samples,
+                "half_precision": job.half,
+                "partitioned_optimizer": job.owned,
+                "interval_steps": job.block.interval_steps,
+                "arenas": job.block.arena_count,
+            },
+            "step": {
+                "secs": self.pace.step_secs,
+                "bubble_fraction": self.pace.plain.bubble_fraction,
+                "copy_bytes_per_sec": machine.copy_bytes_per_sec,
+            },
+            "protection": {
+                "configured": self.configured,
+                "planned": self.planned.name,
+                "auto_would_choose": self.choice.chosen.name,
+                "why": self.choice.reason,
+                "needed": list(self.choice.needed),
+                "wished_tolerance": self.choice.wished,
+                "tolerance": self.planned.tolerance,
+                "overhead": self.overhead,
+            },
+            "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
+            "alternatives": [self._alternative_json(a) for a in self.choice.alternatives],
+            "not_possible": [{"name": name, "why": why} for name, why in self.choice.excluded],
+            "stages": [
+                {
+                    "stage_id": s.stage_id,
+                    "to_host_bytes": s.load.to_host_bytes,
+                    "window_bytes": s.window_bytes,
+                    "idle_secs": s.result.idle_secs,
+                    "windows": [w.to_json() for w in s.result.windows],
+                }
+                for s in self.stages
+            ],
+            "survival": self._survival_json(),
+        }
+
+    def _alternative_json(self, alternative: Alternative) -> dict[str, Any]:
+        load, fit = alternative.busiest, alternative.fit
+        assert fit is not None
+        return {
+            "name": alternative.name,
+            "chosen": alternative is self.choice.chosen,
+            "planned": alternative is self.planned,
+            "possible": alternative.why_not(self.choice.wished) is None,
+            "why_not": self.choice.why_not_chosen(alternative),
+            "tolerance": alternative.tolerance,
+            "fatal_nodes": list(alternative.fatal),
+            "bytes": {**asdict(load), "to_host_bytes": load.to_host_bytes},
+            "node_memory_bytes": alternative.memory_bytes,
+            "node_memory_limit_bytes": alternative.limit_bytes,
+            "overhead": fit.overhead,
+            "in_windows": fit.in_windows,
+            "fits_before_optimizer": fit.fits,
+        }
+
+    def _survival_json(self) -> dict[str, Any]:
+        seen = self.outlook
+        return {
+            "failures": [asdict(f) for f in self.job.cluster.failures],
+            "exact": seen.exact,
+            "first_failure_secs": seen.job_failure_secs,
+            "target": seen.target,
+            "persist_interval_secs": seen.persist_secs,
+            "persist_interval_steps": self.persist_steps,
+            "persist_interval_secs_without": seen.unprotected_secs,
+            "curve": [asdict(point) for point in seen.curve()],
+        }
+
+    @property
+    def persist_steps(self) -> int:
+        """Steps between two checkpoints on storage: a multiple of the snapshots', as the block wants it."""
+        every = self.job.block.interval_steps
+        step_secs = self.pace.step_secs * (1 + self.overhead)
+        return max(1, int(self.outlook.persist_secs / step_secs / every)) * every
+
+
+def make_plan(
+    job: PlannedJob,
+    *,
+    tolerance: int,
+    target: float,
+    protection: str | None = None,
+    memory_bytes: int | None = None,
+    max_overhead: float | None = None,
+    aor_available: bool = False,
+    schedule: Callable[[int, int], Schedule] = one_f_one_b,
+) -> JobPlan:
+    """Plan a job.
+
+    Args:
+        job: what is planned.
+        tolerance: wished node losses of every sharding group.
+        target: wished survival between two persisted checkpoints.
+        protection: instead of the block's; ``auto`` takes the choice.
+        memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
+        max_overhead: instead of the block's.
+        aor_available: recomputed optimizers may be chosen.
+        schedule: of the pipeline.
+
+    Raises:
+        ConfigError: a protection that is none, or has no room in the groups.
+    """
+    block = job.block
+    if memory_bytes is None:
+        memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
+    pace = SimulatedPace(job.training, Variant(block.variant.value), schedule)
+    configured, recomputed = _configured(block, protection)
+    choice = choose(
+        Situation(
+            job.topology,
+            job.sections,
+            arenas=block.arena_count,
+            block_bytes=block.block_bytes,
+            memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
+        ),
+        tolerance,
+        pace=pace,
+        aor_available=aor_available,
+        also=() if configured is None else (configured,),
+        beyond=1,
+    )
+    name = None if configured is None else f"{configured}{'+aor' if recomputed else ''}"
+    planned = choice.chosen if name is None else choice.of(name)
+    causes = [failure.weibull for failure in job.cluster.failures]
+    return JobPlan(
+        job=job,
+        choice=choice,
+        planned=planned,
+        configured=name or AUTO,
+        pace=pace,
+        outlook=outlook(job.topology, planned, causes, target),
+        max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
+    )
+
+
+def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:
+    """The scheme that is asked for, None for the choice; and whether optimizers are recomputed."""
+    if protection is None:
+        return block.scheme, False
+    if protection == AUTO:
+        return None, False
+    text = protection.removesuffix("+aor")
+    scheme = Scheme.parse(text)
+    if not scheme.designed:
+        raise ConfigError(
+            f"found protection {protection!r}; the block takes no naive schemes: leave 'naive:' out"
+        )
+    return scheme, text != protection
+
+
+def duration(secs: float) -> str:
+    """A length of time for people."""
+    for unit, scale in (("days", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
+        if secs >= 2 * scale:
+            return f"{secs / scale:.1f} {unit}"
+    return f"{secs:.3g} s"
+
+
+__all__ = ["AUTO", "TIMES_SECS", "JobPlan", "StagePlan", "duration", "make_plan"]

@@ -1,0 +1,270 @@
+"""The choice of a protection: what it claims holds, and nothing cheaper would do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.errors import ConfigError
+from reft.policy.choose import Alternative, Choice, Situation, choose
+from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, Load, OwnedBy, RankSections, group_loads
+from reft.policy.pace import StageWindows, WindowPace
+from reft.protect.codes import Scheme, schemes_for
+from reft.protect.placement import place_group, tolerance
+from reft.snapshot.has import Bandwidth
+from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.snapshot.windows import Window, WindowKind
+from reft.store.arena import reserved_bytes
+from reft.topology import Coordinate, Degrees, Topology
+
+MIB = 2**20
+
+
+def job(
+    nodes: list[str],
+    replicated: int = 64 * MIB,
+    owned: int = 0,
+    *,
+    stages: int = 1,
+    memory: int | None = None,
+) -> Situation:
+    """``stages`` stages of one sharding group each, member d of every group on ``nodes[d]``."""
+    degrees = Degrees(stages, len(nodes), 1)
+    where = tuple(nodes[c.dp] for c in degrees.coordinates())
+    return Situation(
+        Topology(degrees, degrees.coordinates(), where),
+        (RankSections(replicated, owned, 2**16),) * degrees.world_size,
+        memory_bytes=None if memory is None else dict.fromkeys(nodes, memory),
+    )
+
+
+def apart(count: int) -> list[str]:
+    return [f"n{d}" for d in range(count)]
+
+
+# ---- what an alternative costs ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["none", "arc", "aec", "arc:2", "rs:2", "arc+aec", "rs:3"]),
+    st.integers(4, 8),
+    st.integers(0, 40 * MIB),
+    st.integers(0, 9 * MIB),
+    st.integers(0, 2**18),
+)
+def test_p9_no_rank_reserves_more_than_was_predicted(
+    text: str, size: int, replicated: int, owned: int, host: int
+) -> None:
+    """Against the real plan of the snapshots; and hardly less, or the prediction would refuse what fits."""
+    scheme, block_bytes, arenas = Scheme.parse(text), MIB, 2
+    placement = place_group(apart(size), scheme.copies, scheme.parities)
+    sizes = SectionSizes(replicated, (owned,) * size, (host,) * size)
+    real = make_shard_plan(sizes, placement, block_bytes)
+    loads = group_loads(
+        [RankSections(replicated, owned, host)] * size,
+        placement.ring,
+        scheme,
+        OwnedBy.PEER,
+        arenas=arenas,
+        block_bytes=block_bytes,
+    )
+    for member, load in zip(real.members, loads, strict=True):
+        reserved = arenas * reserved_bytes(member.data_bytes, len(member.blocks))
+        assert reserved <= load.memory_bytes
+        assert load.memory_bytes <= 1.05 * reserved + arenas * 2**16
+        parity = sum(b.block.nbytes for b in member.parity)
+        copies = sum(b.block.nbytes for b in member.redundant if b.key.section == "replicated")
+        assert parity + copies <= load.redundant_bytes
+
+
+def test_what_a_peer_is_sent_is_what_it_keeps() -> None:
+    scheme = Scheme.parse("arc:2")
+    sections = [RankSections(0, 1000 * (d + 1), 0) for d in range(5)]
+    loads = group_loads(sections, range(5), scheme, OwnedBy.PEER, arenas=2, block_bytes=MIB)
+    assert all(load.sent_bytes >= 2 * s.owned_bytes for load, s in zip(loads, sections, strict=True))
+    assert all(load.sent_bytes < 2 * s.owned_bytes + 128 for load, s in zip(loads, sections, strict=True))
+
+
+def test_aor_moves_gradients_of_the_peer_instead_of_sending_partitions() -> None:
+    parameters = 10**6
+    sections = [RankSections(0, OPTIMIZER_BYTES * parameters, 0)] * 4
+    by = {
+        way: group_loads(sections, range(4), Scheme(1), way, arenas=2, block_bytes=MIB)[0]
+        for way in (OwnedBy.PEER, OwnedBy.AOR)
+    }
+    assert by[OwnedBy.AOR].gradient_bytes == GRADIENT_BYTES * parameters
+    assert by[OwnedBy.AOR].sent_bytes == 0
+    # One replica and two buffers of gradients, instead of a copy in each of two arenas.
+    saved = by[OwnedBy.PEER].memory_bytes - by[OwnedBy.AOR].memory_bytes
+    assert saved == pytest.approx((2 * 12 - 12 - 2 * 4) * parameters, abs=2**16)
+
+
+# ---- the choice ----
+
+situations = st.builds(
+    job,
+    st.lists(st.sampled_from("ABCDEF"), min_size=1, max_size=6),
+    st.integers(0, 64 * MIB),
+    st.sampled_from([0, 0, 12 * 2**18]),
+    stages=st.integers(1, 2),
+    memory=st.sampled_from([None, 10 * MIB, 60 * MIB, 200 * MIB, 2000 * MIB]),
+)
+
+
+def protects(situation: Situation, alternative: Alternative) -> int:
+    """The tolerance of what a job would really keep, from the code that the hook uses."""
+    scheme = alternative.scheme
+    kept = tolerance(situation.topology, scheme.copies, scheme.parities)
+    return min(kept, tolerance(situation.topology, 1)) if alternative.owned_by is OwnedBy.AOR else kept
+
+
+@settings(max_examples=80, deadline=None)
+@given(situations, st.integers(0, 3), st.booleans())
+def test_p4_the_choice_fits_survives_what_any_alternative_does_and_is_the_cheapest(
+    situation: Situation, wished: int, aor: bool
+) -> None:
+    choice = choose(situation, wished, aor_available=aor)
+    chosen = choice.chosen
+    assert chosen.available
+    assert all(a.tolerance == protects(situation, a) for a in choice.alternatives)
+    usable = [a for a in choice.alternatives if a.available and a.fits_memory]
+    if not usable:
+        assert not choice.reached
+        assert "more of host memory" in " ".join(choice.needed)
+        return
+    assert chosen.fits_memory
+    reachable = max(a.tolerance for a in usable)
+    assert chosen.tolerance >= min(wished, reachable)
+    for other in usable:
+        if other.tolerance >= min(wished, reachable):
+            assert chosen.busiest.moved_bytes <= other.busiest.moved_bytes
+    assert choice.reached == (reachable >= wished)
+    assert bool(choice.needed) == (not choice.reached)
+
+
+@given(situations, st.integers(0, 2))
+@settings(max_examples=20, deadline=None)
+def test_every_rank_makes_the_same_choice(situation: Situation, wished: int) -> None:
+    assert choose(situation, wished) == choose(situation, wished)
+
+
+@pytest.mark.parametrize("size", range(2, 7))
+def test_nothing_of_the_family_is_forgotten(size: int) -> None:
+    evaluated = {a.scheme for a in choose(job(apart(size)), 2, beyond=1).alternatives}
+    assert evaluated == {Scheme(), *schemes_for(size, 3)}
+
+
+@pytest.mark.parametrize(
+    ("size", "wished", "name"),
+    [(2, 1, "arc"), (4, 0, "none"), (4, 1, "aec"), (8, 1, "aec"), (8, 2, "rs:2"), (8, 3, "rs:3")],
+)
+def test_with_a_node_each_the_smallest_code_is_chosen(size: int, wished: int, name: str) -> None:
+    choice = choose(job(apart(size)), wished)
+    assert choice.chosen.name == name
+    assert choice.reached
+
+
+def test_members_of_a_node_are_lost_together_and_that_takes_more_than_one_parity() -> None:
+    choice = choose(job(["a", "a", "b", "b", "c", "c", "d", "d"]), 1)
+    assert choice.of("aec").tolerance == 0
+    assert choice.chosen.name == "rs:2"
+    assert "the loss of a is fatal" in choice.why_not_chosen(choice.of("aec"))
+
+
+def test_co_located_members_survive_nothing_and_the_message_says_what_to_do() -> None:
+    choice = choose(job(["a"] * 4, stages=2), 1)
+    assert choice.chosen.tolerance == 0
+    assert not choice.reached
+    text = str(choice)
+    assert "sit on 1 node(s); put them on at least 2" in text
+    assert "data-pipe-model" in text
+
+
+def test_too_few_replicas_are_told_how_many_are_needed() -> None:
+    assert "at least 2 are needed" in str(choose(job(apart(1)), 1))
+    choice = choose(job(apart(3)), 3)
+    assert choice.chosen.tolerance == 2
+    assert "at least 4 are needed" in str(choice)
+
+
+def test_memory_decides_and_what_is_missing_is_named() -> None:
+    """Of 64 MiB on four members AEC keeps two times 21.4 MiB, ARC two times 32."""
+    assert choose(job(apart(4), memory=46 * MIB), 1).chosen.name == "aec"
+    tight = choose(job(apart(4), memory=36 * MIB), 1)
+    assert tight.chosen.name == "none"
+    assert not tight.reached
+    assert "aec would survive 1 node, with 7." in str(tight)
+    assert "than the 36.0 MiB that reft may use there" in str(tight)
+    hopeless = choose(job(apart(4), memory=MIB), 1)
+    assert not hopeless.chosen.fits_memory
+    assert "aec would survive 1 node, with 42." in str(hopeless)
+
+
+def test_aor_is_chosen_only_where_it_can_run() -> None:
+    situation = job(apart(4), replicated=2 * MIB, owned=12 * MIB)
+    without, with_aor = (choose(situation, 1, aor_available=aor) for aor in (False, True))
+    assert without.chosen.name == "aec"
+    assert "do not run in jobs yet" in without.why_not_chosen(without.of("aec+aor"))
+    assert with_aor.chosen.name == "aec+aor"
+    # One replica survives one loss, whatever the rest is worth.
+    two = choose(situation, 2, aor_available=True)
+    assert two.chosen.name == "rs:2"
+
+
+def test_a_protection_without_room_is_refused_with_the_reason() -> None:
+    choice = choose(job(apart(2)), 2)
+    with pytest.raises(ConfigError, match="needs at least 3 data-parallel members"):
+        choice.of("rs:2")
+    with pytest.raises(ConfigError, match="known: none"):
+        choice.of("rs:9")
+
+
+def test_groups_beyond_the_field_are_left_to_copies_and_plain_parity() -> None:
+    choice = choose(job(apart(300)), 1, beyond=1)
+    assert choice.chosen.name == "aec"
+    assert "more than 256" in dict(choice.excluded)["rs:2"]
+
+
+def test_the_weakest_group_counts() -> None:
+    degrees = Degrees(2, 2, 1)
+    where = {
+        Coordinate(0, 0, 0): "a",
+        Coordinate(0, 1, 0): "b",
+        Coordinate(1, 0, 0): "c",
+        Coordinate(1, 1, 0): "c",
+    }
+    topology = Topology(degrees, degrees.coordinates(), tuple(where[c] for c in degrees.coordinates()))
+    choice = choose(Situation(topology, (RankSections(MIB),) * 4), 1)
+    assert choice.chosen.tolerance == 0
+    assert "the sharding group pp1.tp0 sit on 1 node(s)" in str(choice)
+
+
+# ---- windows ----
+
+
+def test_what_does_not_fit_the_windows_is_predicted_to_be_waited_for() -> None:
+    window = Window(WindowKind.MID, 0.0, 0.1, 3)
+    stage = StageWindows([window], Bandwidth(window=1e9, compute=1e9), step_secs=1.0)
+    pace = WindowPace({0: stage}, "profiled")
+
+    def fit(nbytes: int):
+        return pace.fit({0: Load(nbytes, 0, 0, 0, 0, 0)})
+
+    assert fit(10**8).fits
+    assert fit(10**8).in_windows == 1.0
+    late = fit(3 * 10**8)
+    assert not late.fits
+    assert late.left_over_secs == pytest.approx(0.2)
+    assert late.overhead == pytest.approx(0.2)
+    assert late.in_windows == pytest.approx(1 / 3)
+
+
+def test_the_choice_says_what_the_step_will_cost() -> None:
+    stage = StageWindows([], Bandwidth(window=1e9, compute=1e9), step_secs=1.0)
+    choice: Choice = choose(job(apart(4)), 1, pace=WindowPace({0: stage}, "analytic"))
+    assert choice.chosen.fit is not None
+    expected = choice.chosen.busiest.to_host_bytes / 1e9
+    assert choice.chosen.fit.overhead == pytest.approx(expected)
+    assert "of a step (analytic)" in choice.reason

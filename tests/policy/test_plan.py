@@ -1,0 +1,377 @@
+"""``reft plan``: the published bytes, verdicts and exit codes, and messages that teach. Real commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from reft import cli
+from reft.config import load_config
+from reft.errors import ConfigError
+from reft.policy.cluster import CLUSTERS, load_cluster
+from reft.protect.codes import Scheme
+from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
+from reft.topology import Degrees, Topology
+
+ROOT = Path(__file__).parents[2]
+FP16, BF16_ZERO1 = (str(ROOT / "configs" / name) for name in ("fp16.json", "bf16-zero1.json"))
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def command(*arguments: str) -> Result:
+        code = cli.main(["plan", *arguments])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, " ".join(captured.err.split()))
+
+    return command
+
+
+def write(path: Path, values: Any) -> str:
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return str(path)
+
+
+SMALL = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--tp", "4", "--dp", "8")
+LARGE = ("--model", "llama2-34b", "--cluster", "h100", "--tp", "8", "--pp", "4", "--dp", "16")
+QUICK = ("--micro-batches", "4", "--json")
+
+
+def gb(alternatives: dict[str, Any], name: str, *parts: str) -> float:
+    return sum(alternatives[name]["bytes"][part] for part in parts) / 1e9
+
+
+# ---- published figures (REFERENCE 1.10) ----
+
+
+def test_published_bytes_per_gpu_without_zero(run: Run) -> None:
+    small = run(FP16, *SMALL, "--parameters", "1.3e9", *QUICK).json
+    large = run(FP16, *LARGE, "--parameters", "34e9", *QUICK).json
+    for result, full, none, arc, aec in (
+        (small, "1.138", "0.142", "0.284", "0.1625"),
+        (large, "14.88", "0.930", "1.859", "0.992"),
+    ):
+        found = {a["name"]: a for a in result["alternatives"]}
+        # Half up, as people round: 1.1375 is printed as 1.138.
+        assert result["full_bytes"] / 1e9 == pytest.approx(float(full), abs=0.0051)
+        for name, text in (("none", none), ("arc", arc), ("aec", aec)):
+            digits = len(text.partition(".")[2])
+            assert gb(found, name, "to_host_bytes") == pytest.approx(float(text), abs=0.51 * 10**-digits)
+
+
+def test_published_bytes_per_gpu_with_zero_1(run: Run) -> None:
+    result = run(BF16_ZERO1, *LARGE, "--parameters", "34e9", *QUICK).json
+    found = {a["name"]: a for a in result["alternatives"]}
+    assert gb(found, "arc+aor", "shard_bytes") == pytest.approx(0.133, abs=0.00051)
+    assert gb(found, "arc+aor", "owned_bytes") == pytest.approx(0.797, abs=0.00051)
+    assert gb(found, "arc+aor", "gradient_bytes") == pytest.approx(0.266, abs=0.00051)
+    assert gb(found, "arc", "gradient_bytes") == 0
+    assert gb(found, "arc", "sent_bytes") == pytest.approx(0.797 + 2**20 / 1e9, abs=0.001)
+
+
+def test_without_a_nominal_number_every_stage_has_its_own_parameters(run: Run) -> None:
+    result = run(FP16, *SMALL, *QUICK).json
+    copied = [s["to_host_bytes"] for s in result["stages"]]
+    assert copied[0] > copied[1] == copied[2] < copied[3]  # embedding, blocks, blocks, head
+
+
+# ---- what is said ----
+
+
+def test_a_plan_for_people(run: Run) -> None:
+    result = run(FP16, *SMALL)
+    assert result.code == cli.EXIT_WELL
+    for text in ("simulated", "> arc", "GiB", "cool-down", "without", "persist every", "auto would choose"):
+        assert text in result.out, text
+
+
+def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: Path) -> None:
+    config = json.loads(Path(FP16).read_text())
+    config["reft"]["protection"] = "rs:3"
+    path = write(tmp_path / "ds.json", config)
+    assert run(path, *SMALL, *QUICK).json["protection"]["planned"] == "rs:3"
+    assert run(path, *SMALL, *QUICK, "--protection", "arc:2").json["protection"]["planned"] == "arc:2"
+    chosen = run(path, *SMALL, *QUICK, "--protection", "auto").json["protection"]
+    assert chosen["planned"] == chosen["auto_would_choose"]
+
+
+def test_p4_the_tolerance_comes_from_the_placement(run: Run) -> None:
+    """Four tensor-parallel ranks on nodes of eight: neighbours in the group share a node, or do not."""
+    together = run(FP16, *SMALL, "--protection", "aec", *QUICK)
+    assert together.code == cli.EXIT_NOT_WELL
+    assert together.json["protection"]["tolerance"] == 0
+    assert together.json["protection"]["auto_would_choose"] == "rs:2"
+    assert any("node0 is fatal" in problem for problem in together.json["problems"])
+    apart = run(FP16, *SMALL, "--protection", "aec", "--rank-order", "auto", *QUICK)
+    assert apart.code == cli.EXIT_WELL
+    assert apart.json["protection"]["tolerance"] == 1
+
+
+def test_members_on_one_node_are_not_well_and_loud(run: Run) -> None:
+    result = run(FP16, "--model", "125m", "--cluster", "v100", "--dp", "8")
+    assert result.code == cli.EXIT_NOT_WELL
+    assert "NOT WELL" in result.out
+    assert "sit on 1 node(s)" in " ".join(result.out.split())
+
+
+def test_survival_is_that_of_the_formulas_and_of_chance(run: Run) -> None:
+    result = run(FP16, *LARGE, "--protection", "aec", *QUICK).json["survival"]
+    assert result["exact"] is True
+    day = next(p for p in result["curve"] if p["secs"] == 86400)
+    cause = CLUSTERS["h100"].failures[0].weibull
+    q = node_survival(86400, [cause])
+    one = (1, 16, *[0] * 15)
+    assert day["protected"] == pytest.approx(protected_survival(q, 64, one))
+    assert day["unprotected"] == pytest.approx(unprotected_survival(q, 64))
+    # The same placement, drawn: a node for every (pp, dp).
+    degrees = Degrees(4, 16, 8)
+    nodes = tuple(f"{c.pp}.{c.dp}" for c in degrees.coordinates())
+    drawn = simulate(Topology(degrees, degrees.coordinates(), nodes), Scheme(0, 1), q, trials=40_000)
+    assert drawn.low <= day["protected"] <= drawn.high
+
+
+def test_the_advised_interval_meets_the_target(run: Run) -> None:
+    result = run(FP16, *LARGE, "--protection", "aec", "--target-survival", "0.99", *QUICK).json
+    survival = result["survival"]
+    q = node_survival(survival["persist_interval_secs"], [CLUSTERS["h100"].failures[0].weibull])
+    assert protected_survival(q, 64, (1, 16, *[0] * 15)) == pytest.approx(0.99, abs=1e-6)
+    secs = survival["persist_interval_steps"] * result["step"]["secs"]
+    assert 0.9 * survival["persist_interval_secs"] < secs <= survival["persist_interval_secs"]
+    assert survival["persist_interval_secs_without"] < survival["persist_interval_secs"] / 20
+
+
+def test_where_losses_cannot_be_counted_survival_is_a_lower_bound(run: Run) -> None:
+    """Sharding groups of 32 nodes."""
+    arguments = ("--model", "1.3b", "--cluster", "v100", "--tp", "8", "--pp", "2", "--dp", "32")
+    assert run(FP16, *arguments, *QUICK).json["survival"]["exact"] is False
+
+
+def test_host_memory_is_the_clusters_the_blocks_or_the_options(run: Run, tmp_path: Path) -> None:
+    def limit(*arguments: str) -> int:
+        return run(*arguments, *SMALL, *QUICK).json["alternatives"][0]["node_memory_limit_bytes"]
+
+    assert limit(FP16) == 256 * 2**30
+    config = json.loads(Path(FP16).read_text())
+    config["reft"]["memory_limit_bytes"] = 7 * 2**30
+    path = write(tmp_path / "ds.json", config)
+    assert limit(path) == 7 * 2**30
+    assert limit(path, "--host-memory-gb", "3.5") == 3_500_000_000
+    tight = run(path, *SMALL, "--host-memory-gb", "3", *QUICK)
+    assert tight.code == cli.EXIT_NOT_WELL
+    assert any("needs 4.85 GiB of host memory" in problem for problem in tight.json["problems"])
+
+
+def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
+    """A slow link: copying takes longer than the step."""
+    cluster = write(tmp_path / "slow.json", {"like": "v100", "host_link_bytes_per_sec": 1e8})
+    arguments = ("--model", "1.3b", "--cluster", cluster, "--pp", "4", "--tp", "4", "--dp", "4")
+    result = run(FP16, *arguments, *QUICK)
+    assert result.code == cli.EXIT_NOT_WELL
+    assert any("take them less often" in problem for problem in result.json["problems"])
+    planned = next(a for a in result.json["alternatives"] if a["planned"])
+    assert planned["fits_before_optimizer"] is False
+    config = json.loads(Path(FP16).read_text())
+    config["reft"]["interval_steps"] = 10
+    seldom = run(write(tmp_path / "ds.json", config), *arguments, *QUICK).json["protection"]["overhead"]
+    assert seldom == pytest.approx(result.json["protection"]["overhead"] / 10)
+
+
+def test_a_model_that_exceeds_the_device_is_not_well(run: Run) -> None:
+    result = run(FP16, "--model", "34b", "--cluster", "v100", "--tp", "8", "--nodes", "4", *QUICK)
+    assert result.code == cli.EXIT_NOT_WELL
+    assert any("exceed the 16 GiB of a device" in problem for problem in result.json["problems"])
+
+
+def test_recomputed_optimizers_are_shown_and_chosen_only_when_allowed(run: Run) -> None:
+    arguments = (BF16_ZERO1, *LARGE, "--protection", "auto", *QUICK)
+    assert run(*arguments).json["protection"]["planned"] == "aec"
+    assert run(*arguments, "--aor").json["protection"]["planned"] == "aec+aor"
+    refused = run(BF16_ZERO1, *LARGE, "--protection", "arc+aor", *QUICK)
+    assert refused.code == cli.EXIT_NOT_WELL
+
+
+@pytest.mark.parametrize(
+    ("change", "half", "owned"),
+    [
+        ({"fp16": {"enabled": False}}, False, False),
+        ({}, True, False),
+        ({"zero_optimization": {"stage": 1}}, True, True),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, True, True),
+        ({"fp16": {"enabled": False}, "zero_optimization": {"stage": 1}}, False, True),
+    ],
+)
+def test_bytes_follow_number_format_and_zero_stage(
+    run: Run, tmp_path: Path, change: dict[str, Any], half: bool, owned: bool
+) -> None:
+    config = json.loads(Path(FP16).read_text()) | change
+    result = run(write(tmp_path / "ds.json", config), *SMALL, "--parameters", "1.6e9", *QUICK).json
+    assert (result["job"]["half_precision"], result["job"]["partitioned_optimizer"]) == (half, owned)
+    per_parameter = {(False, False): 12, (True, False): 14, (True, True): 14, (False, True): 16}[half, owned]
+    assert result["full_bytes"] == per_parameter * 10**8
+
+
+def test_replicas_come_from_nodes_or_batch_sizes(run: Run, tmp_path: Path) -> None:
+    base = ("--model", "1.3b", "--cluster", "v100", "--pp", "2", "--tp", "4", "--json")
+    assert run(FP16, *base, "--nodes", "4").json["job"]["dp"] == 4
+    config = json.loads(Path(FP16).read_text()) | {"train_batch_size": 4 * 8 * 6}
+    path = write(tmp_path / "ds.json", config)
+    assert run(path, *base).json["job"]["dp"] == 6
+    del config["gradient_accumulation_steps"]
+    path = write(tmp_path / "ds.json", config)
+    assert run(path, *base, "--dp", "6").json["job"]["micro_batches"] == 8
+
+
+# ---- clusters ----
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_printed_cluster_is_read_back(run: Run, tmp_path: Path, name: str) -> None:
+    printed = run("--print-cluster", name)
+    assert printed.code == cli.EXIT_WELL
+    read = load_cluster(write(tmp_path / f"{name}.json", printed.out))
+    assert read.to_json() == CLUSTERS[name].to_json()
+
+
+def test_mean_time_between_failures_holds_for_every_shape() -> None:
+    from math import exp
+
+    from reft.policy.cluster import Failure
+
+    for shape in (0.7, 1.0, 2.0):
+        weibull = Failure(100.0, shape).weibull
+        days = (d / 20 for d in range(20 * 3000))
+        mean = sum(exp(-((d * 86400 / weibull.scale_secs) ** shape)) for d in days) / 20
+        assert mean == pytest.approx(100.0, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ({"like": "v101"}, "\"like\" is 'v101'; known: v100"),
+        ({"devices_per_node": 8}, "lacks peak_flops"),
+        ({"like": "v100", "device_per_node": 8}, 'did you mean "devices_per_node"?'),
+        ({"like": "v100", "devices_per_node": 0}, "greater than or equal to 1 (found 0)"),
+        ({"like": "v100", "failures": []}, "at least 1 item"),
+        ({"like": "v100", "failures": [{"mtbf": 3}]}, 'did you mean "mtbf_days"?'),
+        ({"like": "v100", "achieved_flops": 1e15}, "exceed peak_flops"),
+        ({"like": "v100", "host_memory_bytes": "much"}, "host_memory_bytes"),
+    ],
+)
+def test_a_wrong_cluster_file_is_explained(run: Run, tmp_path: Path, values: Any, says: str) -> None:
+    result = run(FP16, *SMALL[:2], "--dp", "8", "--cluster", write(tmp_path / "c.json", values))
+    assert result.code == cli.EXIT_WRONG_USE
+    assert says in result.err
+
+
+# ---- wrong use ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "say what to plan"),
+        ([FP16], "say which model"),
+        (["missing.json", *SMALL], "cannot read the DeepSpeed configuration missing.json"),
+        ([FP16, "--model", "llama2-1.4b", "--dp", "8"], "no model named '1.4b'"),
+        ([FP16, "--model", "1.3b"], "write --dp N or --nodes N"),
+        ([FP16, "--model", "1.3b", "--dp", "8", "--nodes", "2"], "leave one of them out"),
+        ([FP16, "--model", "1.3b", "--nodes", "1", "--tp", "3"], "not a multiple of"),
+        ([FP16, "--model", "1.3b", "--dp", "8", "--tp", "5"], "not divisible by --tp 5"),
+        ([FP16, "--model", "1.3b", "--dp", "8", "--pp", "30"], "needs at least one per stage"),
+        ([FP16, "--model", "1.3b", "--dp", "8", "--cluster", "h200"], "did you mean h100?"),
+        ([FP16, *SMALL, "--protection", "prayer"], "found protection 'prayer'"),
+        ([FP16, *SMALL, "--protection", "rs:8"], "needs at least 9 data-parallel members"),
+        ([FP16, *SMALL, "--protection", "naive:arc+aec"], "leave 'naive:' out"),
+        ([FP16, *SMALL, "--protection", "arc+aor"], "protection arc+aor is not possible here"),
+        ([FP16, *SMALL, "--target-survival", "1"], "above 0 and below 1"),
+        ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
+        ([FP16, *SMALL, "--parameters", "-1"], "write a number such as 1.3e9"),
+        ([FP16, *SMALL, "--schedule", "2f2b"], "known: 1f1b"),
+        ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
+        ([FP16, *SMALL, "--figure", "/proc/no.png"], "cannot draw into /proc/no.png"),
+        ([FP16, *SMALL, "--tolerance", "-1"], "--tolerance"),
+    ],
+)
+def test_wrong_use_is_explained(run: Run, arguments: list[str], says: str) -> None:
+    result = run(*arguments)
+    assert result.code == cli.EXIT_WRONG_USE
+    assert says in result.err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3'),
+        ({"zero_optimization": {"stage": "auto"}}, "\"zero_optimization.stage\" is 'auto'"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offloaded optimizer"),
+        ({"fp16": {"enabled": "auto"}}, "write true or false"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        ({"optimizer": {"type": "SGD"}}, "knows the bytes of Adam"),
+        ({"gradient_accumulation_steps": "auto"}, "\"gradient_accumulation_steps\" is 'auto'"),
+        ({"train_micro_batch_size_per_gpu": 3, "train_batch_size": 10}, "not divisible by 3 samples"),
+        ({"bf16": True}, '"bf16" is True; expected an object'),
+        ({"reft": {"copis": 2}}, 'did you mean "copies"?'),
+        ({"reft": {"variant": "none"}}, "nothing to plan"),
+    ],
+)
+def test_a_wrong_configuration_is_explained(run: Run, tmp_path: Path, config: Any, says: str) -> None:
+    result = run(write(tmp_path / "ds.json", config), *SMALL)
+    assert result.code == cli.EXIT_WRONG_USE
+    assert says in result.err
+
+
+def test_what_was_assumed_is_noted(run: Run, tmp_path: Path) -> None:
+    notes = run(write(tmp_path / "ds.json", {}), *SMALL, "--json").json["notes"]
+    assert any("not enabled" in note for note in notes)
+    assert any("names no optimizer" in note for note in notes)
+    assert any("one micro-batch" in note for note in notes)
+    assert any("half precision" in note for note in notes)
+
+
+# ---- figure ----
+
+
+def test_the_figure_is_drawn(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    assert run(BF16_ZERO1, *LARGE, "--micro-batches", "4", "--figure", str(path)).code == cli.EXIT_WELL
+    assert "<svg" in path.read_text()
+
+
+def test_without_matplotlib_the_plan_is_there_and_the_figure_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(FP16, *SMALL, *QUICK).code == cli.EXIT_WELL
+    refused = run(FP16, *SMALL, "--figure", str(tmp_path / "a.png"))
+    assert refused.code == cli.EXIT_WRONG_USE
+    assert "pip install 'reft-ckpt[plot]'" in refused.err
+
+
+def test_the_examples_of_the_documentation_are_well(run: Run) -> None:
+    for name in ("fp16.json", "bf16-zero1.json", "fp32.json"):
+        load_config(json.loads((ROOT / "configs" / name).read_text()))
+        assert run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
+    with pytest.raises(ConfigError):
+        load_cluster("nowhere")
