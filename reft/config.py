@@ -129,10 +129,14 @@ class HasConfig(_Block):
         description="training and snapshots use different links (NVLink and PCIe), so that copies may also "
         "run beside communication (tier 3)",
     )
-    overflow: Literal["stall", "interval"] = Field(
+    overflow: Literal["stall", "interval", "staging"] = Field(
         "stall",
         description="what does not fit before the optimizer step: 'stall' lets it wait, 'interval' takes "
-        "snapshots less often, so that max_overhead is kept",
+        "snapshots less often, so that max_overhead is kept, 'staging' keeps a copy in free device memory, "
+        "which the following steps drain",
+    )
+    staging_fallback: Literal["stall", "interval"] = Field(
+        "interval", description="what 'staging' does where the device has no memory to spare"
     )
     max_overhead: float = Field(
         0.03, gt=0, le=1, description="part of the training time that snapshots may cost, for 'interval'"

@@ -35,6 +35,10 @@ class OutOfMemoryError(ArenaError, MemoryError):
     """The memory directory or the configured limit cannot hold the arenas."""
 
 
+class StagingMemoryError(ReftError, MemoryError):
+    """A staging copy does not fit beside what training needs."""
+
+
 class CopyError(ReftError, ValueError):
     """A copy engine was given tensors that it cannot copy byte by byte."""
 

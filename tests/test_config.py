@@ -66,7 +66,7 @@ def test_persisting_gets_an_arena_of_its_own() -> None:
         ({"variant": "none", "persist": {"dir": "/x"}}, "nothing to persist"),
         ({"has": {"chunk_bytes": 5000}}, "write a multiple of 64, for example 4992"),
         ({"has": {"window": "paper"}}, 'did you mean "windows"'),
-        ({"has": {"overflow": "staging"}}, "'stall' or 'interval'"),
+        ({"has": {"overflow": "drop"}}, "'stall', 'interval' or 'staging'"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused_with_what_to_write(block: dict, says: str) -> None:

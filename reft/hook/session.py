@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reft.config import ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
@@ -19,16 +17,16 @@ from reft.faults import FaultPlan, kill_this_node
 from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, node_id
 from reft.hook.data import DataPosition
 from reft.hook.job import JobRecord
+from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
 from reft.load.exchange import allgather_bytes
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
-from reft.snapshot.copying import CopyEngine, Mark, copy_engine_for
-from reft.snapshot.gate import HostGate, StreamGate
-from reft.snapshot.has import HasSchedule, Limits, Overflow
+from reft.snapshot.copying import CopyEngine, copy_engine_for
+from reft.snapshot.has import HasSchedule, Overflow
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.pacing import PaceOptions, Pacer
+from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.trace import InstructionRecord, StepTrace
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
@@ -49,7 +47,6 @@ logger = logging.getLogger(__name__)
 _STOP_NEXT_SECS = 1.0
 """After a step at least this long the job stops after the next one; after shorter ones it does one more."""
 _LONG_STEP_SECS = 0.5
-_SHARE_WITHOUT_A_SPARE_CORE = 0.2
 """From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
 measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
 _VOTE_SECS = 5.0
@@ -107,7 +104,17 @@ class Session:
         """Set to a bounded deque to have every step traced."""
         self.profiler: Profiler | None = None
         self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
-        self.pacer = self._make_pacer()
+        self.staging = (
+            StagingArea(self.copy_engine) if Overflow(config.has.overflow) is Overflow.STAGING else None
+        )
+        self.pacer = make_pacer(
+            config.has,
+            self.copy_engine,
+            stage_id=self.coordinate.pp,
+            stages=self.topology.degrees.pp,
+            micro_batches=int(engine.gradient_accumulation_steps()),
+            staging=self.staging,
+        )
         self._stopping = False
         self._weaver: Weaver | None = None
         self._fence_secs = 0.0
@@ -157,46 +164,6 @@ class Session:
             fresh = allgather_bytes(secrets.token_bytes(SECRET_BYTES), self.control.group)[0]
             secret = next((s for s in gathered if s), fresh)
         return JobDir.open_or_create(self.config.memory_dir, self.job_id, node=self.node, secret=secret)
-
-    def _make_pacer(self) -> Pacer:
-        has = self.config.has
-        gate = StreamGate() if self.copy_engine.asynchronous else HostGate()
-        # Until something was measured: beside computation, as slowly as ever allowed.
-        share = self._share_of_computing()
-        gate.share(share)
-        return Pacer(
-            gate,
-            PaceOptions(
-                estimator=has.windows,
-                limits=Limits(
-                    compute_share=share,
-                    separate_links=has.separate_links,
-                    overflow=Overflow(has.overflow),
-                    max_overhead=has.max_overhead,
-                ),
-                stage_id=self.coordinate.pp,
-                stages=self.topology.degrees.pp,
-                micro_batches=int(self.engine.gradient_accumulation_steps()),
-            ),
-            self._mark if self.copy_engine.asynchronous else None,
-            self.copy_engine,
-        )
-
-    def _share_of_computing(self) -> float:
-        """Most of the computing time that copies may run beside: all of it where they take nothing from
-        training, by direct memory access from a device or on a core that no rank of the node uses."""
-        wanted = self.config.has.compute_share
-        if wanted is not None:
-            return wanted
-        busy_cores = local_world_size() * torch.get_num_threads()
-        spare = self.copy_engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
-        return 1.0 if spare else _SHARE_WITHOUT_A_SPARE_CORE
-
-    def _mark(self) -> Mark | None:
-        try:
-            return self.copy_engine.mark()
-        except ReftError:
-            return None  # no version is being taken
 
     @property
     def schedule(self) -> HasSchedule | None:
@@ -332,6 +299,7 @@ class Session:
             engine=self.copy_engine,
             pacer=self.pacer,
             switch=self.protection.switch(),
+            staging=self.staging,
         )
         self.daemon.configure(self.config)
         self.profiler = self._make_profiler()
@@ -379,11 +347,12 @@ class Session:
             return
         if self.preemption.requested:
             # The vote that carries this is over when training gets there: all ranks know by then.
-            self.worker.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
+            self.worker.votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
             self.worker.await_vote(step - 1, _VOTE_SECS)
-        interval = max(self.config.interval_steps, self.worker.interval_steps(step))
-        if self.worker.stop_step is not None and step >= self.worker.stop_step:
+        interval = max(self.config.interval_steps, self.worker.votes.interval_steps(step))
+        stop_step = self.worker.votes.stop_step
+        if stop_step is not None and step >= stop_step:
             self._stopping = True
         elif step % interval == 0:
             self.submit(must=False)

@@ -33,6 +33,7 @@ class Ballot:
         interval_steps: how often this rank could take versions at the allowed overhead (result: the
             largest of all ranks).
         order: number of the newest order to switch protection that this rank knows of (result: the newest).
+        late: the next votes will lag behind training here (result: anywhere).
     """
 
     ok: bool
@@ -40,6 +41,7 @@ class Ballot:
     relayout: bool = False
     interval_steps: int = 1
     order: int = 0
+    late: bool = False
 
 
 class ControlGroup:
@@ -78,6 +80,7 @@ class ControlGroup:
                 -int(ballot.relayout),
                 -ballot.interval_steps,
                 -ballot.order,
+                -int(ballot.late),
                 version,
                 -version,
             ],
@@ -87,13 +90,13 @@ class ControlGroup:
             self._all_reduce_min(word)
         except RuntimeError as error:
             raise TransferError(f"a peer vanished during the vote on step {version}: {error}") from error
-        ok, stop, relayout, interval, order, lowest, highest = word.tolist()
+        ok, stop, relayout, interval, order, late, lowest, highest = word.tolist()
         if lowest != -highest:
             raise TransferError(
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order)
+        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late))
 
     def _all_reduce_min(self, tensor: torch.Tensor) -> None:
         options = dist.AllreduceOptions()

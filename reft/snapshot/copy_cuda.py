@@ -16,16 +16,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from reft.errors import CopyError
-from reft.snapshot.copy_cpu import copy_on_host
-from reft.snapshot.copying import CallOrder, CopyTicket, Encode, Mark, Piece, bandwidth, byte_views
+from reft.errors import CopyError, StagingMemoryError
+from reft.snapshot.bounce import BounceBuffers
+from reft.snapshot.copy_cpu import MARGIN_PART, copy_on_host
+from reft.snapshot.copying import (
+    CallOrder,
+    CopyTicket,
+    Encode,
+    Mark,
+    Piece,
+    bandwidth,
+    byte_views,
+    into_buffer,
+)
 from reft.snapshot.pinning import CHUNK_BYTES, PinnedRanges
 
 logger = logging.getLogger(__name__)
@@ -33,12 +42,15 @@ logger = logging.getLogger(__name__)
 cuda: Any = torch.cuda
 """Much of it has no types."""
 
-STAGING_BYTES = 32 * 2**20
+BOUNCE_BYTES = 32 * 2**20
 """Size of each of the two buffers that are used where memory cannot be pinned. A power of two: torch
 rounds pinned memory up to one (trap 9)."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``."""
+
+_LEAST_MARGIN_BYTES = 512 * 2**20
+"""Device memory that a staging buffer leaves alone at least: kernels load late, libraries take work space."""
 
 _MS = 1e-3
 """Seconds in the unit of ``Event.elapsed_time``."""
@@ -60,6 +72,8 @@ class _CudaTicket:
         self.began = cuda.Event(enable_timing=True)
         self.ended = cuda.Event(enable_timing=True, blocking=True)
         self.keep_alive: Sequence[Piece] = pieces
+        self.staged: Sequence[Piece] = ()
+        """What was put into a staging buffer, and has its way to host memory before it."""
 
     def keep(self, pieces: Sequence[Piece]) -> None:
         """Count further pieces and hold their tensors."""
@@ -84,7 +98,7 @@ class CudaCopyEngine:
 
     Args:
         device: the device that trains.
-        staging_bytes: size of each of the two staging buffers, where they are needed.
+        bounce_bytes: size of each of the two pinned buffers, where they are needed.
         chunk_bytes: most bytes registered by one call of the driver.
     """
 
@@ -92,7 +106,7 @@ class CudaCopyEngine:
     least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
 
     def __init__(
-        self, device: torch.device, *, staging_bytes: int = STAGING_BYTES, chunk_bytes: int = CHUNK_BYTES
+        self, device: torch.device, *, bounce_bytes: int = BOUNCE_BYTES, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         index = cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
@@ -100,6 +114,9 @@ class CudaCopyEngine:
         # 0 is the lowest priority of torch's pools: where both want the same unit, training goes first.
         self._side = cuda.Stream(self.device, priority=0)
         self._clock = cuda.Stream(self.device, priority=0)
+        # Not the side stream: the next fence waits for that.
+        self._drain = cuda.Stream(self.device, priority=0)
+        self._staged: torch.cuda.Event | None = None
         self._order = CallOrder()
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
         self._begun: torch.cuda.Event | None = None
@@ -107,9 +124,15 @@ class CudaCopyEngine:
         self._tickets: list[_CudaTicket] = []
         self._lock = threading.Lock()
         self._bandwidth: float | None = None
-        self._staging_bytes = staging_bytes
-        self._staging: list[torch.Tensor] | None = None
-        self._staging_lock = threading.Lock()
+        self._bounce_bytes = bounce_bytes
+        self._bounce = BounceBuffers(
+            bounce_bytes,
+            make=self._pinned_buffer,
+            dma=self._dma,
+            event=lambda: cuda.Event(blocking=True),
+            closed=lambda: self._order.closed,
+            warn=self._warn_no_buffers,
+        )
         self._warned: set[str] = set()
 
     @property
@@ -126,7 +149,7 @@ class CudaCopyEngine:
             self._warn_once(
                 "register",
                 f"{self.device}: memory cannot be pinned: {error}. Snapshots go through a buffer of "
-                f"{2 * self._staging_bytes / 2**20:.0f} MiB with one more copy on the host, slower and "
+                f"{2 * self._bounce_bytes / 2**20:.0f} MiB with one more copy on the host, slower and "
                 f"with more load; raise the limit of locked memory (ulimit -l) and see the driver's log",
             )
             return False
@@ -136,6 +159,7 @@ class CudaCopyEngine:
         if not self._order.closed:
             self._use_device()
             self._side.synchronize()
+            self._drain.synchronize()
             self._pinned.remove(memory)
 
     def _pin(self, address: int, nbytes: int) -> None:
@@ -146,6 +170,13 @@ class CudaCopyEngine:
             _driver_call(self.device, lambda runtime: runtime.cudaHostUnregister(address))
         except RuntimeError as error:
             self._warn_once("unregister", f"{self.device}: memory could not be unpinned: {error}")
+
+    def _warn_no_buffers(self, cause: str) -> None:
+        self._warn_once(
+            "bounce",
+            f"{self.device}: no pinned buffer for snapshots: {cause}. Copies go through the driver's own; "
+            f"free host memory or raise the limit of locked memory (ulimit -l)",
+        )
 
     def _warn_once(self, cause: str, message: str) -> None:
         if cause not in self._warned:
@@ -160,7 +191,7 @@ class CudaCopyEngine:
         self._begun = event
 
     def mark(self) -> Mark:
-        return _CudaMark(self._order.open_version("mark"), self._record())
+        return _CudaMark(self._order.mark(), self._record())
 
     def stamp(self) -> torch.cuda.Event:
         return self._record(timed=True)
@@ -182,6 +213,16 @@ class CudaCopyEngine:
     def copy(
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
     ) -> CopyTicket:
+        return self._hand_over(pieces, after, encode)
+
+    def _hand_over(
+        self,
+        pieces: Sequence[Piece],
+        after: Mark | None,
+        encode: Encode | None,
+        buffer: torch.Tensor | None = None,
+    ) -> _CudaTicket:
+        """Queue copies on the side stream: to the targets, or into a staging buffer."""
         views = byte_views(pieces)
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
@@ -201,14 +242,72 @@ class CudaCopyEngine:
                         encoded = byte_views(encode())
                         ticket.keep(encoded)
                         views += encoded
-                    for source, target in views:
-                        self._copy_piece(source, target)
+                    if buffer is not None:
+                        ticket.staged = self._into_buffer(views, buffer)
+                    else:
+                        for source, target in views:
+                            self._copy_piece(source, target, self._side)
             finally:
                 # What failed half way is waited for too.
                 ticket.ended.record(self._side)
                 with self._lock:
                     self._tickets.append(ticket)
         return ticket
+
+    # -- staging ---------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        # What torch has reserved is left to training: it was its peak, and will be again.
+        free, total = cuda.mem_get_info(self.device)
+        return max(0, int(free - max(_LEAST_MARGIN_BYTES, MARGIN_PART * total)))
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        self._use_device()
+        if nbytes > self.free_bytes:
+            raise StagingMemoryError(
+                f"{self.device}: {nbytes / 2**20:.0f} MiB are wanted to stage snapshots, "
+                f"{self.free_bytes / 2**20:.0f} MiB are left beside a margin for training"
+            )
+        try:
+            with cuda.stream(self._side):
+                return self._device_memory(nbytes)
+        except RuntimeError as error:
+            raise StagingMemoryError(f"{self.device}: no memory to stage snapshots: {error}") from error
+
+    def _device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def stage(
+        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
+    ) -> Sequence[Piece]:
+        ticket = self._hand_over(pieces, None, encode, buffer)
+        staged = cuda.Event()
+        staged.record(self._side)
+        self._staged = staged
+        return ticket.staged
+
+    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        ticket = _CudaTicket(staged)
+        with self._order.draining():
+            self._use_device()
+            if self._staged is not None:
+                self._drain.wait_event(self._staged)
+                self._staged = None
+            if isinstance(after, _CudaMark):
+                self._drain.wait_event(after.event)
+            ticket.began.record(self._drain)
+            try:
+                with cuda.stream(self._drain):
+                    for source, target in staged:
+                        self._copy_piece(source, target, self._drain)
+            finally:
+                ticket.ended.record(self._drain)
+                with self._lock:
+                    self._tickets.append(ticket)
+        return ticket
+
+    # -- inside a copy ---------------------------------------------------------------------------
 
     def _use_device(self) -> None:
         """A new thread starts on device 0; switching back to it would make a context there, some
@@ -223,7 +322,20 @@ class CudaCopyEngine:
         # Versions that were given up are never synchronized: do not keep their tensors for that.
         self._tickets = [t for t in self._tickets if not t.done()]
 
-    def _copy_piece(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _into_buffer(self, views: Sequence[Piece], buffer: torch.Tensor) -> Sequence[Piece]:
+        placed = into_buffer([v for v in views if self._on_device(v[0])], buffer)
+        for (source, _), place in placed:
+            self._duplicate(source, place)
+        for source, target in views:
+            if not self._on_device(source):
+                copy_on_host(source, target, lambda: self._order.closed)
+        return [(place, target) for (_, target), place in placed]
+
+    def _duplicate(self, source: torch.Tensor, place: torch.Tensor) -> None:
+        """Queue one copy within the device on the current stream."""
+        place.copy_(source, non_blocking=True)
+
+    def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         if not self._on_device(source):
             copy_on_host(source, target, lambda: self._order.closed)
             return
@@ -233,7 +345,7 @@ class CudaCopyEngine:
             if pinned:
                 self._dma(source[part], target[part])
             else:
-                self._copy_staged(source[part], target[part])
+                self._bounce.copy(source[part], target[part], stream)
             at += nbytes
 
     def _on_device(self, source: torch.Tensor) -> bool:
@@ -243,51 +355,8 @@ class CudaCopyEngine:
         """Queue one transfer on the current stream. Only into pinned memory does it return at once."""
         target.copy_(source, non_blocking=True)
 
-    def _copy_staged(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """By way of pinned buffers, one filled by the device while the other is emptied."""
-        with self._staging_lock:
-            buffers = self._staging_buffers()
-            if not buffers:
-                self._dma(source, target)
-                self._side.synchronize()
-                return
-            landing: deque[Callable[[], None]] = deque()
-            for number, at in enumerate(range(0, source.numel(), self._staging_bytes)):
-                if len(landing) == len(buffers):
-                    landing.popleft()()
-                stop = min(at + self._staging_bytes, source.numel())
-                buffer = buffers[number % len(buffers)][: stop - at]
-                self._dma(source[at:stop], buffer)
-                landing.append(self._land(buffer, target[at:stop]))
-            while landing:
-                landing.popleft()()
-
-    def _land(self, buffer: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        arrived = cuda.Event(blocking=True)
-        arrived.record(self._side)
-
-        def land() -> None:
-            arrived.synchronize()
-            copy_on_host(buffer, target, lambda: self._order.closed)
-
-        return land
-
-    def _staging_buffers(self) -> list[torch.Tensor]:
-        """The pinned buffers, made when first needed; empty if there is no memory for them."""
-        if self._staging is None:
-            try:
-                self._staging = [self._pinned_buffer() for _ in range(2)]
-            except RuntimeError as error:
-                self._staging = []
-                self._warn_once(
-                    "staging",
-                    f"{self.device}: no pinned buffer for snapshots: {error}. Copies go through the driver's "
-                    f"own; free host memory or raise the limit of locked memory (ulimit -l)",
-                )
-        return self._staging
-
     def _pinned_buffer(self) -> torch.Tensor:
-        return torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(self._bounce_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
         self._order.check_not_closed("synchronize")
@@ -301,8 +370,9 @@ class CudaCopyEngine:
         anchor, anchor_secs = self._anchor()
         for ticket in tickets:
             ticket.settle(anchor, anchor_secs)
-        busy_secs = sum(t.secs[1] - t.secs[0] for t in tickets if t.secs is not None)
-        self._bandwidth = bandwidth(sum(t.nbytes for t in tickets), busy_secs, self._bandwidth)
+        linked = [t for t in tickets if not t.staged]  # what was staged did not pass the link
+        busy_secs = sum(t.secs[1] - t.secs[0] for t in linked if t.secs is not None)
+        self._bandwidth = bandwidth(sum(t.nbytes for t in linked), busy_secs, self._bandwidth)
 
     def secs_of(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
         self._use_device()
@@ -325,11 +395,12 @@ class CudaCopyEngine:
         try:
             self._use_device()
             self._side.synchronize()
+            self._drain.synchronize()
         except RuntimeError as error:
             self._warn_once("close", f"{self.device}: the device failed while it copied: {error}")
         self._pinned.clear()
         self._tickets.clear()
-        self._staging = None
+        self._bounce.clear()
 
 
 def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:

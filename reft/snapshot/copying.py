@@ -16,6 +16,14 @@ One version passes an engine like this, T being the thread that trains, W the on
   before *every* optimizer step, also where there was no ``begin``.
 - **synchronize** (W): the bytes are in host memory: checksums may be taken, the arena may be sealed.
 
+What cannot be in host memory by the fence may be staged (CheckFreq's GPU mode)::
+
+    T  ... ─► fence() │ optimizer step │ begin() ... mark() ... ─► fence()
+    W  stage(pieces)  │           drain(staged) ─► drain(staged, after=mark) ...  synchronize()
+
+- **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of the time.
+- **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits for it.
+
 Calls of ``begin``, ``mark`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
 or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
@@ -130,10 +138,11 @@ class CopyEngine(ComputeClock, Protocol):
         """
 
     def mark(self) -> Mark:
-        """This point of the compute stream, for ``copy(..., after=...)``.
+        """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
+        open.
 
         Raises:
-            CopyOrderError: no version is open.
+            CopyOrderError: the engine is closed.
         """
 
     def copy(
@@ -155,8 +164,48 @@ class CopyEngine(ComputeClock, Protocol):
             RuntimeError: the device failed.
         """
 
+    @property
+    def free_bytes(self) -> int:
+        """Memory of the device that a staging buffer may take: what is free, but a margin for training."""
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """A staging buffer, 1-D uint8, on the device. Not on the training thread.
+
+        Raises:
+            StagingMemoryError: there is not so much left beside the margin, or the device refused.
+        """
+
+    def stage(
+        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
+    ) -> Sequence[Piece]:
+        """Copy pieces of the open version into a staging buffer, by the fence.
+
+        Args:
+            pieces, encode: as in :meth:`copy`.
+            buffer: 1-D uint8 on the device, of at least as many bytes.
+
+        Returns:
+            What is to be drained: pieces from the buffer to the same targets. Sources in host memory were
+            copied straight to their targets.
+
+        Raises:
+            CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a buffer that is too small.
+        """
+
+    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        """Copy what was staged to its targets; also while no version is open.
+
+        Args:
+            staged: as :meth:`stage` returned it.
+            after: begin no earlier than there; a mark of any version.
+
+        Raises:
+            CopyOrderError: the engine was closed; the version is not whole.
+            RuntimeError: the device failed.
+        """
+
     def fence(self) -> None:
-        """End the version. Harmless where none is open."""
+        """End the version. Harmless where none is open, and for what is being drained."""
 
     def synchronize(self) -> None:
         """Wait until everything handed over is in host memory. Not on the training thread.
@@ -217,6 +266,22 @@ def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
     return views
 
 
+def into_buffer(views: Sequence[Piece], buffer: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+    """Each piece with its place in a staging buffer.
+
+    Raises:
+        CopyError: the buffer is too small.
+    """
+    wanted = sum(target.numel() for _, target in views)
+    if wanted > buffer.numel():
+        raise CopyError(f"{wanted} bytes are to be staged; the buffer has {buffer.numel()}")
+    placed, at = [], 0
+    for view in views:
+        placed.append((view, buffer[at : at + view[1].numel()]))
+        at += view[1].numel()
+    return placed
+
+
 def _byte_view(source: torch.Tensor) -> torch.Tensor:
     plain = source.layout == torch.strided and not (source.is_conj() or source.is_neg())
     if not plain or not source.is_contiguous():
@@ -241,6 +306,7 @@ class CallOrder:
         self._phase = _Phase.IDLE
         self._version = 0
         self._active = 0
+        self._draining = 0
         self._changed = threading.Condition()
 
     @property
@@ -256,6 +322,11 @@ class CallOrder:
             self._phase = _Phase.OPEN
             self._version += 1
             return self._version
+
+    def mark(self) -> int:
+        """The open version's number; 0 where none is open."""
+        self.check_not_closed("mark")
+        return self._version if self._phase is _Phase.OPEN else 0
 
     def open_version(self, what: str) -> int:
         """The open version's number.
@@ -286,6 +357,19 @@ class CallOrder:
                 self._active -= 1
                 self._changed.notify_all()
 
+    @contextmanager
+    def draining(self) -> Iterator[None]:
+        """One copy of what was staged; ``close`` waits for its end, ``fence`` does not."""
+        with self._changed:
+            self.check_not_closed("drain")
+            self._draining += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._draining -= 1
+                self._changed.notify_all()
+
     def fence(self) -> bool:
         """No copy begins any more, and none is inside ``copy``. Returns whether a version was open."""
         with self._changed:
@@ -305,7 +389,7 @@ class CallOrder:
             if self._phase is _Phase.CLOSED:
                 return False
             self._phase = _Phase.CLOSED
-            self._changed.wait_for(lambda: not self._active)
+            self._changed.wait_for(lambda: not (self._active or self._draining))
             return True
 
 

@@ -75,8 +75,11 @@ class Gate(Protocol):
     def share(self, part: float) -> None:
         """Part of the time outside of windows in which chunks may run, 0 to 1."""
 
-    def enter(self) -> None:
-        """T: there is something to copy from now on."""
+    def enter(self, draining: bool = False) -> None:
+        """T: a version was handed over; ``draining``: another one is not out yet, and goes on first."""
+
+    def begin(self) -> None:
+        """W: the newest version's copy begins; windows from before it was handed over are not its own."""
 
     def leave(self) -> None:
         """W: nothing any more."""
@@ -144,9 +147,11 @@ class HostGate:
     def share(self, part: float) -> None:
         self._share = part
 
-    def enter(self) -> None:
+    def enter(self, draining: bool = False) -> None:
         self._wanted = True
         self._next_beside = 0.0
+
+    def begin(self) -> None: ...
 
     # -- copying thread ------------------------------------------------------------------------------
 
@@ -265,7 +270,8 @@ class StreamGate:
     def __init__(self) -> None:
         self.patience_secs = 1.0
         self._changed = threading.Condition()
-        self._windows: deque[Permit] = deque()
+        self._windows: deque[Permit | None] = deque()
+        """None: a version was handed over here."""
         self._hurrying = False
         self._wanted = False
         self._alive_at = time.perf_counter()
@@ -298,10 +304,18 @@ class StreamGate:
     def share(self, part: float) -> None:
         """Nothing: what is planned beside computation is part of each window's bytes."""
 
-    def enter(self) -> None:
+    def enter(self, draining: bool = False) -> None:
         with self._changed:
-            self._windows.clear()
+            if draining:
+                self._windows.append(None)
+            else:
+                self._windows.clear()
             self._wanted = True
+
+    def begin(self) -> None:
+        with self._changed:
+            while None in self._windows:
+                self._windows.popleft()
 
     def leave(self) -> None:
         with self._changed:
@@ -312,8 +326,9 @@ class StreamGate:
         with self._changed:
             while True:
                 # Also in a hurry: it is the host's, which is ahead; the windows may lie before the device.
-                if self._windows:
-                    return self._windows.popleft()
+                while self._windows:
+                    if (permit := self._windows.popleft()) is not None:
+                        return permit
                 if self._hurrying:
                     return Permit(0, nbytes=_UNLIMITED)
                 left = self._alive_at + self.patience_secs - time.perf_counter()
@@ -353,7 +368,9 @@ class OpenGate:
 
     def share(self, part: float) -> None: ...
 
-    def enter(self) -> None: ...
+    def enter(self, draining: bool = False) -> None: ...
+
+    def begin(self) -> None: ...
 
     def leave(self) -> None: ...
 

@@ -34,7 +34,7 @@ class Overflow(StrEnum):
     STALL: the optimizer step waits until they are copied. INTERVAL: snapshots are taken less often, so
     that the wait costs no more than the allowed overhead. STAGING: a copy on the device at the deadline,
     drained in the following iterations (CheckFreq's GPU mode). For state that lies in host memory a
-    staging copy is the copy itself, so it is refused there.
+    staging copy takes as long as the copy itself and gains nothing.
     """
 
     STALL = "stall"
@@ -82,7 +82,7 @@ class Limits:
         separate_links: training and snapshots do not share a link, so that tier 3 is allowed.
         overflow: what to do with the rest.
         max_overhead: allowed overhead, as a part of the training time; sets the advised interval.
-        staging_bytes: free device memory that a staging copy may take; 0 on the CPU.
+        staging_bytes: memory that a staging copy may take on the device.
     """
 
     compute_share: float = 0.2
@@ -229,15 +229,14 @@ def plan_schedule(
         estimator: name to print.
 
     Raises:
-        ConfigError: negative bytes, or a staging copy without device memory for it.
+        ConfigError: negative bytes, or a staging copy without memory for it.
     """
     total = sum(sections.values())
     if total < 0 or any(n < 0 for n in sections.values()):
         raise ConfigError(f"bytes to copy must not be negative; got {dict(sections)}")
     if limits.overflow is Overflow.STAGING and not limits.staging_bytes:
         raise ConfigError(
-            "has.overflow is 'staging', but there is no device memory for a staging copy (state in host "
-            "memory is already where a staging copy would be); write 'stall' or 'interval'"
+            "has.overflow is 'staging', but there is no memory for it; write 'stall' or 'interval'"
         )
     scale = model.factor if model is not None else _no_scale
     tier_1, rest = _fill(

@@ -6,18 +6,21 @@ thread asks its gate before every chunk and has the plan renewed after every ver
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from reft.errors import ConfigError
 from reft.snapshot.copying import ComputeClock, Mark
 from reft.snapshot.gate import Gate
-from reft.snapshot.has import BandwidthModel, HasSchedule, Interval, Limits, plan_schedule
+from reft.snapshot.has import BandwidthModel, HasSchedule, Interval, Limits, Overflow, plan_schedule
 from reft.snapshot.trace import ChunkRecord
 from reft.snapshot.windows import AnalyticEstimator, PaperEstimator, ProfiledEstimator, Window, WindowKind
+
+logger = logging.getLogger(__name__)
 
 SETTLED_STEPS = 2
 """Steps that are seen before the first plan: what is made at first use takes long and never again."""
@@ -173,7 +176,8 @@ class PaceOptions:
 
     Attributes:
         estimator: ``profiled``, ``analytic`` or ``paper``.
-        limits: of HAS.
+        limits: of HAS; their ``staging_bytes`` are asked for anew for every plan.
+        staging_fallback: how 'staging' goes on where there is no memory for it.
         stage_id, stages, micro_batches: of this rank; the formulas need them.
     """
 
@@ -182,6 +186,7 @@ class PaceOptions:
     stage_id: int
     stages: int
     micro_batches: int
+    staging_fallback: Overflow = Overflow.INTERVAL
 
 
 class Pacer:
@@ -192,6 +197,7 @@ class Pacer:
         options: fixed settings.
         mark: takes a point of the device's time line; None where the engine has none.
         clock: tells when the device was where.
+        staging_room: bytes that a staging copy may take now.
     """
 
     def __init__(
@@ -200,6 +206,7 @@ class Pacer:
         options: PaceOptions,
         mark: Callable[[], Mark | None] | None,
         clock: ComputeClock,
+        staging_room: Callable[[], int] | None = None,
     ) -> None:
         self.gate = gate
         self.options = options
@@ -219,6 +226,8 @@ class Pacer:
         self._opened: tuple[int, Any, bool] | None = None
         self._ordinal = 0
         self._planned_step = False
+        self._staging_room = staging_room
+        self._falls_back = False
 
     # -- training thread -----------------------------------------------------------------------------
 
@@ -242,7 +251,8 @@ class Pacer:
             window, nbytes = self._ordinal, 2**62
             self._ordinal += 1
         if window >= 0:
-            self.gate.open(window, nbytes, self._mark() if self._mark is not None else None)
+            mark = self._mark() if self._mark is not None and self.gate.wanted else None
+            self.gate.open(window, nbytes, mark)
         self._opened = (position, self.stamp(), window >= 0)
 
     def close(self) -> None:
@@ -288,7 +298,7 @@ class Pacer:
         """
         self._learn(chunks)
         last: Observed | None = None
-        while self._observed:
+        for _ in range(len(self._observed)):  # not those that come meanwhile: the device is always behind
             last = self._observed.popleft().timed(self._clock)
             meter = self._meters.get(last.key)
             if meter is None or len(meter.names) != len(last.names):
@@ -353,10 +363,27 @@ class Pacer:
             step_secs=meter.step_secs,
             computing=computing,
             communicating=reductions,
-            limits=self.options.limits,
+            limits=self._limits(),
             model=self.model,
             estimator=self.options.estimator,
         )
+
+    def _limits(self) -> Limits:
+        """What the plan may do with the memory that there is now."""
+        limits = self.options.limits
+        if limits.overflow is not Overflow.STAGING:
+            return limits
+        room = self._staging_room() if self._staging_room is not None else 0
+        falls_back, before = room <= 0, self._falls_back
+        self._falls_back = falls_back
+        if falls_back and not before:
+            logger.warning(
+                "there is no memory to stage snapshots: has.overflow is %r until there is",
+                self.options.staging_fallback.value,
+            )
+        if falls_back:
+            return replace(limits, overflow=self.options.staging_fallback)
+        return replace(limits, staging_bytes=room)
 
     def _windows(self, meter: WindowMeter) -> tuple[Window, ...]:
         options = self.options

@@ -26,6 +26,9 @@ class SnapshotStats:
             newest 4096.
         tier_bytes: bytes copied in bubbles (1), beside computation (2), beside communication (3), and
             while training waited (0).
+        staged: versions of which a part was staged on the device and drained later.
+        staged_bytes: bytes of these parts.
+        drain_secs: seconds each of them took to drain, the newest 4096.
         copy_secs: seconds each copy took on the worker thread, the newest 4096.
         committed_step: newest step known to be committed.
         stale_since_step: first step since which no version was committed; None while all is well.
@@ -40,6 +43,9 @@ class SnapshotStats:
     traffic: Traffic = field(default_factory=Traffic)
     total_traffic: Traffic = field(default_factory=Traffic)
     tier_bytes: Counter[int] = field(default_factory=Counter)
+    staged: int = 0
+    staged_bytes: int = 0
+    drain_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     stalls_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     copy_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     committed_step: int | None = None
@@ -72,6 +78,9 @@ class SnapshotStats:
             "traffic": self.traffic.to_json(),
             "total_traffic": self.total_traffic.to_json(),
             "tier_bytes": {str(tier): self.tier_bytes[tier] for tier in range(4)},
+            "staged": self.staged,
+            "staged_bytes": self.staged_bytes,
+            "drain_secs_median": statistics.median(self.drain_secs) if self.drain_secs else None,
             "stall_secs_median": statistics.median(self.stalls_secs) if self.stalls_secs else None,
             "copy_secs_median": statistics.median(self.copy_secs) if self.copy_secs else None,
             "committed_step": self.committed_step,

@@ -2,12 +2,13 @@
 
 One version passes, in the same order on every rank:
 
-    copy ─► vote "copied" ─► exchange with ring peers ─► checksums, seal ─► vote "sealed" ─► commit
+    copy ─► vote "copied" ─► (drain) ─► exchange with ring peers ─► checksums, seal ─► vote "sealed" ─► commit
 
 Both votes are all-reduces of the control group, so all ranks take part in every version, also the
 one that skipped it; "no" anywhere aborts it everywhere. A slot is overwritten only when a newer
 version is known to be committed (:class:`~reft.store.commit.SlotTable`), so one whole version exists
-at every instant (P3). Training waits for nothing but its own copy, at the fence (P2). Whatever fails
+at every instant (P3). Training waits for nothing but its own copy, at the fence (P2): to host memory, or
+as far as it is staged, within the device; then the version is drained and committed later. Whatever fails
 here is counted, logged once per cause and never reaches the training thread (P6).
 """
 
@@ -17,10 +18,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import torch
 
 from reft.blocks import Section
 from reft.config import FaultPoint, Variant
@@ -31,15 +30,18 @@ from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
 from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
+from reft.snapshot.exchange import count_sent, exchange_with_peers
 from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
+from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.trace import ChunkRecord
 from reft.snapshot.traffic import Kind
+from reft.snapshot.votes import Votes
 from reft.store.protection import ProtectionRecord
 from reft.topology import Topology
 
@@ -63,6 +65,7 @@ class SnapshotWorker:
         engine: copies the bytes; by default between host memory.
         pacer: knows the windows; without one no version is paced.
         switch: the scheme in force and orders to change it; by default that of the options, unchanged.
+        staging: takes what does not fit before the fence, where plans ask for it.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class SnapshotWorker:
         engine: CopyEngine | None = None,
         pacer: Pacer | None = None,
         switch: SchemeSwitch | None = None,
+        staging: StagingArea | None = None,
     ) -> None:
         self._control = control
         self._topology = topology
@@ -91,25 +95,21 @@ class SnapshotWorker:
         self._pacer = pacer
         configured = str(options.scheme)
         self.switch = switch or SchemeSwitch(control, topology, ProtectionRecord(configured, configured))
-        self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes)
+        self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes, staging)
+        self.votes = Votes(control, self._advised_interval)
         self._layout: GroupLayout | None = None
         self._layout_signature: object = None
         self._images: LiveImages | None = None
         self._host_bytes = options.host_bytes
         self._records: list[ChunkRecord] = []
         self._plan_failed = False
-        self._interval = (0, 1, 1)
-        self._voted_step = -1
         self._peer_traffic = PeerTraffic(control, options.block_bytes)
         self._queue: deque[SnapshotRequest] = deque()
         self._wake = threading.Condition()
         self._fence_waiting = False
+        self._draining = False
         self._closing = False
         self._broken: str | None = None
-        self.stop_proposal = 0
-        """Step after which this rank would stop; set by the training thread, 0 means go on."""
-        self.stop_step: int | None = None
-        """Step after which all ranks stop: the first that a vote named, the same everywhere."""
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
 
@@ -124,10 +124,11 @@ class SnapshotWorker:
             if self._closing:
                 self._give_up(request, "closed")
                 return
+            self.votes.newest_step = request.label.step
             if request.images is not None:
                 self.copier.begin()
             if request.paced and self._pacer is not None:
-                self._pacer.gate.enter()
+                self._pacer.gate.enter(self._draining)
             self._queue.append(request)
             self._wake.notify_all()
 
@@ -168,18 +169,19 @@ class SnapshotWorker:
         try:
             yield
         finally:
-            self._pacer.gate.relax()
-
-    def interval_steps(self, step: int) -> int:
-        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""
-        since, now, before = self._interval
-        return now if step >= since else before
+            with self._wake:
+                self._pacer.gate.relax()
+                if self._draining:
+                    self._pacer.gate.enter()  # in the windows of the steps to come
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
-        """Wait until the ranks have voted on the version of ``step``, so that what they said is known."""
+        """Wait until the ranks have voted on the version of ``step``, so that what they said is known; not
+        while votes are late, with which the ranks reckon."""
+        votes = self.votes
         with self._wake:
             self._wake.wait_for(
-                lambda: self._voted_step >= step or not self._queue or self._broken is not None, timeout_secs
+                lambda: votes.voted_step >= step or votes.late or not self._queue or self._broken is not None,
+                timeout_secs,
             )
 
     def drain(self, timeout_secs: float) -> bool:
@@ -268,6 +270,7 @@ class SnapshotWorker:
             if filling is not None:
                 # Training was let go on: these tensors are no longer the state of this step (P2).
                 self._drop(filling)
+                self._end_drain(request)
                 request.cancelled = True
             self._agree(request)
         if not verdict.ok:
@@ -275,7 +278,9 @@ class SnapshotWorker:
             return
         assert filling is not None
         self._stats.taken += 1
-        sealed, failure = self._try_seal(request, filling)
+        sealed, failure = self._try_drain(request, filling)
+        if sealed:
+            sealed, failure = self._try_seal(request, filling)
         verdict = self._vote(request, ok=sealed)
         self._faults.reach(FaultPoint.BEFORE_COMMIT, request.label.step)
         if not verdict.ok:
@@ -292,6 +297,7 @@ class SnapshotWorker:
     def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
         if filling is not None:
             self._drop(filling)
+            self._end_drain(request)
         self._give_up(request, cause.split(":", maxsplit=1)[0], cause)
 
     def _drop(self, filling: Filling) -> None:
@@ -300,29 +306,21 @@ class SnapshotWorker:
 
     def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
         wants_layout = not (ok or request.cancelled or request.idle)
-        ballot = Ballot(
+        verdict = self.votes.cast(
+            request.label.step,
             ok=ok,
-            stop_after_step=self.stop_proposal,
             relayout=wants_layout and self._layout_is_old(request),
-            interval_steps=self._advised_interval(),
+            staged=bool(self.copier.staged),
             order=self.switch.newest_order(),
         )
-        step = request.label.step
-        verdict = self._control.vote(ballot, step)
         self.switch.hear(verdict.order)
-        if verdict.stop_after_step and self.stop_step is None:
-            self.stop_step = verdict.stop_after_step
-        if verdict.interval_steps != self._interval[1]:
-            logger.info("[step %d] from step %d on, every %d", step, step + 2, verdict.interval_steps)
-            self._interval = (step + 2, verdict.interval_steps, self._interval[1])
         with self._wake:
-            self._voted_step = step
             self._wake.notify_all()
         return verdict
 
     def _advised_interval(self) -> int:
         plan = self._pacer.plan if self._pacer is not None else None
-        return plan.advised_interval_steps if plan and plan.overflow is Overflow.INTERVAL else 1
+        return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
 
     def _layout_is_old(self, request: SnapshotRequest) -> bool:
         return (
@@ -394,6 +392,7 @@ class SnapshotWorker:
             request.started = True
         filling: Filling | None = None
         gate = self._gate_for(request)
+        gate.begin()
         try:
             self._faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
             # What prepares the copy takes a while too: it begins where the copy may. On a device the
@@ -413,9 +412,17 @@ class SnapshotWorker:
         except (ReftError, OSError, RuntimeError, MemoryError) as error:
             if filling is not None:
                 self._drop(filling)
+            self._end_drain(request)
             return None, f"{type(error).__name__}: {error}"
         finally:
-            gate.leave()
+            if not self.copier.staged:
+                self._leave(request, gate)
+
+    def _leave(self, request: SnapshotRequest, gate: Gate) -> None:
+        """Nothing of this version is to be copied any more; a later one may have been handed over."""
+        with self._wake:
+            if not any(r.paced and not r.cancelled for r in self._queue if r is not request):
+                gate.leave()
 
     @staticmethod
     def _encode(request: SnapshotRequest) -> None:
@@ -434,7 +441,8 @@ class SnapshotWorker:
             filling,
             gate,
             reach=lambda point: self._faults.reach(point, step),
-            handed_over=request.copied.set,
+            handed_over=lambda: self._handed_over(request),
+            may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
         # Last: it may wait for the device, and training does not wait for it.
         for placed in filling.local_blocks:
@@ -443,12 +451,47 @@ class SnapshotWorker:
                 filling.hash(placed)
         self._stats.tier_bytes.update(bytes_by_tier(self._records))
 
+    def _handed_over(self, request: SnapshotRequest) -> None:
+        """Training may go on: all was copied, or is kept on the device."""
+        staged = sum(item.chunk.nbytes for item in self.copier.staged)
+        if staged:
+            self._stats.staged += 1
+            self._stats.staged_bytes += staged
+        with self._wake:
+            self._draining = bool(staged)
+        request.copied.set()
+
+    def _try_drain(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
+        """Bring what was staged to host memory, in the windows of the steps after the version's own."""
+        if not self.copier.staged:
+            return True, None
+        began = time.perf_counter()
+        try:
+            records = self.copier.drain(filling, self._gate_for(request))
+            self._stats.tier_bytes.update(bytes_by_tier(records))
+            self._records = [*self._records, *records]
+            return True, None
+        except (ReftError, OSError, RuntimeError, MemoryError) as error:
+            return False, f"{type(error).__name__}: {error}"
+        finally:
+            self._stats.drain_secs.append(time.perf_counter() - began)
+            self._end_drain(request)
+
+    def _end_drain(self, request: SnapshotRequest) -> None:
+        self.copier.staged = ()
+        if self._draining:
+            with self._wake:
+                self._draining = False
+            self._leave(request, self._gate_for(request))
+
     def _learn(self, request: SnapshotRequest, filling: Filling) -> None:
         """Have the pacer plan the next versions; without a new plan the old one stays."""
         if self._pacer is None or not request.paced:
             return
         try:
             self._pacer.version_done(_bytes_by_section(filling), self._records)
+            if self.copier.staging is not None and self._pacer.plan is not None:
+                self.copier.staging.reserve(self._pacer.plan.staged_bytes)
         except Exception:
             if not self._plan_failed:
                 logger.exception("snapshots cannot be planned anew; they go on as planned before")
@@ -463,10 +506,10 @@ class SnapshotWorker:
     def _try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
         try:
             filling.hash_rest()
-            self._exchange(filling)
+            self._stats.peer_bytes += exchange_with_peers(self._control, self._topology, filling)
             if request.variant is Variant.INTER_NODE:
                 peer, nbytes = self._peer_traffic.send(filling.arena.data)
-                self._count_sent(filling, [peer], Counter({Kind.MIRROR: nbytes}))
+                count_sent(self._control, self._topology, filling, [peer], Counter({Kind.MIRROR: nbytes}))
             self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
             filling.seal()
             self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
@@ -475,33 +518,6 @@ class SnapshotWorker:
             raise
         except (ReftError, OSError, RuntimeError, MemoryError) as error:
             return False, f"{type(error).__name__}: {error}"
-
-    def _exchange(self, filling: Filling) -> None:
-        """Send what only this rank has to its ring predecessors, take its successors' (``peer``)."""
-        layout = filling.layout
-        at = self._topology.coordinates[self._control.rank]
-        ranks = self._topology.group(at.pp, at.tp)
-        holders = layout.plan.placement.holders_of(layout.member)[1:]
-        kept = layout.plan.placement.kept_by(layout.member)[1:]
-        facts = filling.own_facts()
-        incoming = {m: torch.empty(filling.facts_length(m), dtype=torch.int64) for m in kept}
-        self._control.exchange(
-            {ranks[h]: [facts] for h in holders}, {ranks[m]: [t] for m, t in incoming.items()}
-        )
-        for member, peer_facts in incoming.items():
-            filling.expect(member, peer_facts)
-        self._control.exchange(
-            {ranks[h]: filling.outgoing() for h in holders},
-            {ranks[m]: filling.incoming(m) for m in kept},
-        )
-        self._count_sent(filling, [ranks[h] for h in holders], filling.outgoing_bytes())
-        self._stats.peer_bytes += filling.check_received()
-
-    def _count_sent(self, filling: Filling, receivers: Iterable[int], each: Counter[Kind]) -> None:
-        nodes = self._topology.nodes
-        for rank in receivers:
-            if nodes[rank] != nodes[self._control.rank]:
-                filling.traffic.sent.update(each)
 
 
 def _bytes_by_section(filling: Filling) -> dict[str, int]:

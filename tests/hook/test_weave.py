@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.trace import StepTrace
 from tests.hook.ranks import run_ranks
-from tests.hook.weave_job import STEPS, VARIANTS, GPipe
+from tests.hook.weave_job import STAGED_STEPS, STEPS, VARIANTS, GPipe
 
 JOB = Path(__file__).with_name("weave_job.py")
 WAITING = ("Recv", "Send", "Reduce", "Aggregate")
@@ -164,6 +164,46 @@ def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, A
         assert host["plan"] is None
         blocking = r["variants"]["blocking"]["stats"]["tier_bytes"]
         assert blocking["0"] == sum(blocking.values())
+
+
+def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        run, stats = r["staged"], r["staged"]["stats"]
+        assert run["losses"] == r["long_reference"][:STAGED_STEPS]
+        assert stats["staged"] > 0
+        assert stats["staged_bytes"] > 0
+        assert len(run["compared"]) >= 3
+        assert all(run["compared"].values()), "committed bytes are another step's"
+        # The version after a staged one finds no room, and is counted.
+        assert sum(stats["skipped"].values()) > 0
+        path = r["staged_resumed"]["path"]
+        assert path == f"memory:staged/{stats['committed_step']}"
+        assert r["staged_resumed"]["losses"] == r["long_reference"][stats["committed_step"] :]
+
+
+def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        run, stats = r["staged"], r["staged"]["stats"]
+        assert run["overflow"] == "staging"
+        assert sum(stats["tier_bytes"].values()) == stats["taken"] * run["bytes"]
+        in_windows = [c for trace in run["chunks"] for c in trace if c["tier"] == 1]
+        # What a version copies in its own step and what it drains do not fit into one.
+        assert any(updated_within(run["updates"], chunks) for chunks in by_version(run, in_windows))
+
+
+def by_version(run: dict[str, Any], chunks: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Chunks between the hand-over of one version that was committed and that of the next."""
+    handed_over = [*sorted(run["handed_over"]), float("inf")]
+    for begin, end in pairwise(handed_over):
+        yield [c for c in chunks if begin <= c["begin_secs"] < end]
+
+
+def updated_within(updates: list[list[float]], chunks: list[dict[str, Any]]) -> bool:
+    return any(
+        min(c["begin_secs"] for c in chunks) < begin < max(c["begin_secs"] for c in chunks)
+        for begin, _ in updates
+        if chunks
+    )
 
 
 def test_an_evaluation_in_between_changes_nothing(results: list[dict[str, Any]]) -> None:

@@ -20,15 +20,18 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 import reft
+from reft.blocks import Section
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS
+from reft.store.arena import Arena, scan
 
 avoid_build_at_start()
 
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
 WIDTH, MICRO_BATCHES, STEPS = 384, 4, 14
 CHUNK_BYTES = 64 * 1024
+STAGED_STEPS = 40
 
 
 class GPipe(schedule.PipeSchedule):
@@ -122,6 +125,82 @@ def note_updates(engine: Any) -> list[tuple[float, float]]:
     return seen
 
 
+def slow_link(engine: Any, secs: float) -> None:
+    """Chunks to host memory take longer, as from a device; those within it do not."""
+
+    def slowed(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(secs)
+            return original(*args, **kwargs)
+
+        return call
+
+    engine.copy, engine.drain = slowed(engine.copy), slowed(engine.drain)
+
+
+class Witness:
+    """Keeps the state of every version handed over; compares what is committed with it, byte by byte."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.states: dict[int, bytes] = {}
+        self.compared: dict[int, bool] = {}
+        self.handed_over_secs: dict[int, float] = {}
+        self.told, session.worker._on_commit = session.worker._on_commit, self.committed
+        self.handed_over, session.submit = session.submit, self.submit
+
+    def submit(self, **options: Any) -> Any:
+        image = self.session.adapter.images()[0]
+        data = torch.zeros(image.nbytes, dtype=torch.uint8)
+        for source, target in image.pieces_into(0, data):
+            target.copy_(source.detach().reshape(-1).view(torch.uint8))
+        step = int(self.session.engine.global_steps)
+        self.states[step], self.handed_over_secs[step] = data.numpy().tobytes(), time.perf_counter()
+        return self.handed_over(**options)
+
+    def committed(self, request: Any) -> None:
+        self.told(request)
+        step = request.label.step
+        if step not in self.states:
+            return  # handed over before
+        for _, arena in scan(self.session.job_dir.path, self.session.job_dir.secret):
+            header = arena.header() if isinstance(arena, Arena) else None
+            if header is not None and header.state.whole and header.label.step == step:
+                entries = [e for e in header.entries if e.key.section is Section.REPLICATED]
+                self.compared[step] = bool(entries) and all(
+                    bytes(arena.read_block(e)) == self.states[step][e.start_bytes : e.start_bytes + e.nbytes]
+                    for e in entries
+                )
+
+
+def staged(root: Path, name: str, steps: int) -> dict[str, Any]:
+    """Train a state that is too large for its windows; versions are staged and committed later."""
+    engine = make()
+    has = {"chunk_bytes": CHUNK_BYTES, "overflow": "staging", "compute_share": 0.0}
+    session = reft.attach(engine, config=block(root, name, has=has))
+    session.traces = deque(maxlen=100)
+    updates = note_updates(engine)
+    losses = train(engine, 2)
+    witness = Witness(session)
+    slow_link(session.copy_engine, 0.0003)
+    session.pacer.model.window = 1e8  # what it would learn in some more steps
+    losses += train(engine, steps)
+    session.worker.drain(60)
+    plan = session.schedule
+    result = {
+        "losses": losses,
+        "stats": session.stats.to_json(),
+        "compared": witness.compared,
+        "overflow": None if plan is None else plan.overflow.value,
+        "bytes": None if plan is None else plan.total_bytes,
+        "updates": updates,
+        "handed_over": [witness.handed_over_secs[step] for step in witness.compared],
+        "chunks": [t.to_json()["chunks"] for t in session.traces],
+    }
+    session.close()
+    return result
+
+
 def traced(root: Path, name: str, variant: str, gpipe: bool = False, **options: Any) -> dict[str, Any]:
     """Train with a variant; what was done when."""
     engine = make(gpipe)
@@ -149,12 +228,12 @@ def traced(root: Path, name: str, variant: str, gpipe: bool = False, **options: 
     return result
 
 
-def resumed(root: Path, name: str, variant: str) -> dict[str, Any]:
+def resumed(root: Path, name: str, variant: str, steps: int = STEPS + 3) -> dict[str, Any]:
     """Another incarnation: what the variant left in memory, and the losses from there on."""
     engine = make()
     session = reft.attach(engine, config=block(root, name, variant=variant))
     path, _ = engine.load_checkpoint(str(root / "none"))
-    losses = train(engine, STEPS + 3)
+    losses = train(engine, steps)
     session.close()
     return {"path": path, "losses": losses}
 
@@ -169,6 +248,7 @@ def main(root: Path) -> dict[str, Any]:
         "reference": train(plain, STEPS + 3),
         "evaluated": float(plain.eval_batch(batches(99))),
     }
+    out["long_reference"] = out["reference"] + train(plain, STAGED_STEPS + 3)
     out["class_map"] = not set(SNAPSHOT_INSTRUCTIONS) & set(type(plain)._INSTRUCTION_MAP)
     out["inert"] = session_of(plain) is None and "_INSTRUCTION_MAP" not in vars(plain)
     out["variants"] = {v: traced(root, v, v) for v in VARIANTS}
@@ -177,6 +257,8 @@ def main(root: Path) -> dict[str, Any]:
     out["gpipe"] = traced(root, "gpipe", "has", gpipe=True)
     for windows in ("analytic", "paper"):
         out[windows] = traced(root, windows, "has", windows=windows)
+    out["staged"] = staged(root, "staged", STAGED_STEPS)
+    out["staged_resumed"] = resumed(root, "staged", "has", STAGED_STEPS + 3)
     none = traced(root, "none", "none")
     out["none"] = {"losses": none["losses"], "stats": none["stats"]}
     return out

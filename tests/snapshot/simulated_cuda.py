@@ -118,6 +118,7 @@ class SimulatedCuda:
     def __init__(self) -> None:
         self.compute = SimulatedStream()
         self.runtime = SimulatedRuntime()
+        self.free_bytes, self.total_bytes = 6 * 2**30, 8 * 2**30
         self._current = threading.local()
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
@@ -131,6 +132,9 @@ class SimulatedCuda:
             yield
         finally:
             self._current.stream = before
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.free_bytes, self.total_bytes
 
     def current_device(self) -> int:
         return 0
@@ -159,7 +163,13 @@ class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
 
         self.simulated.current_stream().put(transfer)
 
+    def _duplicate(self, source: torch.Tensor, place: torch.Tensor) -> None:
+        self.simulated.current_stream().put(lambda: place.copy_(source))
+
+    def _device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
     def _pinned_buffer(self) -> torch.Tensor:
         if not self.pinned_memory:
             raise RuntimeError("no memory for pinned buffers")
-        return torch.empty(self._staging_bytes, dtype=torch.uint8)
+        return torch.empty(self._bounce_bytes, dtype=torch.uint8)

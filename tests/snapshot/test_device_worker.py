@@ -5,8 +5,9 @@ The device is simulated (:mod:`tests.snapshot.simulated_cuda`), all else is real
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from reft.snapshot import copy_cuda
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.gate import StreamGate
-from reft.snapshot.has import Limits
+from reft.snapshot.has import Limits, Overflow
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.pacing import SETTLED_STEPS, PaceOptions, Pacer
+from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
@@ -41,12 +43,21 @@ WAIT_SECS = 60
 class Job:
     """One rank that trains a tensor of as many equal numbers as there were steps."""
 
-    def __init__(self, folder: Path, cuda: SimulatedCuda) -> None:
+    def __init__(self, folder: Path, cuda: SimulatedCuda, limits: Limits) -> None:
         self.cuda = cuda
         self.engine = SimulatedCudaEngine(torch.device("cuda", 0))
         self.engine.simulated = cuda
         self.gate = StreamGate()
-        self.pacer = Pacer(self.gate, PaceOptions("profiled", Limits(), 0, 2, 1), self._mark, self.engine)
+        self.staging = StagingArea(self.engine)
+        self.pacer = Pacer(
+            self.gate,
+            PaceOptions("profiled", limits, 0, 2, 1),
+            self.engine.mark,
+            self.engine,
+            lambda: self.staging.room_bytes,
+        )
+        self.content: dict[int, set[float]] = {}
+        """What each version held when it was committed."""
         self.state = torch.zeros(ELEMENTS)
         self.folder = folder
         self.stats = SnapshotStats()
@@ -63,15 +74,16 @@ class Job:
             options=WorkerOptions(scheme=Scheme(), block_bytes=65536, host_bytes=4096, chunk_bytes=65536),
             stats=self.stats,
             faults=FaultPlan((), topology.coordinates[0]),
-            on_commit=lambda request: None,
+            on_commit=self._committed,
             on_skip=lambda step, cause: None,
             engine=self.engine,
             pacer=self.pacer,
+            staging=self.staging,
         )
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 
-    def _mark(self) -> object:
-        return self.engine.mark() if self.gate.wanted else None
+    def _committed(self, request: SnapshotRequest) -> None:
+        self.content[request.label.step] = self.committed()[request.label.step]
 
     def step(self, number: int, variant: Variant) -> SnapshotRequest:
         """Queue a step, as far ahead of the device as it may be, then hand its version over."""
@@ -98,6 +110,20 @@ class Job:
         while not (request.started or request.done.wait(0.001)):
             pass
 
+    def await_device(self) -> None:
+        """As a script does that prints its loss."""
+        reached = threading.Event()
+        self.cuda.compute.put(reached.set)
+        assert reached.wait(WAIT_SECS)
+
+    def train(self, steps: Iterable[int]) -> None:
+        """In step with the device, and with a worker that always gets its turn."""
+        for number in steps:
+            request = self.step(number, Variant.HAS)
+            while not (request.started or self.worker.votes.late or request.done.wait(0.001)):
+                pass
+            self.await_device()
+
     def kernel(self, secs: float) -> None:
         self.cuda.compute.put(lambda: time.sleep(secs))
 
@@ -123,11 +149,11 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
     monkeypatch.setattr(copy_cuda, "cuda", cuda := SimulatedCuda())
     monkeypatch.setattr(SimulatedCudaEngine, "least_chunk_bytes", 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    made = Job(tmp_path, cuda)
+    made = Job(tmp_path, cuda, getattr(request, "param", Limits()))
     yield made
     made.worker.close(WAIT_SECS)
     dist.destroy_process_group()
@@ -164,6 +190,97 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     in_windows = [record for record in job.worker.copier.records if record.tier == 1]
     assert in_windows
     assert {record.window for record in in_windows} == {0}
+
+
+STAGING = Limits(overflow=Overflow.STAGING, compute_share=0.0)
+
+
+def train(job: Job, steps: int) -> None:
+    job.pacer.model.window = 4e7  # what it would learn in some more steps
+    job.train(range(1, steps + 1))
+    job.worker.fence()
+    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
+    assert job.worker.drain(WAIT_SECS)
+
+
+@pytest.mark.parametrize("job", [STAGING], indirect=True)
+def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job: Job) -> None:
+    job.engine.transfer_secs = 0.002  # more for all chunks than a step takes
+    train(job, 40)
+    stats = job.stats
+    assert job.pacer.plan is not None
+    assert job.pacer.plan.overflow is Overflow.STAGING
+    assert stats.staged >= 3
+    assert 0 < stats.staged_bytes < stats.staged * job.state.nbytes, "windows before the fence were used too"
+    assert all(values == {float(step)} for step, values in job.content.items()), job.content
+    assert stats.committed == len(job.content)
+    # A staged version keeps the one after it away; every one is accounted for.
+    assert stats.skipped["not started before the next optimizer step"] > 0
+    assert stats.committed + sum(stats.skipped.values()) == 40
+    drained = [record for record in job.worker.copier.records if record.tier == 1]
+    assert sum(record.nbytes for record in drained) > 0
+    assert sum(stats.tier_bytes.values()) == stats.taken * job.state.nbytes
+
+
+@pytest.mark.parametrize("job", [STAGING], indirect=True)
+def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
+    job.engine.transfer_secs = 0.002
+    train(job, 12)
+    assert job.staging.capacity_bytes > 0
+    release = threading.Event()
+    job.engine._drain.put(lambda: release.wait(WAIT_SECS))  # from here on nothing arrives on the host
+    staged = job.stats.staged
+    last = 12
+    while job.stats.staged == staged:
+        last += 1
+        job.train([last])
+    job.train(range(last + 1, last + 5))  # it is not held up
+    last += 4
+    assert job.worker.votes.late
+    job.worker.votes.stop_proposal = last + 1  # somebody wants the job to stop
+    release.set()
+    assert job.worker.drain(WAIT_SECS)
+    assert job.worker.votes.stop_step is not None
+    assert job.worker.votes.stop_step > last + 1, "ranks may have passed the step before they heard of it"
+    assert all(values == {float(step)} for step, values in job.content.items())
+
+
+@pytest.mark.parametrize("job", [STAGING], indirect=True)
+def test_p6_without_device_memory_snapshots_are_taken_less_often_instead(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.engine.transfer_secs = 0.002
+    job.cuda.free_bytes = 100 * 2**20  # less than the margin
+    train(job, 10)
+    plan = job.pacer.plan
+    assert plan is not None
+    assert plan.overflow is Overflow.INTERVAL
+    assert plan.advised_interval_steps > 1
+    assert job.stats.staged == 0
+    assert "no memory to stage snapshots: has.overflow is 'interval'" in caplog.text
+    # It comes back with the memory.
+    job.cuda.free_bytes = 6 * 2**30
+    job.train(range(11, 40))
+    job.worker.fence()
+    assert job.worker.drain(WAIT_SECS)
+    assert job.stats.staged > 0
+    assert all(values == {float(step)} for step, values in job.content.items())
+
+
+@pytest.mark.parametrize("job", [STAGING], indirect=True)
+def test_p6_a_device_that_refuses_memory_is_asked_again_later(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise RuntimeError("out of memory, though there seemed to be some")
+
+    job.engine.transfer_secs = 0.002
+    monkeypatch.setattr(job.engine, "_device_memory", refuse)
+    train(job, 12)
+    assert job.stats.staged == 0
+    assert job.stats.committed > 2
+    assert "snapshots cannot be staged" in caplog.text
+    assert all(values == {float(step)} for step, values in job.content.items())
 
 
 def test_windows_are_those_of_the_device_not_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,3 +104,21 @@ def test_ranks_agree_to_take_versions_less_often_where_one_cannot_keep_up(tmp_pa
         # Step 3 carries the wish; it holds from step 5 on, everywhere.
         assert result["taken"] == [1, 2, 3, 4, 6, 9]
         assert result["committed"] == 6
+
+
+@pytest.mark.timeout(120)
+def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(tmp_path: Path) -> None:
+    for rank, result in enumerate(_launch(tmp_path, "staging")):
+        assert result == {
+            "late": True,  # on every rank: votes may lag behind training
+            "staged": int(rank == 2),
+            "early": False,
+            "outcome": [True, False, True],
+            # Nobody can have passed step 6 when it hears of it, though step 4 was asked for.
+            "stop": 6,
+            "late_at_last": False,
+        }
+        versions = _versions(tmp_path, rank)
+        assert set(versions) == {2, 4}
+        _check_content(versions[2], rank, 2)
+        _check_content(versions[4], rank, 4)

@@ -9,11 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reft.config import FaultConfig, FaultPoint
+from reft.config import FaultConfig, FaultPoint, Variant
 from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
@@ -23,6 +24,7 @@ from reft.snapshot.copying import CopyTicket, Encode, Mark, Piece
 from reft.snapshot.gate import HostGate
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
@@ -111,7 +113,7 @@ class Rank:
             tensor.fill_(1000 * self.at.pp + 10 * step + i)
         self.owned[0].fill_(100_000 + 1000 * self.rank + step)
 
-    def snapshot(self, step: int, **options: bool) -> SnapshotRequest:
+    def snapshot(self, step: int, **options: Any) -> SnapshotRequest:
         request = SnapshotRequest(Label(1, step), self.images(), host_blob(self.rank, step), **options)
         self.worker.submit(request)
         return request
@@ -212,7 +214,7 @@ def scenario_interval(rank: int, root: Path) -> dict[str, object]:
         if rank == 2 and step == 3:
             me.worker._pacer = SimpleNamespace(plan=plan, gate=HostGate())  # type: ignore[assignment]
         me.step(step)
-        if step % me.worker.interval_steps(step) == 0:
+        if step % me.worker.votes.interval_steps(step) == 0:
             request = me.snapshot(step)
             taken.append(step)
         else:
@@ -260,3 +262,45 @@ def scenario_switch_killed(rank: int, root: Path) -> dict[str, object]:
         me.step(number)
         me.settle(me.snapshot(number, must=True))
     raise AssertionError("the fault did not strike")
+
+
+def scenario_staging(rank: int, root: Path) -> dict[str, object]:
+    """One rank has to stage: all commit later, and all know that votes are late."""
+    me = Rank(rank, root)
+    me.step(1)
+    me.settle(me.snapshot(1, must=True))
+    gate, engine, release = HostGate(), me.worker.copier.engine, threading.Event()
+    if rank == 2:
+        gate.patience_secs = 600  # without a window nothing is copied
+        me.worker._pacer = SimpleNamespace(  # type: ignore[assignment]
+            plan=None, gate=gate, version_done=lambda sections, chunks: None
+        )
+        me.worker.copier.staging = StagingArea(engine)
+        assert me.worker.copier.staging.reserve(2**20)
+        drain = engine.drain
+
+        def held(staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+            assert release.wait(60)
+            return drain(staged, after)
+
+        engine.drain = held  # type: ignore[method-assign]
+    me.step(2)
+    second = me.snapshot(2, variant=Variant.HAS)
+    while not second.started:
+        time.sleep(0.001)
+    me.step(3)  # the fence: one rank stages everything
+    while me.worker.votes.voted_step < 2:
+        time.sleep(0.001)
+    result: dict[str, object] = {"late": me.worker.votes.late, "staged": me.stats.staged}
+    third = me.snapshot(3, variant=Variant.HAS)
+    gate.open(0, 0, None)
+    me.step(4)  # nobody waits for the drain
+    me.worker.votes.stop_proposal = 4 if rank == 0 else 0  # too soon for ranks that have passed step 4
+    fourth = me.snapshot(4, variant=Variant.HAS)
+    dist.barrier()
+    result["early"] = second.done.is_set()
+    release.set()
+    result["outcome"] = [me.settle(request) for request in (second, third, fourth)]
+    result |= {"stop": me.worker.votes.stop_step, "late_at_last": me.worker.votes.late}
+    me.worker.close(10)
+    return result

@@ -1,0 +1,77 @@
+"""The pacer of an engine, from the ``has`` block and what the machine has to spare."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from reft.config import HasConfig
+from reft.errors import ReftError
+from reft.hook.coordinates import local_world_size
+from reft.snapshot.copying import CopyEngine, Mark
+from reft.snapshot.gate import HostGate, StreamGate
+from reft.snapshot.has import Limits, Overflow
+from reft.snapshot.pacing import PaceOptions, Pacer
+from reft.snapshot.staging import StagingArea
+
+_SHARE_WITHOUT_A_SPARE_CORE = 0.2
+
+
+def make_pacer(
+    has: HasConfig,
+    engine: CopyEngine,
+    *,
+    stage_id: int,
+    stages: int,
+    micro_batches: int,
+    staging: StagingArea | None,
+) -> Pacer:
+    """The pacer with its gate.
+
+    Args:
+        has: settings.
+        engine: copies the bytes.
+        stage_id, stages, micro_batches: of this rank's pipeline.
+        staging: where ``has.overflow`` is 'staging'.
+    """
+    gate = StreamGate() if engine.asynchronous else HostGate()
+    # Until something was measured: beside computation, as slowly as ever allowed.
+    share = _share_of_computing(has.compute_share, engine)
+    gate.share(share)
+
+    def mark() -> Mark | None:
+        try:
+            return engine.mark()
+        except ReftError:
+            return None  # the engine is closed
+
+    return Pacer(
+        gate,
+        PaceOptions(
+            estimator=has.windows,
+            limits=Limits(
+                compute_share=share,
+                separate_links=has.separate_links,
+                overflow=Overflow(has.overflow),
+                max_overhead=has.max_overhead,
+            ),
+            stage_id=stage_id,
+            stages=stages,
+            micro_batches=micro_batches,
+            staging_fallback=Overflow(has.staging_fallback),
+        ),
+        mark if engine.asynchronous else None,
+        engine,
+        None if staging is None else lambda: staging.room_bytes,
+    )
+
+
+def _share_of_computing(wanted: float | None, engine: CopyEngine) -> float:
+    """Most of the computing time that copies may run beside: all of it where they take nothing from
+    training, by direct memory access from a device or on a core that no rank of the node uses."""
+    if wanted is not None:
+        return wanted
+    busy_cores = local_world_size() * torch.get_num_threads()
+    spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
+    return 1.0 if spare else _SHARE_WITHOUT_A_SPARE_CORE

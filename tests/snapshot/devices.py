@@ -1,0 +1,85 @@
+"""The devices on which copy engines are tested: the CPU, a simulated one, and a real one where there is."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import torch
+
+from reft.snapshot.copying import CopyEngine, copy_engine_for
+from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
+
+WAIT_SECS = 60
+"""Longer than anything here takes; no test depends on it."""
+
+
+class Cpu:
+    """A device as the tests need it: here calls are done when they return."""
+
+    asynchronous = False
+
+    def engine(self) -> CopyEngine:
+        return copy_engine_for("cpu")
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        """A live tensor with these bytes."""
+        return value.clone()
+
+    def write(self, live: torch.Tensor, value: int) -> None:
+        """A kernel on the compute stream that sets every byte."""
+        live.fill_(value)
+
+    def hold(self) -> Callable[[], None]:
+        """A long kernel on the compute stream; what is returned lets it end."""
+        return lambda: None
+
+
+class Simulated(Cpu):
+    asynchronous = True
+
+    def __init__(self) -> None:
+        self.cuda = SimulatedCuda()
+
+    def engine(self, bounce_bytes: int = 1000) -> SimulatedCudaEngine:
+        engine = SimulatedCudaEngine(
+            torch.device("cuda", 0), bounce_bytes=bounce_bytes, chunk_bytes=2 * mmap.PAGESIZE
+        )
+        engine.simulated = self.cuda
+        return engine
+
+    def write(self, live: torch.Tensor, value: int) -> None:
+        self.cuda.compute.put(lambda: live.fill_(value))
+
+    def hold(self) -> Callable[[], None]:
+        release = threading.Event()
+        self.cuda.compute.put(lambda: release.wait(WAIT_SECS))
+        return release.set
+
+
+class Cuda(Cpu):
+    asynchronous = True
+
+    def engine(self) -> CopyEngine:
+        return copy_engine_for("cuda")
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        live = value.cuda()
+        torch.cuda.synchronize()
+        return live
+
+    def hold(self) -> Callable[[], None]:
+        torch.cuda._sleep(500_000_000)  # some tenths of a second
+        return lambda: None
+
+
+def host_memory(engine: CopyEngine, nbytes: int, fill: int = 0xEE) -> torch.Tensor:
+    """Shared memory as an arena has it, known to the engine."""
+    memory = memoryview(mmap.mmap(-1, max(nbytes, 1)))
+    assert engine.register(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].fill_(fill)
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,155 @@
+"""Staging: what is not in host memory by the fence is kept on the device, and drained later."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+import pytest
+import torch
+
+from reft.errors import CopyError, CopyOrderError, StagingMemoryError
+from reft.snapshot.copying import CopyEngine
+from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
+
+# --- the contract of every engine --------------------------------------------------------------------
+
+
+def test_p2_what_is_staged_is_the_state_between_begin_and_fence(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(torch.zeros(100_000, dtype=torch.uint8))
+    memory = host_memory(engine, live.numel())
+    buffer = engine.staging_buffer(60_000)
+    release = device.hold()
+    device.write(live, 1)  # the optimizer step, which the device has not begun yet
+    engine.begin()
+    engine.copy([(live[:40_000], memory[:40_000])])
+    staged = engine.stage([(live[40_000:], memory[40_000:])], buffer)
+    engine.fence()
+    device.write(live, 2)  # the next one
+    release()
+    engine.synchronize()
+    assert torch.all(memory[:40_000] == 1)
+    assert torch.all(memory[40_000:] == 0xEE), "what is staged is not in host memory yet"
+    for at in range(len(staged)):
+        engine.drain(staged[at : at + 1])
+    engine.synchronize()
+    assert torch.all(memory == 1)
+
+
+def test_draining_goes_on_under_the_next_version_and_its_fence(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(random_bytes(3000))
+    before = live.cpu().clone()
+    first, second = host_memory(engine, 3000), host_memory(engine, 3000)
+    buffer = engine.staging_buffer(3000)
+    engine.begin()
+    staged = engine.stage([(live[:1000], first[:1000]), (live[1000:], first[1000:])], buffer)
+    engine.fence()
+    device.write(live, 9)
+    idle = engine.mark()  # no version is open
+    one = engine.drain(staged[:1], after=idle)
+    engine.begin()
+    engine.copy([(live, second)])
+    two = engine.drain(staged[1:], after=engine.mark())
+    engine.fence()
+    device.write(live, 10)
+    engine.synchronize()
+    assert torch.equal(first, before)
+    assert torch.all(second == 9)
+    assert one.nbytes + two.nbytes == 3000
+    assert one.secs is not None
+    assert two.secs is not None
+
+
+def test_draining_after_a_mark_waits_until_the_device_is_there(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(random_bytes(1000))
+    memory, buffer = host_memory(engine, 1000), engine.staging_buffer(1000)
+    engine.begin()
+    staged = engine.stage([(live, memory)], buffer)
+    engine.fence()
+    release = device.hold()
+    ticket = engine.drain(staged, after=engine.mark())
+    assert ticket.done() is not device.asynchronous
+    release()
+    engine.synchronize()
+    assert torch.equal(memory, live.cpu())
+
+
+def test_what_is_encoded_is_staged_too(device: Cpu, engine: CopyEngine) -> None:
+    live = device.put(torch.zeros(100, dtype=torch.uint8))
+    memory, buffer = host_memory(engine, 200), engine.staging_buffer(200)
+    device.write(live, 3)
+    engine.begin()
+    staged = engine.stage([(live, memory[:100])], buffer, lambda: [(live, memory[100:])])
+    engine.fence()
+    device.write(live, 4)
+    engine.drain(staged)
+    engine.synchronize()
+    assert torch.all(memory == 3)
+
+
+def test_staging_out_of_order_or_place_is_refused(device: Cpu, engine: CopyEngine) -> None:
+    live, memory = device.put(random_bytes(8)), host_memory(engine, 8)
+    buffer = engine.staging_buffer(8)
+    with pytest.raises(CopyOrderError, match="no version is open"):
+        engine.stage([(live, memory)], buffer)
+    engine.begin()
+    with pytest.raises(CopyError, match="8 bytes are to be staged; the buffer has 7"):
+        engine.stage([(live, memory)], buffer[:7])
+    staged = engine.stage([(live, memory)], buffer)
+    engine.close()
+    with pytest.raises(CopyOrderError, match="closed"):
+        engine.drain(staged)
+    assert torch.all(memory == 0xEE)
+
+
+def test_more_than_is_free_is_refused(engine: CopyEngine) -> None:
+    assert engine.free_bytes > 0
+    with pytest.raises(StagingMemoryError, match="stage snapshots"):
+        engine.staging_buffer(2**50)
+
+
+# --- what only some engines have ---------------------------------------------------------------------
+
+
+def test_a_margin_of_device_memory_is_left_to_training(device: Cpu, engine: CopyEngine) -> None:
+    if not isinstance(device, Simulated):
+        pytest.skip("only the simulated device can be made full")
+    device.cuda.free_bytes, device.cuda.total_bytes = 2 * 2**30, 80 * 2**30
+    assert engine.free_bytes == 0  # 5 % of the device are more than that
+    device.cuda.total_bytes = 4 * 2**30
+    assert engine.free_bytes == 2 * 2**30 - 512 * 2**20
+    with pytest.raises(StagingMemoryError, match="1537 MiB are wanted"):
+        engine.staging_buffer(1537 * 2**20)
+
+
+def test_a_fence_does_not_wait_for_a_drain(device: Cpu, engine: CopyEngine) -> None:
+    if not isinstance(device, Simulated):
+        pytest.skip("only on the simulated device a drain can be held up alone")
+    live = device.put(random_bytes(100))
+    memory, other = host_memory(engine, 100), host_memory(engine, 100)
+    engine.begin()
+    staged = engine.stage([(live, memory)], engine.staging_buffer(100))
+    engine.fence()
+    release = threading.Event()
+    engine._drain.put(lambda: release.wait(WAIT_SECS))  # as if the link were slow
+    engine.drain(staged)
+    engine.begin()
+    engine.copy([(live, other)])
+    engine.fence()
+    reached = threading.Event()
+    device.cuda.compute.put(reached.set)
+    assert reached.wait(WAIT_SECS), "training waited for bytes that it cannot change"
+    assert torch.all(memory == 0xEE)
+    release.set()
+    engine.synchronize()
+    assert torch.equal(memory, live)
+
+
+def test_host_memory_keeps_its_margin_too(monkeypatch: pytest.MonkeyPatch, device: Cpu) -> None:
+    if device.asynchronous:
+        pytest.skip("of the CPU")
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=int(0.04 * memory.total)))
+    engine = device.engine()
+    assert engine.free_bytes == 0
+    engine.close()
