@@ -109,10 +109,15 @@ def describe(record: dict[str, Any]) -> list[str]:
     """A record in words; the first line says what is in force. Nothing where there is no record."""
     if not record:
         return []
+    degraded = record.get("degraded")
     since = f" since step {record['step']}" if record["step"] else ""
-    lines = [
-        f"{record['scheme']}{since}, survives the loss of {record['tolerance']} node(s) per sharding group"
-    ]
+    scheme = degraded["scheme"] if degraded else record["scheme"]
+    lines = [f"{scheme}{since}, survives the loss of {record['tolerance']} node(s) per sharding group"]
+    if degraded:
+        lines.append(
+            f"MEMORY IS SHORT: {degraded['versions']} versions a rank under {scheme} instead of "
+            f"{record['scheme']}: {degraded['cause']}"
+        )
     if refused := record.get("refused"):
         lines.append(f"{refused['scheme']} was refused at step {refused['step']}: {refused['cause']}")
     return lines

@@ -209,6 +209,13 @@ class ReftConfig(_Block):
     memory_limit_bytes: int | None = Field(
         None, ge=1, description="most host memory reft may reserve per node; null means what is free"
     )
+    memory_margin_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="free host memory of a node below which versions are kept more cheaply, a step at a "
+        "time, until there is room again; null means 1/64 of the memory directory's file system, at most "
+        "1 GiB",
+    )
     commit_timeout_secs: float = Field(
         1800.0, gt=0, description="give up on a commit when a peer is silent for so long"
     )

@@ -7,12 +7,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from reft.config import ReftConfig
 from reft.events import EventLog
 from reft.hook.coordinates import local_rank
 from reft.load.exchange import allgather_bytes
 from reft.protect.placement import tolerance
 from reft.snapshot.control import ControlGroup
-from reft.snapshot.switching import SchemeSwitch
+from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.store.files import default_margin_bytes
 from reft.store.protection import (
     OrderWatch,
     ProtectionRecord,
@@ -30,7 +32,7 @@ class Protection:
     """Made collectively on all ranks.
 
     Args:
-        configured: what the block says.
+        config: the block.
         control: to agree by.
         topology: placement of this incarnation.
         job_dir: the job's memory on this node.
@@ -43,7 +45,7 @@ class Protection:
 
     def __init__(
         self,
-        configured: str,
+        config: ReftConfig,
         *,
         control: ControlGroup,
         topology: Topology,
@@ -55,7 +57,11 @@ class Protection:
         self._topology = topology
         self._job_dir = job_dir
         self._events = events
-        self.record = replace(self._last_switch(configured), incarnation=incarnation)
+        margin = config.memory_margin_bytes
+        self._keeping = Keeping(
+            config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
+        )
+        self.record = replace(self._last_switch(str(config.scheme)), incarnation=incarnation)
         """What is in force, the same on all ranks."""
 
     def _last_switch(self, configured: str) -> ProtectionRecord:
@@ -72,7 +78,14 @@ class Protection:
         """For the snapshot worker; from here on orders are followed."""
         self._note()
         orders = OrderWatch(self._job_dir)
-        return SchemeSwitch(self._control, self._topology, self.record, orders, self._changed)
+        return SchemeSwitch(
+            self._control,
+            self._topology,
+            self.record,
+            orders,
+            keeping=self._keeping,
+            on_change=self._changed,
+        )
 
     def order(self, scheme: str) -> None:
         """Ask for a switch; see :meth:`reft.hook.session.Session.protect`."""
@@ -80,7 +93,7 @@ class Protection:
 
     def why_unprotected(self) -> str:
         """What to say where the loss of one node is fatal."""
-        if self.record.scheme == "none":
+        if self.record.in_force == "none":
             return 'the protection is "none"'
         if self._topology.degrees.dp == 1:
             return "with a data-parallel degree of 1 nothing is redundant"
@@ -91,23 +104,31 @@ class Protection:
         )
 
     def _changed(self, record: ProtectionRecord) -> None:
-        """An order was carried out, or refused. Called by the worker thread."""
+        """An order was carried out, or refused; or memory ran short, or came back. Called by the worker."""
         before, self.record = self.record, record
         self._note()
         self._events.write("protection", **record.to_json())
-        if self._control.rank != 0:
-            return
-        if record.refused is not None:
-            logger.warning(
-                "[step %d] reft: protection stays %s; %s was refused: %s",
-                *(record.refused.step, record.scheme, record.refused.scheme, record.refused.cause),
+        if self._control.rank == 0:
+            logger.warning("reft: %s", self._words(before, record))
+
+    def _words(self, before: ProtectionRecord, now: ProtectionRecord) -> str:
+        """What has changed."""
+        if now.refused is not None and now.number != before.number:
+            refused = now.refused
+            return (
+                f"[step {refused.step}] protection stays {before.in_force}; {refused.scheme} was refused: "
+                f"{refused.cause}"
             )
-            return
-        logger.warning(
-            "[step %d] reft: protection %s -> %s from the next version on; it survives the loss of %d "
-            "node(s) per sharding group%s",
-            *(record.step, before.scheme, record.scheme, record.tolerance),
-            "" if record.tolerance else f": TOLERANCE IS 0, {self.why_unprotected()}",
+        survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
+        if not now.tolerance:
+            survives += f": TOLERANCE IS 0, {self.why_unprotected()}"
+        changed = f"[step {now.step}] protection {before.in_force} -> {now.in_force} from the next version on"
+        if now.degraded is None:
+            back = "; there is memory for all that is wanted again" if before.degraded else ""
+            return f"{changed}{back}; {survives}"
+        return (
+            f"{changed}, {now.degraded.versions} versions a rank instead of {now.scheme} with "
+            f"{self._keeping.versions}: MEMORY IS SHORT: {now.degraded.cause}; {survives}"
         )
 
     def _note(self) -> None:

@@ -88,7 +88,7 @@ class Session:
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
         self.protection = Protection(
-            str(config.scheme),
+            config,
             control=self.control,
             topology=self.topology,
             job_dir=self.job_dir.path,

@@ -241,6 +241,8 @@ class ArenaSet:
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self._slots = SlotTable(count, frozen)
+        self._wanted = count
+        self._unused: frozenset[int] = frozenset()
         self._refusals = 0
         self._skip_versions = 0
         self._unsettled = False
@@ -293,7 +295,7 @@ class ArenaSet:
         tried: list[int] = []
         pinned = False
         try:
-            while (slot := self._slots.choose(tried)) is not None:
+            while (slot := self._slots.choose([*tried, *self._unused])) is not None:
                 tried.append(slot)
                 try:
                     self._arena(slot, layout).unlock()
@@ -306,14 +308,29 @@ class ArenaSet:
             logger.warning("memory for snapshots: %s", error)
             return str(error)
         finally:
-            self._unsettled = pinned or len(tried) < self._count
+            self._unsettled = pinned or len(tried) < self.count
         self._refusals = self._skip_versions = 0
         return None
+
+    def use(self, count: int) -> None:
+        """Hold so many versions from now on, at most those of the start: fewer free the memory of slots that
+        hold nothing that is needed (P3), of which there is always at least one."""
+        self._wanted = count
+        kept = {self._slots.committed_slot, *self._slots.frozen} & {*range(self._count)}
+        order = sorted(range(self._count), key=lambda slot: (slot not in kept, slot))
+        self._unused = frozenset(order[max(count, len(kept) + 1) :])
+        for slot in self._unused:
+            arena = self._arenas.pop(slot, None)
+            if arena is not None:
+                self._forget(arena)
+                arena.unlock()
+            (self._job_dir / arena_name(self._local_rank, slot)).unlink(missing_ok=True)
 
     def settle(self, layout: GroupLayout) -> None:
         """After a commit: reserve what could not be before, because it held the version of another layout
         or incarnation that this one has replaced."""
         if self._unsettled:
+            self.use(self._wanted)
             self.reserve(layout)
             self._unsettled = False
 
@@ -324,9 +341,14 @@ class ArenaSet:
         """Most bytes that this rank's arenas may take; None means what is free."""
         return self._limit_bytes
 
-    def needed_bytes(self, layout: GroupLayout) -> int:
-        """Memory of all arenas under a layout."""
-        return self._count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
+    @property
+    def count(self) -> int:
+        """Versions that this rank holds."""
+        return self._count - len(self._unused)
+
+    def needed_bytes(self, layout: GroupLayout, count: int) -> int:
+        """Memory of ``count`` arenas under a layout."""
+        return count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
 
     def held_bytes(self) -> int:
         """Memory that the files in this rank's slots take now."""
@@ -356,7 +378,7 @@ class ArenaSet:
         if self._leftovers_removed:
             return
         self._leftovers_removed = True
-        mine = {arena_name(self._local_rank, slot) for slot in range(self._count)}
+        mine = {arena_name(self._local_rank, slot) for slot in {*range(self._count)} - self._unused}
         ranks = range(self._local_world_size) if self._local_rank == 0 else ()
         others = tuple(arena_name(r, 0).removesuffix("0.arena") for r in ranks if r != self._local_rank)
         for path in self._job_dir.glob("*.arena"):
@@ -377,7 +399,7 @@ class ArenaSet:
 
     def _free_slot(self, wait: bool) -> int:
         while True:
-            pinned: list[int] = []
+            pinned = [*self._unused]
             while (slot := self._slots.choose(pinned)) is not None:
                 arena = self._arenas.get(slot)
                 if arena is None or arena.try_lock_exclusive():
@@ -413,9 +435,9 @@ class ArenaSet:
         return arena
 
     def _check_limit(self, wanted: int) -> None:
-        if self._limit_bytes is not None and wanted * self._count > self._limit_bytes:
+        if self._limit_bytes is not None and wanted * self.count > self._limit_bytes:
             raise OutOfMemoryError(
-                f"{self._count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self._count / 2**20:.1f} "
+                f"{self.count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self.count / 2**20:.1f} "
                 f"MiB, but reft.memory_limit_bytes leaves this rank {self._limit_bytes / 2**20:.1f} MiB; "
                 f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
             )

@@ -34,6 +34,7 @@ class Ballot:
             largest of all ranks).
         order: number of the newest order to switch protection that this rank knows of (result: the newest).
         late: the next votes will lag behind training here (result: anywhere).
+        rung: how far this rank would degrade the protection for want of memory (result: the farthest).
     """
 
     ok: bool
@@ -42,6 +43,7 @@ class Ballot:
     interval_steps: int = 1
     order: int = 0
     late: bool = False
+    rung: int = 0
 
 
 class ControlGroup:
@@ -81,6 +83,7 @@ class ControlGroup:
                 -ballot.interval_steps,
                 -ballot.order,
                 -int(ballot.late),
+                -ballot.rung,
                 version,
                 -version,
             ],
@@ -90,13 +93,13 @@ class ControlGroup:
             self._all_reduce_min(word)
         except RuntimeError as error:
             raise TransferError(f"a peer vanished during the vote on step {version}: {error}") from error
-        ok, stop, relayout, interval, order, late, lowest, highest = word.tolist()
+        ok, stop, relayout, interval, order, late, rung, lowest, highest = word.tolist()
         if lowest != -highest:
             raise TransferError(
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late))
+        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late), -rung)
 
     def _all_reduce_min(self, tensor: torch.Tensor) -> None:
         options = dist.AllreduceOptions()

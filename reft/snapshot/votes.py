@@ -43,7 +43,14 @@ class Votes:
         return now if step >= since else before
 
     def cast(
-        self, step: int, *, ok: bool, relayout: bool = False, staged: bool = False, order: int = 0
+        self,
+        step: int,
+        *,
+        ok: bool,
+        relayout: bool = False,
+        staged: bool = False,
+        order: int = 0,
+        rung: int = 0,
     ) -> Ballot:
         """Vote on the version of ``step``. Collective.
 
@@ -53,6 +60,7 @@ class Votes:
             relayout: its state has another shape than planned.
             staged: part of it is still to be drained.
             order: number of the newest order to switch protection that this rank knows of.
+            rung: how far it would degrade the protection for want of memory.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
@@ -65,6 +73,7 @@ class Votes:
                 interval_steps=self._advised_interval(),
                 order=order,
                 late=staged or (self.late and step < self.newest_step),
+                rung=rung,
             ),
             step,
         )

@@ -38,7 +38,7 @@ from reft.snapshot.pacing import Pacer
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import SchemeSwitch
+from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.snapshot.trace import ChunkRecord
 from reft.snapshot.traffic import Kind
 from reft.snapshot.votes import Votes
@@ -94,7 +94,12 @@ class SnapshotWorker:
         self._on_skip = on_skip
         self._pacer = pacer
         configured = str(options.scheme)
-        self.switch = switch or SchemeSwitch(control, topology, ProtectionRecord(configured, configured))
+        self.switch = switch or SchemeSwitch(
+            control,
+            topology,
+            ProtectionRecord(configured, configured),
+            keeping=Keeping(versions=arenas.count),
+        )
         self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes, staging)
         self.votes = Votes(control, self._advised_interval)
         self._layout: GroupLayout | None = None
@@ -293,6 +298,7 @@ class SnapshotWorker:
         self._on_commit(request)
         self._learn(request, filling)
         self._arenas.settle(filling.layout)
+        self.switch.committed()
 
     def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
         if filling is not None:
@@ -312,8 +318,9 @@ class SnapshotWorker:
             relayout=wants_layout and self._layout_is_old(request),
             staged=bool(self.copier.staged),
             order=self.switch.newest_order(),
+            rung=self.switch.wish(self._layout, self._arenas),
         )
-        self.switch.hear(verdict.order)
+        self.switch.hear(verdict.order, verdict.rung)
         with self._wake:
             self._wake.notify_all()
         return verdict
@@ -341,11 +348,12 @@ class SnapshotWorker:
             self._control,
             self._topology,
             images,
-            scheme=self.switch.scheme,
+            scheme=self.switch.wanted.scheme,
             block_bytes=self._options.block_bytes,
             host_bytes=self._host_bytes,
         )
         self._layout_signature = images.signature
+        layout = self.switch.fit(request.label, layout, self._arenas)
         self._adopt(layout)
         self._arenas.reserve(layout)
 

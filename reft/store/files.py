@@ -31,6 +31,12 @@ def free_bytes(directory: Path) -> int:
     return free
 
 
+def default_margin_bytes(directory: Path) -> int:
+    """Memory to leave free where nobody said how much: 1/64 of the file system, at most 1 GiB."""
+    stats = os.statvfs(directory)
+    return min(stats.f_blocks * stats.f_frsize // 64, 2**30)
+
+
 def allocate(fd: int, path: Path, nbytes: int) -> None:
     """Allocate the whole file, so that no later write can fail for want of memory (P9)."""
     try:

@@ -48,17 +48,35 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Degradation:
+    """What is kept instead of what is wanted, while memory is short.
+
+    Attributes:
+        scheme: redundancy in force.
+        versions: held per rank.
+        cause: which node has too little memory, and what would be needed.
+        step: since which version.
+    """
+
+    scheme: str
+    versions: int
+    cause: str
+    step: int
+
+
+@dataclass(frozen=True)
 class ProtectionRecord:
     """What the ranks agreed on, the same on every node.
 
     Attributes:
-        scheme: in force, or the next start's.
+        scheme: wanted, and in force unless ``degraded``.
         configured: what the block said when that was decided. A block that says something else is newer.
         number: newest order that was dealt with; 0: none.
         step: since which version.
         incarnation: of that version.
-        tolerance: node losses that every sharding group survives.
+        tolerance: node losses that every sharding group survives under what is in force.
         refused: the newest order, if it could not be carried out.
+        degraded: what is in force, if memory is too short for what is wanted.
     """
 
     scheme: str
@@ -68,10 +86,16 @@ class ProtectionRecord:
     incarnation: int = 0
     tolerance: int = 0
     refused: Refusal | None = None
+    degraded: Degradation | None = None
 
     @property
     def parsed(self) -> Scheme:
+        """The scheme wanted."""
         return Scheme.parse(self.scheme)
+
+    @property
+    def in_force(self) -> str:
+        return self.degraded.scheme if self.degraded is not None else self.scheme
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,8 +103,12 @@ class ProtectionRecord:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ProtectionRecord:
         """Inverse of :meth:`to_json`; raises TypeError for anything else."""
-        refused = fields.get("refused")
-        return replace(cls(**{**fields, "refused": None}), refused=Refusal(**refused) if refused else None)
+        refused, degraded = fields.get("refused"), fields.get("degraded")
+        return replace(
+            cls(**{**fields, "refused": None, "degraded": None}),
+            refused=Refusal(**refused) if refused else None,
+            degraded=Degradation(**degraded) if degraded else None,
+        )
 
 
 def parse_order(text: str) -> Scheme:
@@ -140,10 +168,11 @@ def read_record(job_dir: Path) -> ProtectionRecord | None:
 
 def resume(records: Iterable[ProtectionRecord], configured: str) -> ProtectionRecord:
     """What a start of the job begins with: the newest record of any node, unless the block was edited
-    since, which then is the newer wish. Orders dealt with stay so in both cases."""
+    since, which then is the newer wish. Orders dealt with stay so in both cases; what memory there is, is
+    found out anew."""
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.configured == configured:
-        return newest
+        return replace(newest, degraded=None)
     return ProtectionRecord(configured, configured, number=newest.number if newest else 0)
 
 

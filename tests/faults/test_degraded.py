@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from reft.store.inspect import inspect_job
 from reft.store.persisted import latest_persisted
+from reft.store.protection import read_record
 from reft.topology import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, wrong_losses
@@ -85,6 +87,42 @@ def test_memory_full(scratch: Scratch) -> None:
             job.wait_for("the status", lambda: job.status().get("stale_since_step", 1) is None)
             assert job.status()["skipped"]["OutOfMemoryError"] >= 10
             job.end_well(scratch)
+
+
+def test_memory_runs_short(scratch: Scratch) -> None:
+    """Others fill the memory while the job trains: it keeps less, and more again when they are gone."""
+    memory_root = scratch.root / "shared-memory"
+    with small_file_system(memory_root, 48) as reason:
+        if reason is not None:
+            pytest.skip(reason)
+        block = {**_block(), "memory_margin_bytes": 8 * 2**20}
+        with _job(scratch, "memory-short", block, memory_root) as job:
+            job.wait_for_commit(5)
+            filler = fill_up(memory_root, leave_bytes=6 * 2**20)
+            job.wait_for("less to be kept", lambda: _protection(job).get("degraded") is not None)
+            degraded = _protection(job)["degraded"]
+            assert (degraded["scheme"], degraded["versions"]) == ("none", 2)
+            assert "of memory left" in degraded["cause"]
+            assert _protection(job)["scheme"] == "arc"
+            job.trains_on()
+            job.wait_for("a version", lambda: _newest_protection(job) == "none")
+            assert job.logs.count("MEMORY IS SHORT") == 1
+            filler.unlink()
+            job.wait_for("all to be kept again", lambda: _protection(job).get("degraded") is None)
+            job.wait_for("a version", lambda: _newest_protection(job) == "arc")
+            assert job.logs.count("there is memory for all that is wanted again") == 1
+            job.end_well(scratch)
+
+
+def _protection(job: Watched) -> dict[str, Any]:
+    record = read_record(job.cluster.current[0].memory_dir / job.cluster.job_id)
+    return {} if record is None else record.to_json()
+
+
+def _newest_protection(job: Watched) -> str:
+    nodes = job.cluster.current.values()
+    report = inspect_job([node.memory_dir / job.cluster.job_id for node in nodes])
+    return next((v.scheme for v in report.versions if v.committed), "")
 
 
 def test_storage_and_daemon_fail(scratch: Scratch) -> None:

@@ -92,3 +92,27 @@ def test_the_block_counts_again_once_it_is_edited() -> None:
     edited = resume([stale, switched], "rs:2")
     assert (edited.scheme, edited.number) == ("rs:2", 7)  # orders of before stay done
     assert resume([], "arc").scheme == "arc"
+
+
+@pytest.mark.timeout(120)
+def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_path: Path) -> None:
+    results = _launch(tmp_path, "pressure")
+    assert all(result["records"] == results[0]["records"] for result in results)
+    records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
+    assert {r.scheme for r in records} == {"arc"}
+    kept = [(r.degraded.scheme, r.degraded.versions) if r.degraded else ("arc", 3) for r in records]
+    down, up = [("arc", 2), ("none", 2)], [("arc", 2), ("arc", 3)]
+    assert kept == [("none", 2), *up, *down, *up]
+    assert [r.tolerance for r in records] == [0, 1, 1, 1, 0, 1, 1]
+    causes = [r.degraded.cause for r in records if r.degraded]
+    assert "arc with 3 versions needs" in causes[0]
+    assert "reft.memory_limit_bytes leaves it 1.1 MiB" in causes[0]
+    assert [r.step for r in records[3:5]] == [16, 20]
+    for result in results:
+        assert set(result["outcome"].values()) == {True}, "no version is lost where training waits for each"
+        found = {int(step): arenas for step, arenas in result["found"].items()}
+        assert [scheme for _, scheme, _ in found[3]] == ["none"] * 2
+        assert [scheme for _, scheme, _ in found[19]] == ["arc"] * 2, "a third version is given back"
+        assert [scheme for _, scheme, _ in found[24]] == ["none"] * 2
+        assert sum(size for *_, size in found[24]) < 0.6 * sum(size for *_, size in found[19])
+        assert [(step, scheme) for step, scheme, _ in found[40]] == [(n, "arc") for n in (38, 39, 40)]

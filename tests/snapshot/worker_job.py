@@ -26,7 +26,7 @@ from reft.snapshot.has import Overflow
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import SchemeSwitch
+from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena, scan
@@ -42,7 +42,13 @@ TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B", "C", "D"))
 class Rank:
     """One rank with a small state that is a function of (step, rank), so that content can be checked."""
 
-    def __init__(self, rank: int, root: Path, faults: tuple[FaultConfig, ...] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        root: Path,
+        faults: tuple[FaultConfig, ...] = (),
+        keeping: Keeping = Keeping(),  # noqa: B008
+    ) -> None:
         self.rank = rank
         self.at = TOPOLOGY.coordinates[rank]
         self.root = root
@@ -56,7 +62,7 @@ class Rank:
         self.arenas = ArenaSet(
             job_dir=job_dir,
             local_rank=0,
-            count=2,
+            count=keeping.versions,
             secret=SECRET,
             identity=ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, self.at),
             frozen={},
@@ -77,7 +83,8 @@ class Rank:
                 TOPOLOGY,
                 ProtectionRecord("arc", "arc"),
                 OrderWatch(job_dir),
-                self._changed,
+                keeping=keeping,
+                on_change=self._changed,
             ),
         )
 
@@ -304,3 +311,23 @@ def scenario_staging(rank: int, root: Path) -> dict[str, object]:
     result |= {"stop": me.worker.votes.stop_step, "late_at_last": me.worker.votes.late}
     me.worker.close(10)
     return result
+
+
+def scenario_pressure(rank: int, root: Path) -> dict[str, object]:
+    """One rank's memory is too short at the start; then there is enough, then less, still less, and enough."""
+    me = Rank(rank, root, keeping=Keeping(versions=3, look_secs=0.0, calm_secs=0.1))
+    limits: dict[int, int | None] = {1: 1_200_000, 4: None}
+    outcome, found = {}, {}
+    for step in range(1, 41):
+        if step == 15:
+            whole = sum(size for _, _, size in me.arenas_found().values())
+            limits = {16: whole - 1, 20: whole // 2, 26: None}
+        if rank == 2 and step in limits:
+            me.arenas._limit_bytes = limits[step]
+        time.sleep(0.06)
+        dist.barrier()
+        me.step(step)
+        outcome[step] = me.settle(me.snapshot(step, must=True))
+        found[step] = sorted(me.arenas_found().values())
+    me.worker.close(10)
+    return {"outcome": outcome, "found": found, "records": [record.to_json() for record in me.records]}
