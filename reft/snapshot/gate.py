@@ -8,9 +8,9 @@ after; the copying thread asks before every chunk. Two gates, one for each kind 
 - :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out the
   bytes planned for each window, to be started after the mark that was taken where the window opens.
 
-Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2), when
-training has shown no sign of life for long (nothing is disturbed then), and all of them as soon as the
-fence waits (tier 0).
+Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2), within
+communication instructions that were opened for it (tier 3), when training has shown no sign of life for long
+(nothing is disturbed then), and all of them as soon as the fence waits (tier 0).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Permit:
     """Leave to copy.
 
     Attributes:
-        tier: 1, 2, or 0 for what the fence waits for.
-        window: number of the window; None outside of windows.
+        tier: 1, 2, 3, or 0 for what the fence waits for.
+        window: number of the window; None outside of windows (tier 1).
         nbytes: how much may be copied before asking again; at least one chunk.
         mark: start no earlier than there.
     """
@@ -48,6 +48,7 @@ class Permit:
 
 _HURRY = Permit(0)
 _BESIDE = Permit(2)
+_COMMUNICATION = Permit(3)
 
 
 class Gate(Protocol):
@@ -60,8 +61,8 @@ class Gate(Protocol):
     def wanted(self) -> bool:
         """Whether a version is to be copied, or being copied, through this gate."""
 
-    def open(self, window: int, nbytes: int, mark: Mark | None) -> None:
-        """T: the device will wait now; ``nbytes`` are planned for this window."""
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+        """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
 
     def close(self) -> float:
         """T: the device goes on. Returns the seconds waited for the chunk in flight."""
@@ -103,13 +104,14 @@ class HostGate:
         self._core = _CoreOfTraining()
         self._in_flight = threading.Lock()
         self._changed = threading.Event()
-        self._window: int | None = None
+        self._open: Permit | None = None
         self._hurrying = False
         self._share = 0.0
         self._wanted = False
         self._next_beside = 0.0
         self._alive_at = time.perf_counter()
         self._permits: dict[int, Permit] = {}
+        """By window, to be made once."""
 
     @property
     def wanted(self) -> bool:
@@ -117,16 +119,24 @@ class HostGate:
 
     # -- training thread: every line here is paid by training ---------------------------------------
 
-    def open(self, window: int, nbytes: int, mark: Mark | None) -> None:
-        self._window = window
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+        if window is None:
+            self._open = _COMMUNICATION
+            if self._wanted:
+                self._changed.set()  # the core is at work: it moves the data
+            return
+        permit = self._permits.get(window)
+        if permit is None:
+            permit = self._permits[window] = Permit(1, window)
+        self._open = permit
         if self._wanted:
             self._core.follow()
             self._changed.set()
 
     def close(self) -> float:
-        if self._window is None:
+        if self._open is None:
             return 0.0
-        self._window = None
+        self._open = None
         self._alive_at = time.perf_counter()
         if not self._wanted:
             return 0.0
@@ -165,11 +175,8 @@ class HostGate:
             self._in_flight.acquire()
             if self._hurrying:
                 return _HURRY
-            window = self._window
-            if window is not None:
-                permit = self._permits.get(window)
-                if permit is None:
-                    permit = self._permits[window] = Permit(1, window)
+            permit = self._open
+            if permit is not None:
                 return permit
             wait_secs = self._until_beside()
             if wait_secs <= 0:
@@ -280,11 +287,11 @@ class StreamGate:
     def wanted(self) -> bool:
         return self._wanted
 
-    def open(self, window: int, nbytes: int, mark: Mark | None) -> None:
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
         self._alive_at = time.perf_counter()
         if nbytes and mark is not None and self._wanted:
             with self._changed:
-                self._windows.append(Permit(1, window, nbytes, mark))
+                self._windows.append(Permit(3 if window is None else 1, window, nbytes, mark))
                 self._changed.notify()
 
     def close(self) -> float:
@@ -357,7 +364,7 @@ class OpenGate:
     def wanted(self) -> bool:
         return False
 
-    def open(self, window: int, nbytes: int, mark: Mark | None) -> None: ...
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None: ...
 
     def close(self) -> float:
         return 0.0

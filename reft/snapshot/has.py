@@ -44,10 +44,16 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch of one step in which the device computes, or the network is busy."""
+    """A stretch of one step in which the device computes, or the network is busy.
+
+    Attributes:
+        start_secs, stop_secs: begin and end within the step.
+        position: of the communication instruction, in the step's stream, where a gate is to act on it.
+    """
 
     start_secs: float
     stop_secs: float
+    position: int | None = None
 
     @property
     def length_secs(self) -> float:
@@ -61,7 +67,7 @@ class Bandwidth:
     Attributes:
         window: while the device waits.
         compute: while it computes, counted over the time that copies run, not over all of it.
-        communication: while gradients are reduced over another link.
+        communication: while activations or gradients move over another link.
     """
 
     window: float
@@ -170,6 +176,10 @@ class HasSchedule:
         """Bytes by position of the instruction that opens the window."""
         return {p.position: p.nbytes for p in self.windows if p.position is not None}
 
+    def beside_communication(self) -> dict[int, int]:
+        """Bytes by position of the communication instruction; none where tiers 1 and 2 suffice."""
+        return {p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes}
+
     def __str__(self) -> str:
         tiers = self.tier_bytes
         head = (
@@ -273,8 +283,9 @@ def plan_schedule(
     tier_3, rest = _fill(
         3,
         [
-            (i.start_secs, i.stop_secs, i.length_secs * bandwidth.communication, None, "network")
+            (i.start_secs, i.stop_secs, i.length_secs * bandwidth.communication, i.position, "network")
             for i in links
+            if i.length_secs >= SHORTEST_WINDOW_SECS
         ],
         rest,
     )
@@ -349,11 +360,13 @@ class BandwidthModel:
     Attributes:
         window: smoothed bytes per second inside windows.
         compute: likewise beside computation.
+        communication: likewise beside communication.
         smoothing: weight of the newest observation, 0 to 1.
     """
 
     window: float = 2e9
     compute: float = 1e9
+    communication: float = 1e9
     smoothing: float = 0.25
     _factors: dict[int, float] = field(default_factory=dict)
 
@@ -392,7 +405,9 @@ class BandwidthModel:
             self.window += self.smoothing * (rate - self.window)
         elif tier == 2:
             self.compute += self.smoothing * (rate - self.compute)
+        elif tier == 3:
+            self.communication += self.smoothing * (rate - self.communication)
 
     @property
     def bandwidth(self) -> Bandwidth:
-        return Bandwidth(self.window, self.compute)
+        return Bandwidth(self.window, self.compute, self.communication)

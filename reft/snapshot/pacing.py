@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from reft.errors import ConfigError
@@ -24,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 SETTLED_STEPS = 2
 """Steps that are seen before the first plan: what is made at first use takes long and never again."""
+COMMUNICATING = ("Send", "Reduce")
+"""Beginnings of the names of instructions that move data between ranks."""
 _MEMORY = 0.3
 _SHARE_OF_A_STEP = 2.0
 
@@ -170,6 +171,15 @@ def _behind(names: Sequence[str], name: str) -> Sequence[str]:
     return names[len(names) - list(reversed(names)).index(name) :]
 
 
+def _between(busy: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
+    """The stretches of a step that no (begin, end) covers."""
+    at = 0.0
+    for begin, end in sorted([*busy, (step_secs, step_secs)]):
+        if begin > at:
+            yield Interval(at, begin)
+        at = max(at, end)
+
+
 @dataclass(frozen=True)
 class PaceOptions:
     """Fixed settings.
@@ -214,7 +224,8 @@ class Pacer:
         self.model = BandwidthModel()
         self._mark = mark
         self._plan_key: Hashable = None
-        self._budgets: Mapping[int, tuple[int, int]] = {}
+        self._budgets: Mapping[int, tuple[int | None, int]] = {}
+        """By position: the window, None beside communication, and the bytes planned."""
         self._meters: dict[Hashable, WindowMeter] = {}
         self.stamp = clock.stamp
         self._clock = clock
@@ -223,7 +234,7 @@ class Pacer:
         self._observed: deque[_Stamped] = deque(maxlen=16)
         self._waits: list[tuple[Any, Any]] = []
         self._details: list[tuple[int, float, bool]] = []
-        self._opened: tuple[int, Any, bool] | None = None
+        self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
         self._planned_step = False
         self._staging_room = staging_room
@@ -244,16 +255,17 @@ class Pacer:
             position: in the step's stream.
             receives: whether it is a receive: before anything was measured, each is a window.
         """
-        window, nbytes = -1, 0
+        budget: tuple[int | None, int] | None = None
         if self._planned_step:
-            window, nbytes = self._budgets.get(position, (-1, 0))
+            budget = self._budgets.get(position)
         elif receives:
-            window, nbytes = self._ordinal, 2**62
+            budget = self._ordinal, 2**62
             self._ordinal += 1
-        if window >= 0:
+        if budget is not None:
+            window, nbytes = budget
             mark = self._mark() if self._mark is not None and self.gate.wanted else None
             self.gate.open(window, nbytes, mark)
-        self._opened = (position, self.stamp(), window >= 0)
+        self._opened = (position, self.stamp(), budget)
 
     def close(self) -> None:
         """The instruction has returned."""
@@ -261,9 +273,10 @@ class Pacer:
             return
         position, began, opened = self._opened
         self._opened = None
-        overrun = self.gate.close() if opened else 0.0
+        overrun = self.gate.close() if opened is not None else 0.0
         self._waits.append((began, self.stamp()))
-        self._details.append((position, overrun, opened))
+        # What runs beside communication says nothing about windows.
+        self._details.append((position, overrun, opened is not None and opened[0] is not None))
 
     def end_step(
         self,
@@ -312,7 +325,10 @@ class Pacer:
         if meter.steps <= SETTLED_STEPS:
             return
         plan = self._plan(meter, sections)
-        self._budgets = {
+        beside: dict[int, tuple[int | None, int]] = {
+            position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
+        }
+        self._budgets = beside | {
             p.position: (i, self._budget(plan, i))
             for i, p in enumerate(plan.windows)
             if p.position is not None
@@ -323,12 +339,11 @@ class Pacer:
         self.gate.share(1.0 if free else plan.compute_share(self.model.compute))
 
     def _budget(self, plan: HasSchedule, window: int) -> int:
-        """Bytes to start with a window: its own, and, for engines that queue, its part of the rest."""
-        beside = plan.tier_bytes[2] + plan.tier_bytes[3]
-        return plan.windows[window].nbytes + -(-beside // len(plan.windows))
+        """Bytes to start with a window: its own, and, for engines that queue, its part of tier 2."""
+        return plan.windows[window].nbytes + -(-plan.tier_bytes[2] // len(plan.windows))
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
-        for tier in (1, 2):
+        for tier in (1, 2, 3):
             mine = [c for c in chunks if c.tier == tier]
             secs = sum(c.end_secs - c.begin_secs for c in mine)
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
@@ -349,24 +364,32 @@ class Pacer:
 
     def _plan(self, meter: WindowMeter, sections: Mapping[str, int]) -> HasSchedule:
         windows = self._windows(meter)
-        gaps = [(0.0, 0.0), *((w.start_secs, w.stop_secs) for w in windows), (meter.step_secs, 0.0)]
-        computing = [Interval(a[1], b[0]) for a, b in pairwise(gaps) if b[0] > a[1]]
-        reductions = [
-            Interval(w.start_secs, w.stop_secs)
-            for w in meter.windows()
-            if w.position < len(meter.names) and meter.names[w.position].startswith("Reduce")
-        ]
+        communicating = self._communicating(meter, {w.position for w in windows})
+        busy = [(w.start_secs, w.stop_secs) for w in windows]
+        busy += [(i.start_secs, i.stop_secs) for i in communicating]
         return plan_schedule(
             sections,
             windows,
             self.model.bandwidth,
             step_secs=meter.step_secs,
-            computing=computing,
-            communicating=reductions,
+            computing=list(_between(busy, meter.step_secs)),
+            communicating=communicating,
             limits=self._limits(),
             model=self.model,
             estimator=self.options.estimator,
         )
+
+    def _communicating(self, meter: WindowMeter, windows: Collection[int]) -> list[Interval]:
+        """Where only the network works; a send that the stage waits in is a window already."""
+        if not self.options.limits.separate_links:
+            return []
+        return [
+            Interval(w.start_secs, w.stop_secs, w.position)
+            for w in meter.windows()
+            if w.position < len(meter.names)
+            and meter.names[w.position].startswith(COMMUNICATING)
+            and w.position not in windows
+        ]
 
     def _limits(self) -> Limits:
         """What the plan may do with the memory that there is now."""

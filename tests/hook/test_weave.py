@@ -141,6 +141,34 @@ def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
     assert sum(c.nbytes for t in traces(last) for c in t.chunks if c.tier == 1) > 0
 
 
+def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_in_for(
+    results: list[dict[str, Any]],
+) -> None:
+    for r in results:
+        found = r["linked"]["True"]
+        assert found["losses"] == r["linked_reference"]
+        assert found["plan"]["1"] < sum(found["plan"].values()), "windows suffice: there is nothing to show"
+        assert found["plan"]["3"] > 0
+        instructions = [i for t in traces(found) for i in t.instructions]
+        chunks = [c for t in traces(found) for c in t.chunks if c.tier == 3]
+        assert sum(c.nbytes for c in chunks) > 0
+        for chunk in chunks:
+            assert chunk.window is None
+            beside = [
+                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
+            ]
+            assert len(beside) <= 1
+            assert all(i.name.startswith(("Send", "Reduce")) for i in beside), (chunk, beside)
+
+
+def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        shared = r["linked"]["False"]
+        assert shared["losses"] == r["linked_reference"]
+        assert (shared["plan"]["3"], shared["stats"]["tier_bytes"]["3"]) == (0, 0)
+        assert all(run["stats"]["tier_bytes"]["3"] == 0 for run in r["variants"].values())
+
+
 def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, Any]]) -> None:
     for r in results:
         for name in (*VARIANTS, "gpipe"):

@@ -62,11 +62,11 @@ class Block(nn.Module):
         return x + self.dropout(self.linear(x).tanh())
 
 
-def make(gpipe: bool = False) -> Any:
+def make(gpipe: bool = False, stages: int = 2) -> Any:
     torch.manual_seed(7)
     model = PipelineModule(
         [LayerSpec(Block) for _ in range(8)],
-        num_stages=2,
+        num_stages=stages,
         loss_fn=nn.functional.mse_loss,
         partition_method="uniform",
     )
@@ -201,12 +201,28 @@ def staged(root: Path, name: str, steps: int) -> dict[str, Any]:
     return result
 
 
-def traced(root: Path, name: str, variant: str, gpipe: bool = False, **options: Any) -> dict[str, Any]:
+def linked(root: Path, name: str, separate: bool) -> dict[str, Any]:
+    """Two replicas of one stage, whose only waits are reductions, and a state that fits no window."""
+    return traced(root, name, "has", stages=1, link_secs=0.0003, separate_links=separate, compute_share=0.0)
+
+
+def traced(
+    root: Path,
+    name: str,
+    variant: str,
+    *,
+    gpipe: bool = False,
+    stages: int = 2,
+    link_secs: float = 0.0,
+    **options: Any,
+) -> dict[str, Any]:
     """Train with a variant; what was done when."""
-    engine = make(gpipe)
+    engine = make(gpipe, stages)
     has = {"has": {"chunk_bytes": CHUNK_BYTES, **options}} if variant == "has" else {}
     session = reft.attach(engine, config=block(root, name, variant=variant, **has))
     session.traces = deque(maxlen=100)
+    if link_secs:
+        slow_link(session.copy_engine, link_secs)
     updates = note_updates(engine)
     losses = train(engine, STEPS)
     evaluated = float(engine.eval_batch(batches(99)))
@@ -257,6 +273,8 @@ def main(root: Path) -> dict[str, Any]:
     out["gpipe"] = traced(root, "gpipe", "has", gpipe=True)
     for windows in ("analytic", "paper"):
         out[windows] = traced(root, windows, "has", windows=windows)
+    out["linked_reference"] = train(make(stages=1), STEPS)
+    out["linked"] = {str(separate): linked(root, f"linked{separate}", separate) for separate in (True, False)}
     out["staged"] = staged(root, "staged", STAGED_STEPS)
     out["staged_resumed"] = resumed(root, "staged", "has", STAGED_STEPS + 3)
     none = traced(root, "none", "none")

@@ -80,6 +80,47 @@ def test_closing_waits_for_the_chunk_in_flight(gate: HostGate) -> None:
     assert all(p.tier == 0 for p in copying.permits[count:])
 
 
+def test_beside_communication_chunks_are_tier_3_and_waited_for_too(gate: HostGate) -> None:
+    copying = Copying(gate, hold=True)
+    gate.open(None, 0, None)
+    assert copying.wait_for_one() == Permit(3)
+    closed = threading.Event()
+    thread = threading.Thread(target=lambda: (gate.close(), closed.set()))
+    thread.start()
+    assert not closed.wait(0.1)
+    copying.let_go.set()
+    assert closed.wait(LONG)
+    count = len(copying.permits)
+    copying.end()
+    assert all(p.tier == 0 for p in copying.permits[count:])
+
+
+def test_a_stream_gate_hands_communication_out_with_its_mark_and_bytes() -> None:
+    gate = StreamGate()
+    gate.patience_secs = LONG
+    gate.enter()
+    gate.open(None, 200, Mark(1))
+    gate.open(0, 100, Mark(1))
+    assert [gate.admit(), gate.admit()] == [Permit(3, None, 200, Mark(1)), Permit(1, 0, 100, Mark(1))]
+
+
+def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() -> None:
+    gate = StreamGate()
+    gate.patience_secs = LONG
+    gate.enter()
+    gate.open(0, 100, Mark(1))
+    gate.open(1, 100, Mark(1))
+    gate.enter(draining=True)
+    gate.open(0, 100, Mark(2))
+    assert gate.admit().mark == Mark(1)
+    gate.begin()
+    assert gate.admit().mark == Mark(2)
+    gate.open(1, 100, Mark(2))
+    gate.enter()  # nothing is being drained: what is left is over
+    gate.hurry()
+    assert gate.admit().tier == 0
+
+
 def test_closing_costs_nothing_when_nothing_is_to_be_copied() -> None:
     gate = HostGate()
     gate.open(0, 0, None)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from reft.snapshot.pacing import Observed, Wait, WindowMeter
+from reft.snapshot.copying import ComputeClock
+from reft.snapshot.gate import HostGate
+from reft.snapshot.has import Limits
+from reft.snapshot.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter
 from reft.snapshot.windows import WindowKind, _instructions
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
@@ -70,3 +75,53 @@ def test_windows_of_1f1b_are_told_apart(stage: int) -> None:
     assert (WindowKind.FILL in kinds) == (stage > 0)
     assert (WindowKind.MID in kinds) == (stage < STAGES - 1)
     assert kinds.count(WindowKind.COOL_DOWN) == STAGES - 1 - stage
+
+
+class Clock(ComputeClock):
+    """Time goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def stamp(self) -> float:
+        return self.now
+
+    def secs_of(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("nbytes", [10**6, 10**9])
+def test_tier_3_opens_in_communication_where_links_are_separate_and_the_rest_does_not_suffice(
+    separate: bool, nbytes: int
+) -> None:
+    names = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
+    clock, gate = Clock(), HostGate()
+    limits = Limits(separate_links=separate, compute_share=0.0)
+    pacer = Pacer(gate, PaceOptions("profiled", limits, 1, 2, 1), None, clock)
+
+    def step() -> dict[int, int]:
+        """Tiers that are open in each instruction."""
+        tiers = {}
+        pacer.begin_step("step")
+        for position, name in enumerate(names):
+            waits = name.startswith(("Recv", "Send", "Reduce"))
+            if waits:
+                pacer.open(position, name.startswith("Recv"))
+                tiers[position] = gate._open.tier if gate._open is not None else -1
+            clock.now += {"SendGrad": 0.0001, "ReduceGrads": 0.2}.get(name, 0.1)
+            if waits:
+                pacer.close()
+                assert gate._open is None
+        pacer.end_step("step", names)
+        pacer.version_done({"replicated": nbytes}, ())
+        return tiers
+
+    for _ in range(4):
+        step()
+    assert pacer.plan is not None
+    needed = nbytes > pacer.plan.windows[0].capacity_bytes
+    assert needed == (nbytes == 10**9)
+    # The send is too short to be of use, the reduction is no idle time.
+    assert step() == {0: 1, 3: -1, 4: 3 if separate and needed else -1}
+    assert (pacer.plan.tier_bytes[3] > 0) == (separate and needed)
