@@ -25,10 +25,7 @@ from typing import Any
 from common import (
     MIB,
     Scratch,
-    build_engine,
     enter_worker,
-    estimate,
-    facts,
     launch,
     leave_worker,
     parser,
@@ -37,6 +34,8 @@ from common import (
     scratch,
     write_result,
 )
+from results import estimate, facts
+from training import build_engine
 
 NONE = "none"
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")

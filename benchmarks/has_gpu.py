@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import MIB, Scratch, estimate, machine, progress, scratch
+from common import MIB, Scratch, progress, scratch
 from replay_savers import (
     NONE,
     BlockingSaver,
@@ -57,6 +57,7 @@ from replay_stage import (
     copy_rate,
     measure_times,
 )
+from results import estimate, machine
 
 from reft.errors import OutOfMemoryError
 from reft.pretrain.model_config import LlamaConfig, load_model

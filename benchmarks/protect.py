@@ -26,7 +26,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from common import MIB, estimate, machine, progress
+from common import MIB, progress
+from results import estimate, machine
 
 from reft.errors import ConfigError
 from reft.protect.backend import Backend, Buffer, cupy_backend, numpy_backend

@@ -28,25 +28,21 @@ from typing import Any
 
 from common import (
     MIB,
-    MemorySampler,
     Scratch,
-    Stopwatch,
-    build_engine,
     bytes_below,
     enter_worker,
-    estimate,
-    facts,
-    head_lines,
-    inner_optimizer,
     launch,
     leave_worker,
-    masters,
     parser,
     progress,
     quicken,
     scratch,
     write_result,
 )
+from memory_sampler import MemorySampler
+from results import estimate, facts, head_lines
+from stopwatch import Stopwatch
+from training import build_engine, inner_optimizer, masters
 
 GOAL_RATIO = 3.0
 DISK_GOAL = "deepspeed_load_checkpoint"

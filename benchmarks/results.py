@@ -1,0 +1,100 @@
+"""What every benchmark's result holds: estimates with their intervals, and what was run on what."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from training import Shape
+
+_BOOTSTRAPS = 4000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median with its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median": self.median, "ci95": [self.low, self.high], "samples": self.samples}
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median of ``values`` and its 95 % confidence interval, by resampling."""
+    data = np.asarray(values, dtype=np.float64)
+    drawn = np.random.default_rng(0).choice(data, size=(_BOOTSTRAPS, len(data)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return Estimate(float(np.median(data)), float(low), float(high), len(data))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on; no names."""
+    model = platform.processor() or platform.machine()
+    memory = 0
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
+        first = Path("/proc/meminfo").read_text().splitlines()[0]
+        memory = int(first.split()[1]) * 1024
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Head of every result."""
+    shape = Shape.near(options.params, options.pp)
+    return {
+        "benchmark": name,
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "machine": machine(),
+        "software": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("torch", "deepspeed", "reft-ckpt")},
+        },
+        "model": {
+            "parameters": shape.parameters,
+            "layers": shape.layers,
+            "hidden": shape.hidden,
+            "vocabulary": shape.vocab,
+            "dtype": options.dtype,
+            "zero": options.zero,
+            "tokens_per_step": options.seq * options.micro_batch * options.micro_batches * options.dp,
+        },
+        "layout": {"pp": options.pp, "dp": options.dp, "ranks": options.pp * options.dp, "backend": "gloo"},
+    }
+
+
+def head_lines(result: Mapping[str, Any]) -> list[str]:
+    """Head of a table for people: what was run, on what."""
+    model, layout, host = result["model"], result["layout"], result["machine"]
+    software = ", ".join(f"{name} {number}" for name, number in result["software"].items())
+    return [
+        f"$ {result['command']}",
+        f"{result['date']}, {host['cores']} cores of {host['cpu']}, {host['memory_bytes'] / 2**30:.0f} GiB, "
+        f"CPU and {layout['backend']} only, load average {host['load_average_at_start']} before the start",
+        software,
+        f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} (ZeRO-{model['zero']}), "
+        f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} tokens a step",
+    ]
