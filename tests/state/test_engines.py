@@ -20,7 +20,7 @@ import torch
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 
 WORLD = 4
-SCRIPT = Path(__file__).with_name("engine_cases.py")
+SCRIPT = Path(__file__).with_name("engine_job.py")
 LIMIT_SECS = 500  # for a crowded machine; an idle one needs a tenth
 
 ADAPTERS = {

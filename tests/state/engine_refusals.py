@@ -1,0 +1,116 @@
+"""Engines that reft must refuse, and snapshots that do not fit a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from engine_cases import TORCH_ADAM
+from engine_optimizers import adamw, groups, momentum
+from engine_runs import build, restore, snapshot
+
+from reft.errors import LayoutError, UnsupportedStateError
+from reft.state.adapters import adapter_for
+
+
+class Secretive(torch.optim.SGD):
+    """Keeps state that only its own state_dict knows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "secret": 1}
+
+
+class Forgetful:
+    """A scheduler without a state_dict."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None: ...
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+
+class Derived(deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer):
+    """A subclass of a known wrapper."""
+
+
+def refusal(engine: Any) -> str:
+    try:
+        adapter_for(engine)
+    except UnsupportedStateError as error:
+        return str(error)
+    return "accepted"
+
+
+@contextmanager
+def changed(target: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of a live object set to ``value`` for a while."""
+    missing = object()
+    before = type(target) if name == "__class__" else vars(target).get(name, missing)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(target, name)
+        else:
+            setattr(target, name, before)
+
+
+def refusals() -> dict[str, str]:
+    """What adapter_for says to engines that reft must not take."""
+    said = {}
+    base = {"optimizer": TORCH_ADAM}
+    for stage in (2, 3):
+        said[f"zero{stage}"] = refusal(build({"config": {**base, "zero_optimization": {"stage": stage}}}))
+    said["secretive"] = refusal(build({"client": lambda m: Secretive(groups(m), lr=0.1)}))
+    said["scheduler"] = refusal(build({"config": base, "scheduler": Forgetful}))
+
+    engine = build({"config": {**base, "zero_optimization": {"stage": 1}}})
+    said["known"] = refusal(engine)
+    with changed(engine.optimizer, "__class__", Derived):
+        said["derived"] = refusal(engine)
+    for name, value in (
+        ("has_moe_layers", True),
+        ("sequence_parallel_size", 2),
+        ("torch_autocast_z0_gradscaler", torch.amp.GradScaler("cpu")),
+        ("quantizer", object()),
+        ("optimized_linear_base_weight_sharding", True),
+        ("optimizer", None),
+    ):
+        with changed(engine, name, value):
+            said[name] = refusal(engine)
+    for name, value in (
+        ("cpu_offload", True),
+        ("zenflow", True),
+        ("torch_autocast_gradscaler", torch.amp.GradScaler("cpu")),
+        ("loss_scaler", object()),
+    ):
+        with changed(engine.optimizer, name, value):
+            said[name] = refusal(engine)
+    said.update(misfits())
+    return said
+
+
+def misfits() -> dict[str, str]:
+    """What restoring into a job of another layout says."""
+    plain = build({"client": momentum})
+    snap = snapshot(plain, adapter_for(plain))
+    said = {}
+    for name, case in (
+        ("other optimizer", {"client": adamw}),
+        (
+            "other groups",
+            {"client": lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)},
+        ),
+    ):
+        try:
+            restore(build(case), snap)
+        except LayoutError as error:
+            said[name] = str(error)
+    return said

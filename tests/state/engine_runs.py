@@ -1,0 +1,224 @@
+"""Trains an engine, copies its state away, restores it into another one, and compares (P8)."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from engine_cases import Case
+from engine_models import BATCH, VOCABULARY, Block, Embed, Net, head, loss_fn
+from torch import nn
+
+from reft.state import codec
+from reft.state.adapters import adapter_for
+from reft.state.catalogue import Manifest, SectionImage
+from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
+from tests.old_deepspeed import step_without_autograd
+
+SNAP, END = 3, 7
+OVERFLOWS = (2, 5)
+GRADIENT_ACCUMULATION = 2
+
+
+def seed(value: int, case: Case) -> None:
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.reset()
+    if case.get("tracker"):
+        tracker.add("model", value + 1)
+
+
+def build(case: Case) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": GRADIENT_ACCUMULATION,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        **copy.deepcopy(case.get("config", {})),  # DeepSpeed up to 0.18 takes keys out of it
+    }
+    if case.get("pipe"):
+        layers = [
+            TiedLayerSpec("embed", Embed, tied_weight_attr="weight"),
+            *(LayerSpec(Block) for _ in range(2)),
+            TiedLayerSpec("embed", Embed, forward_fn=head, tied_weight_attr="weight"),
+        ]
+        model: nn.Module = PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    else:
+        model = Net()
+    client = case.get("client")
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        optimizer=client(model) if client else None,
+        lr_scheduler=case.get("scheduler"),
+        config=config,
+    )
+    return step_without_autograd(engine)
+
+
+def batches(step: int, replica: int, overflow: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches of a step; equal in every run."""
+    for micro in range(GRADIENT_ACCUMULATION):
+        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + replica)
+        tokens = torch.randint(VOCABULARY, (BATCH, 6), generator=generator)
+        factor = float("inf") if overflow and step in OVERFLOWS and replica == 1 else 1.0
+        yield (
+            tokens[:, :-1].contiguous(),
+            torch.cat([tokens[:, 1:].float(), torch.full((BATCH, 1), factor)], 1),
+        )
+
+
+def train(engine: Any, case: Case, upto: int) -> list[str]:
+    """Train until ``global_steps == upto``; losses as exact hexadecimal."""
+    losses = []
+    overflow = "fp16" in case.get("config", {})
+    while engine.global_steps < upto:
+        step = engine.global_steps
+        if case.get("pipe"):
+            replica = engine.grid.get_data_parallel_rank()
+            losses.append(float(engine.train_batch(batches(step, replica, overflow))).hex())
+            continue
+        engine.module.step = step
+        for tokens, labels in batches(step, engine.global_rank, overflow):
+            loss = engine(tokens, labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss).hex())
+    return losses
+
+
+def read(image: SectionImage) -> torch.Tensor:
+    """The image's bytes, read in pieces that respect no boundary."""
+    copied = torch.full((image.nbytes,), 0x5A, dtype=torch.uint8)
+    for start in range(0, image.nbytes, 777):
+        image.read_into(start, copied[start : start + 777])
+    return copied
+
+
+def snapshot(engine: Any, adapter: Any) -> dict[str, Any]:
+    images = adapter.images()
+    return {
+        "images": [read(image) for image in images],
+        "manifest": Manifest.of(images).encode(),
+        "host": codec.encode(capture_host_state(engine, adapter, {"epoch": 3}, [1, 2])),
+    }
+
+
+def restore(engine: Any, snap: dict[str, Any]) -> Any:
+    adapter = adapter_for(engine)
+    host = codec.decode(snap["host"])
+    assert host["client"] == {"epoch": 3}
+    assert host["data"] == [1, 2]
+    addresses = [p.data_ptr() for p in engine.module.parameters()]
+    images = adapter.prepare(Manifest.decode(snap["manifest"]), host["adapter"])
+    for image, data in zip(images, snap["images"], strict=True):
+        source = data.clone()
+        for start in range(0, image.nbytes, 1001):
+            image.write_from(start, source[start : start + 1001])
+        source.fill_(0xEE)  # what was restored must not alias it
+    restore_host_state(engine, adapter, host)
+    assert addresses == [p.data_ptr() for p in engine.module.parameters()], "parameters were rebound"
+    return adapter
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    found = []
+    for section, (x, y) in enumerate(zip(a["images"], b["images"], strict=True)):
+        if not torch.equal(x, y):
+            found.append(f"image {section}: first at byte {int((x != y).nonzero()[0])} of {len(x)}")
+    if a["manifest"] != b["manifest"]:
+        found.append("manifest")
+    left, right = codec.decode(a["host"]), codec.decode(b["host"])
+    found += list(_differing(left, right, "host"))
+    if a["host"] != b["host"] and not found:
+        found.append("host bytes")
+    return found
+
+
+def _differing(a: Any, b: Any, path: str) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        for key in a:
+            yield from _differing(a[key], b[key], f"{path}.{key}")
+    elif codec.encode(a) != codec.encode(b):
+        yield f"{path}: {str(a)[:200]} != {str(b)[:200]}"
+
+
+def links(engine: Any) -> bool:
+    """Whether DeepSpeed's fragments of masters and optimizer state are views of the live ones."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    flats = [p for group in inner.param_groups for p in group["params"]]
+    for _, p in engine.module.named_parameters():
+        mapping = getattr(p, "_hp_mapping", None)
+        if mapping is None:
+            continue
+        address = mapping.hp_fragment.data_ptr()
+        flat = next(m for m in flats if m.data_ptr() <= address < m.data_ptr() + m.nbytes)
+        state = inner.state.get(flat, {})
+        expected = {
+            key: value.data_ptr() + address - flat.data_ptr()
+            for key, value in state.items()
+            if torch.is_tensor(value) and value.shape == flat.shape
+        }
+        if {k: v.data_ptr() for k, v in (mapping.optim_fragment or {}).items()} != expected:
+            return False
+    return True
+
+
+def restore_from_disk(engine: Any, snap: dict[str, Any], directory: Path) -> Any:
+    """DeepSpeed's own checkpoint, and from the host state what DeepSpeed does not save."""
+    engine.load_checkpoint(str(directory))
+    restore_data_free_state(engine, codec.decode(snap["host"]))
+    return adapter_for(engine)
+
+
+def run(case: Case, directory: Path) -> dict[str, Any]:
+    seed(11 + int(os.environ["RANK"]), case)
+    engine = build(case)
+    adapter = adapter_for(engine)
+    at = case.get("snap", SNAP)
+    train(engine, case, at)
+    before = adapter.signature()
+    snap = snapshot(engine, adapter)
+    unchanged = before == adapter.signature()
+    if case.get("disk"):
+        engine.save_checkpoint(str(directory))
+    expected = train(engine, case, END)
+    appeared = before != adapter.signature()
+    final = snapshot(engine, adapter)
+    skipped = engine.skipped_steps
+
+    seed(4711 + int(os.environ["RANK"]), case)
+    fresh = build(case)
+    train(fresh, case, case.get("fresh_steps", 0))
+    restored = restore_from_disk(fresh, snap, directory) if case.get("disk") else restore(fresh, snap)
+    at_once = differences(snap, snapshot(fresh, restored))
+    linked = links(fresh)
+    resumed = train(fresh, case, END)
+    return {
+        "wrapper": type(engine.optimizer).__name__,
+        "optimizer": type(adapter.state.optimizer).__name__,
+        "adapter": type(adapter).__name__,
+        "bytes": [len(image) for image in snap["images"]],
+        "replicated": [hashlib.sha256(bytes(s["images"][0].numpy())).hexdigest() for s in (snap, final)],
+        "host_bytes": len(snap["host"]),
+        "skipped_steps": skipped,
+        "unchanged": unchanged,
+        "appeared": appeared,
+        "after_restore": at_once,
+        "linked": linked,
+        "losses": resumed,
+        "expected": expected,
+        "end": differences(final, snapshot(fresh, restored)),
+        "names": [spec.name for spec in Manifest.decode(snap["manifest"]).replicated],
+    }
