@@ -57,3 +57,8 @@ def write_version(arena: Arena, step: int, state: ArenaState = ArenaState.COMMIT
     arena.seal(entries)
     if state is ArenaState.COMMITTED:
         arena.commit()
+
+
+def read_back(path: Path) -> ArenaHeader | None:
+    with Arena.open(path, SECRET) as arena:
+        return arena.header()
