@@ -34,7 +34,7 @@ from common import (
     scratch,
     write_result,
 )
-from results import estimate, facts
+from results import estimate, facts, run_lines
 from training import build_engine
 
 NONE = "none"
@@ -218,12 +218,7 @@ def goals(settings: Sequence[Mapping[str, Any]]) -> dict[str, bool | None]:
 
 def table(result: Mapping[str, Any]) -> str:
     """For people."""
-    host = result["machine"]
-    lines = [
-        f"$ {result['command']}",
-        f"{result['date']}, {host['cores']} cores of {host['cpu']}, load average "
-        f"{host['load_average_at_start']} before the start",
-    ]
+    lines = run_lines(result)
     for s in result["settings"]:
         fits = "fits the bubbles" if s["fits_bubbles"] else "does not fit the bubbles"
         lines += [

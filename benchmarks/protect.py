@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common import MIB, progress
-from results import estimate, machine
+from results import estimate, machine, run_lines
 
 from reft.errors import ConfigError
 from reft.protect.backend import Backend, Buffer, cupy_backend, numpy_backend
@@ -239,11 +239,9 @@ def device_to_host(image_bytes: int, rounds: int) -> dict[str, Any] | None:
 
 def table(result: Mapping[str, Any]) -> str:
     """For people: GB/s of everything read and written, and parts of the bound."""
-    host = result["machine"]
     lines = [
-        f"$ {result['command']}",
-        f"{result['date']}, one core of {host['cores']} of {host['cpu']}, load average "
-        f"{host['load_average_at_start']} before, {result['load_average_at_end']} after",
+        *run_lines(result),
+        f"one core, load average {result['load_average_at_end']} at the end; "
         f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} rounds; "
         f"median and 95 % interval; traffic read and written",
         "",

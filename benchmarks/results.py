@@ -86,15 +86,23 @@ def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def head_lines(result: Mapping[str, Any]) -> list[str]:
-    """Head of a table for people: what was run, on what."""
-    model, layout, host = result["model"], result["layout"], result["machine"]
-    software = ", ".join(f"{name} {number}" for name, number in result["software"].items())
+def run_lines(result: Mapping[str, Any]) -> list[str]:
+    """First lines of a table for people: what was run when, on what machine."""
+    host = result["machine"]
     return [
         f"$ {result['command']}",
         f"{result['date']}, {host['cores']} cores of {host['cpu']}, {host['memory_bytes'] / 2**30:.0f} GiB, "
-        f"CPU and {layout['backend']} only, load average {host['load_average_at_start']} before the start",
-        software,
+        f"load average {host['load_average_at_start']} before the start",
+    ]
+
+
+def head_lines(result: Mapping[str, Any]) -> list[str]:
+    """Head of a table for people, of a benchmark that trains."""
+    model, layout = result["model"], result["layout"]
+    software = ", ".join(f"{name} {number}" for name, number in result["software"].items())
+    return [
+        *run_lines(result),
+        f"CPU and {layout['backend']} only, {software}",
         f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} (ZeRO-{model['zero']}), "
         f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} tokens a step",
     ]

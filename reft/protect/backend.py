@@ -125,6 +125,14 @@ def check_combine(rows: Sequence[Row], sources: Sequence[Buffer], targets: Seque
     return lengths[0]
 
 
+def clear_zero_rows(rows: Sequence[Row], targets: Sequence[Buffer]) -> list[int]:
+    """Zero the targets of rows without a coefficient; returns the indices of the others."""
+    for row, target in zip(rows, targets, strict=True):
+        if not any(row):
+            target[:] = 0
+    return [r for r, row in enumerate(rows) if any(row)]
+
+
 def combine_ragged(
     backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
 ) -> None:
@@ -178,10 +186,7 @@ class ChunkedBackend(ABC):
     def combine(self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
         """See :meth:`Backend.combine`."""
         nbytes = check_combine(rows, sources, targets)
-        for row, target in zip(rows, targets, strict=True):
-            if not any(row):
-                target[:] = 0
-        kept = [r for r, row in enumerate(rows) if any(row)]
+        kept = clear_zero_rows(rows, targets)
         if not kept or not nbytes:
             return
         rows, targets = [rows[r] for r in kept], [targets[r] for r in kept]

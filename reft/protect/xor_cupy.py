@@ -14,7 +14,7 @@ from math import gcd
 from typing import Any
 
 from reft.errors import ConfigError
-from reft.protect.backend import Buffer, check_combine
+from reft.protect.backend import Buffer, check_combine, clear_zero_rows
 from reft.protect.gf256 import Row
 from reft.protect.kernels import NAME, THREADS, kernel_source, launch_of
 
@@ -86,10 +86,7 @@ class CupyBackend:
                 f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at most "
                 f"{_MOST_SOURCES} buffers: use smaller sharding groups"
             )
-        for row, target in zip(rows, targets, strict=True):
-            if not any(row):
-                target[:] = 0
-        kept = [r for r, row in enumerate(rows) if any(row)]
+        kept = clear_zero_rows(rows, targets)
         if not kept or not nbytes:
             return
         chosen = tuple(tuple(rows[r]) for r in kept)

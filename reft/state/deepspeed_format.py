@@ -22,7 +22,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,7 @@ from typing import IO, Any
 import torch
 import xxhash
 
+from reft.durable import durable_file
 from reft.errors import PersistError, UnsupportedStateError
 from reft.state import codec
 from reft.state.catalogue import SectionImage
@@ -343,18 +344,9 @@ class _HashingFile:
 
 
 def _write_file(path: Path, write: Any) -> WrittenFile:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with temporary.open("wb", buffering=2**20) as file:
-            hashing = _HashingFile(file)
-            write(hashing)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with durable_file(path, buffering=2**20) as file:
+        hashing = _HashingFile(file)
+        write(hashing)
     return WrittenFile(hashing.nbytes, hashing.digest.intdigest())
 
 

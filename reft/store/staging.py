@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
+from reft.durable import durable_file
 from reft.errors import AuthenticationError, PersistError
 from reft.store.header import checksum
 from reft.store.label import Label
@@ -342,17 +343,8 @@ def _mac(body: str, secret: bytes) -> str:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file so that it has either no content under its name, the old one or all of the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with durable_file(path) as file:
+        file.write(data)
     sync_directory(path.parent)
 
 
