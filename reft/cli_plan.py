@@ -58,8 +58,9 @@ def plan_command(
         typer.Option(help="count bytes for so many parameters, evenly spread, as publications do (1.3e9)"),
     ] = None,
     tolerance: Annotated[
-        int, typer.Option(min=0, help="node losses that every sharding group should survive")
-    ] = 1,
+        int | None,
+        typer.Option(min=0, help="node losses that every sharding group should survive; by default CONFIG's"),
+    ] = None,
     protection: Annotated[
         str | None, typer.Option(help="instead of CONFIG's: a scheme such as aec, or auto, which chooses")
     ] = None,

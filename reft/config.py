@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # it needs numpy, which a program without the block must not 
 logger = logging.getLogger(__name__)
 
 BLOCK_NAME = "reft"
+AUTO = "auto"
 ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
 ENV_JOB_ID = "REFT_JOB_ID"
 ENV_NODE_ID = "REFT_NODE_ID"
@@ -188,7 +189,14 @@ class ReftConfig(_Block):
         description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' a "
         "parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing; "
         "survives as many lost nodes per sharding group as copies and parities together. ZeRO partitions "
-        "and host state are copied to that many ring peers",
+        "and host state are copied to that many ring peers. 'auto' chooses at the start: what moves least of "
+        "all that fits the memory and survives 'tolerance' lost nodes, given who sits where",
+    )
+    tolerance: int = Field(
+        1,
+        ge=0,
+        description="node losses that every sharding group should survive: 'auto' chooses by it, and what "
+        "survives fewer is warned of",
     )
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
@@ -250,7 +258,12 @@ class ReftConfig(_Block):
             )
         from reft.protect.codes import Scheme
 
-        scheme = Scheme.parse(self.protection)
+        scheme = Scheme() if self.protection == AUTO else Scheme.parse(self.protection)
+        if "copies" in self.model_fields_set and self.protection == AUTO:
+            raise ValueError(
+                '"protection": "auto" chooses the number of copies itself; remove "copies", and write '
+                '"tolerance": the node losses to survive'
+            )
         if "copies" in self.model_fields_set and self.protection not in ("arc", "none"):
             raise ValueError(
                 f'"copies" belongs to "protection": "arc"; found "protection": "{self.protection}". Write '
@@ -281,7 +294,11 @@ class ReftConfig(_Block):
 
     @property
     def scheme(self) -> Scheme:
-        """The redundancy that is really kept."""
+        """The redundancy that is really kept; under ``auto`` known only when it was chosen.
+
+        Raises:
+            ConfigError: it was not chosen yet.
+        """
         from reft.protect.codes import Scheme
 
         return Scheme(self.copies) if self.protection == "arc" else Scheme.parse(self.protection)

@@ -288,7 +288,7 @@ def _add_protection(group: Any) -> None:
     group.add_argument(
         "--protection",
         default="arc",
-        help="arc, aec, rs:K, arc+aec, arc:A+rs:K or none (%(default)s)",
+        help="arc, aec, rs:K, arc+aec, arc:A+rs:K, none, or auto, which chooses (%(default)s)",
     )
     group.add_argument("--copies", type=int, metavar="K", help="redundant copies (default: 1)")
     group.add_argument(

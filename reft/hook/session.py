@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reft.config import ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
+from reft.config import AUTO, ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
@@ -87,6 +87,9 @@ class Session:
         )
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
+        self._chosen = config.protection == AUTO
+        if self._chosen:
+            self.config = config = self._choose_protection(config)
         self.protection = Protection(
             config,
             control=self.control,
@@ -195,6 +198,19 @@ class Session:
                 seen = max(seen, persisted.label.incarnation if persisted else 0)
         return 1 + max(values[0] for values in self.control.gather_ints([seen]))
 
+    def _choose_protection(self, config: ReftConfig) -> ReftConfig:
+        """The block with the protection that suits this job's state and placement. Collective."""
+        from reft.hook.choosing import choose_protection
+
+        return choose_protection(
+            config,
+            self.adapter.expected_bytes(),
+            control=self.control,
+            topology=self.topology,
+            job_dir=self.job_dir.path,
+            events=self.events,
+        )
+
     @property
     def tolerance(self) -> int:
         """Node losses that every sharding group survives, from the real placement (P4)."""
@@ -231,6 +247,12 @@ class Session:
             self.config.interval_steps,
             losses,
         )
+        if 0 < losses < self.config.tolerance and not self._chosen:
+            logger.warning(
+                "reft: the loss of %d node(s) should be survived, but %s survives %d; 'reft plan' and "
+                '"protection": "auto" say what it would take',
+                *(self.config.tolerance, self.protection.record.scheme, losses),
+            )
         if losses == 0:
             logger.warning(
                 "reft: TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from reft.config import ReftConfig
+from reft.config import AUTO, ReftConfig
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, Alternative, Choice, Situation, choose
 from reft.policy.cluster import MEMORY_SHARE
@@ -19,8 +19,6 @@ from reft.protect.codes import Scheme
 from reft.simulate.result import StageResult
 from reft.simulate.schedules import Schedule, one_f_one_b
 from reft.simulate.variants import Variant
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class JobPlan:
 def make_plan(
     job: PlannedJob,
     *,
-    tolerance: int,
+    tolerance: int | None = None,
     target: float,
     protection: str | None = None,
     memory_bytes: int | None = None,
@@ -205,7 +203,7 @@ def make_plan(
 
     Args:
         job: what is planned.
-        tolerance: wished node losses of every sharding group.
+        tolerance: wished node losses of every sharding group, instead of the block's.
         target: wished survival between two persisted checkpoints.
         protection: instead of the block's; ``auto`` takes the choice.
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
@@ -229,7 +227,7 @@ def make_plan(
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
         ),
-        tolerance,
+        block.tolerance if tolerance is None else tolerance,
         pace=pace,
         aor_available=aor_available,
         also=() if configured is None else (configured,),
@@ -251,10 +249,10 @@ def make_plan(
 
 def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:
     """The scheme that is asked for, None for the choice; and whether optimizers are recomputed."""
+    if AUTO in (protection, block.protection if protection is None else ""):
+        return None, False
     if protection is None:
         return block.scheme, False
-    if protection == AUTO:
-        return None, False
     text = protection.removesuffix("+aor")
     scheme = Scheme.parse(text)
     if not scheme.designed:
@@ -272,4 +270,4 @@ def duration(secs: float) -> str:
     return f"{secs:.3g} s"
 
 
-__all__ = ["AUTO", "TIMES_SECS", "JobPlan", "StagePlan", "duration", "make_plan"]
+__all__ = ["TIMES_SECS", "JobPlan", "StagePlan", "duration", "make_plan"]

@@ -95,6 +95,14 @@ class StateAdapter:
             return SectionImage(model), SectionImage(optimizer)
         return SectionImage([*model, *optimizer]), SectionImage([])
 
+    def expected_bytes(self) -> tuple[int, int]:
+        """``(replicated, owned)`` bytes once the optimizer has state, which it makes in its first step."""
+        replicated, owned = self.images()
+        missing = self.state.missing_bytes()
+        if self.owned:
+            return replicated.nbytes, owned.nbytes + missing
+        return replicated.nbytes + missing, 0
+
     def signature(self) -> Hashable:
         """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
         return tuple((p.data_ptr(), p.numel()) for p in self._module_params), self.state.pointers()

@@ -24,6 +24,7 @@ from reft.state.pages import advise_huge_pages
 ParamLayout = list[list[str]] | None
 """``[key, kind]`` per state entry in the optimizer's order; None before the optimizer made any."""
 
+_MOMENTS = 2
 _HOST = "host"
 _PARAM = "param"
 
@@ -72,6 +73,11 @@ class OptimizerState:
     def ready(self) -> bool:
         """Whether every parameter has state (DeepSpeed links fragments of it only then)."""
         return all(len(self._entries(p)) for _, _, p in self.params())
+
+    def missing_bytes(self) -> int:
+        """What the first step will add for parameters without state yet: two moments of each, as Adam."""
+        bare = (p for _, _, p in self.params() if p.requires_grad and not self._entries(p))
+        return sum(_MOMENTS * p.numel() * p.element_size() for p in bare)
 
     def _entries(self, param: torch.Tensor) -> list[tuple[str, Any]]:
         # ``state`` is a defaultdict: looking a parameter up with [] would invent an entry.

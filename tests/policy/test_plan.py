@@ -113,6 +113,16 @@ def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: P
     assert chosen["planned"] == chosen["auto_would_choose"]
 
 
+def test_the_block_can_ask_for_a_choice_and_a_tolerance(run: Run, tmp_path: Path) -> None:
+    config = json.loads(Path(FP16).read_text())
+    config["reft"] |= {"protection": "auto", "tolerance": 2}
+    path = write(tmp_path / "ds.json", config)
+    found = run(path, *LARGE, *QUICK).json["protection"]
+    assert (found["configured"], found["planned"], found["wished_tolerance"]) == ("auto", "rs:2", 2)
+    other = run(path, *LARGE, *QUICK, "--tolerance", "1", "--protection", "arc").json["protection"]
+    assert (other["planned"], other["wished_tolerance"]) == ("arc", 1)
+
+
 def test_p4_the_tolerance_comes_from_the_placement(run: Run) -> None:
     """Four tensor-parallel ranks on nodes of eight: neighbours in the group share a node, or do not."""
     together = run(FP16, *SMALL, "--protection", "aec", *QUICK)

@@ -1,0 +1,91 @@
+"""``"protection": "auto"``: the choice at the start of a job, made by all ranks from the same facts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from reft.config import ReftConfig
+from reft.events import EventLog
+from reft.policy.choose import Choice, Situation, choose
+from reft.policy.loads import RankSections
+from reft.snapshot.control import ControlGroup
+from reft.store.files import free_bytes
+from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def choose_protection(
+    config: ReftConfig,
+    expected_bytes: tuple[int, int],
+    *,
+    control: ControlGroup,
+    topology: Topology,
+    job_dir: Path,
+    events: EventLog,
+) -> ReftConfig:
+    """The block with the chosen protection in the place of ``auto``. Collective on all ranks.
+
+    What a rank alone knows, the bytes of its state and the memory of its node, is gathered first; the rest
+    is pure, so that all ranks choose the same. Windows are not measured yet: the choice needs none, since
+    it takes what moves least.
+
+    Args:
+        config: the block.
+        expected_bytes: of this rank's replicated and owned sections.
+        control: to gather by.
+        topology: placement of this incarnation.
+        job_dir: the job's memory on this node.
+        events: told of the choice.
+    """
+    gathered = control.gather_ints([*expected_bytes, config.host_state_bytes, _memory_bytes(config, job_dir)])
+    memory: dict[str, int] = {}
+    for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
+        memory[node] = min(nbytes, memory.get(node, nbytes))
+    choice = choose(
+        Situation(
+            topology,
+            tuple(RankSections(*sections) for *sections, _ in gathered),
+            arenas=config.arena_count,
+            block_bytes=config.block_bytes,
+            memory_bytes=memory,
+        ),
+        config.tolerance,
+    )
+    chosen = choice.chosen
+    events.write(
+        "protection_chosen",
+        scheme=chosen.name,
+        tolerance=chosen.tolerance,
+        wished=choice.wished,
+        reason=choice.reason,
+        needed=choice.needed,
+        load=asdict(chosen.busiest),
+    )
+    if control.rank == 0:
+        _say(choice)
+    return config.model_copy(update={"protection": chosen.name})
+
+
+def _say(choice: Choice) -> None:
+    if choice.reached:
+        logger.warning("reft: protection auto: %s: %s", choice.chosen.name, choice.reason)
+    else:
+        logger.warning(
+            "reft: THE WISHED TOLERANCE OF %d IS NOT REACHED; protection auto took the best there is: %s, "
+            "%s. What it would take: %s",
+            *(choice.wished, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
+        )
+    for other in choice.alternatives:
+        if other is not choice.chosen:
+            logger.info("reft: not %s: %s", other.name, choice.why_not_chosen(other))
+
+
+def _memory_bytes(config: ReftConfig, job_dir: Path) -> int:
+    """What may be reserved on this node: the limit, or what is free and what the job's arenas hold already,
+    which make room for the new ones."""
+    if config.memory_limit_bytes is not None:
+        return config.memory_limit_bytes
+    return free_bytes(job_dir) + sum(path.stat().st_size for path in job_dir.glob("*.arena"))

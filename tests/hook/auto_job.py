@@ -1,0 +1,89 @@
+"""Four data-parallel ranks under ``"protection": "auto"``: what is chosen, said, kept and given back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from reft.hook.cpu import avoid_build_at_start
+from reft.hook.deepspeed import session_of
+from tests.hook.traffic_job import make, train
+
+avoid_build_at_start()
+
+CASES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "zero1": {},
+    "two": {"tolerance": 2},
+    "many": {"tolerance": 4},
+    "together": {},
+    "tight": {"memory_limit_bytes": 3 * 2**20},
+    "by_hand": {"protection": "arc", "tolerance": 2},
+}
+
+
+AGAIN: tuple[tuple[str, dict[str, Any]], ...] = (("one", {}), ("one", {"tolerance": 2}))
+"""The same job, started anew: with the same block, and with another wish."""
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append((record.levelno, record.getMessage()))
+
+
+def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
+    lines.texts.clear()
+    engine = make(1 if name == "zero1" else 0, block)
+    session = session_of(engine)
+    assert session is not None
+    expected = session.adapter.expected_bytes()
+    path, _ = engine.load_checkpoint(str(Path(block["memory_dir"]) / "none"))
+    losses = train(engine)
+    result = {
+        "scheme": session.config.protection,
+        "in_force": session.protection.record.scheme,
+        "tolerance": session.tolerance,
+        "expected": expected,
+        "real": [image.nbytes for image in session.adapter.images()],
+        "path": path,
+        "said": [text for level, text in lines.texts if level >= logging.WARNING],
+        "losses": losses,
+    }
+    session.close()
+    return {**result, "committed": session.stats.committed_step}
+
+
+def main(root: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    rank = int(os.environ["RANK"])
+    lines = Lines()
+    logging.getLogger("reft").addHandler(lines)
+    logging.getLogger("reft").setLevel(logging.INFO)
+    out: dict[str, Any] = {}
+    for name, settings in [*CASES.items(), *AGAIN]:
+        together = name == "together"
+        os.environ["REFT_NODE_ID"] = "node" if together else f"node{rank}"
+        os.environ["LOCAL_RANK"] = str(rank if together else 0)
+        os.environ["LOCAL_WORLD_SIZE"] = "4" if together else "1"
+        memory = root / (name if together else f"{name}{rank}")
+        block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "protection": "auto", **settings}
+        out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(name, block, lines)
+    return out
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    found = main(where)
+    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(found))
