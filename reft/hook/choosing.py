@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from reft.config import ReftConfig
 from reft.events import EventLog
 from reft.policy.choose import Choice, Situation, choose
+from reft.policy.degrade import LEAST_ARENAS
 from reft.policy.loads import RankSections
 from reft.snapshot.control import ControlGroup
-from reft.store.files import free_bytes
+from reft.store.files import default_margin_bytes, free_bytes
 from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -44,16 +45,8 @@ def choose_protection(
     memory: dict[str, int] = {}
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
-    choice = choose(
-        Situation(
-            topology,
-            tuple(RankSections(*sections) for *sections, _ in gathered),
-            arenas=config.arena_count,
-            block_bytes=config.block_bytes,
-            memory_bytes=memory,
-        ),
-        config.tolerance,
-    )
+    sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
+    choice = _choose(Situation(topology, sections, config.arena_count, config.block_bytes, memory), config)
     chosen = choice.chosen
     events.write(
         "protection_chosen",
@@ -67,6 +60,19 @@ def choose_protection(
     if control.rank == 0:
         _say(choice)
     return config.model_copy(update={"protection": chosen.name})
+
+
+def _choose(situation: Situation, config: ReftConfig) -> Choice:
+    """Versions are given up before the tolerance is, as when memory runs short later."""
+    best: Choice | None = None
+    for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1):
+        choice = choose(replace(situation, arenas=arenas), config.tolerance)
+        if best is None or choice.chosen.tolerance > best.chosen.tolerance:
+            best = choice
+        if best.reached:
+            break
+    assert best is not None
+    return best
 
 
 def _say(choice: Choice) -> None:
@@ -84,8 +90,9 @@ def _say(choice: Choice) -> None:
 
 
 def _memory_bytes(config: ReftConfig, job_dir: Path) -> int:
-    """What may be reserved on this node: the limit, or what is free and what the job's arenas hold already,
-    which make room for the new ones."""
-    if config.memory_limit_bytes is not None:
-        return config.memory_limit_bytes
-    return free_bytes(job_dir) + sum(path.stat().st_size for path in job_dir.glob("*.arena"))
+    """What may be reserved on this node: what is free but the margin, and what the job's arenas hold already,
+    which make room for the new ones; at most the limit."""
+    margin = config.memory_margin_bytes
+    free = free_bytes(job_dir) - (default_margin_bytes(job_dir) if margin is None else margin)
+    room = max(0, free) + sum(path.stat().st_size for path in job_dir.glob("*.arena"))
+    return room if config.memory_limit_bytes is None else min(room, config.memory_limit_bytes)

@@ -234,16 +234,11 @@ def _tests(size: int, nodes: int, losses: int) -> int:
 def _evaluate(
     situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, aor_available: bool
 ) -> Iterator[Alternative]:
-    # AOR keeps one replica of each partition, at its ring peer, whatever the scheme keeps of the rest.
-    one_replica = _fatal(situation.topology, Scheme(1)) if situation.owns else ()
     for scheme in schemes:
         fatal = _fatal(situation.topology, scheme)
         protected = scheme.copies + scheme.parities > 0
-        ways = (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,)
-        for way in ways:
-            recomputed = way is OwnedBy.AOR
-            if recomputed and len(fatal) > len(one_replica):
-                continue  # more than the partitions survive: the smaller scheme does as well
+        # Either way partitions lie at as many peers as the scheme survives losses.
+        for way in (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,):
             loads, node, memory = _loads(situation, scheme, way or OwnedBy.PEER)
             yield Alternative(
                 scheme=scheme,
@@ -254,7 +249,7 @@ def _evaluate(
                 limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
                 fatal=fatal,
                 fit=pace.fit(loads) if pace is not None else None,
-                available=aor_available or not recomputed,
+                available=aor_available or way is not OwnedBy.AOR,
             )
 
 

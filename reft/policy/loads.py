@@ -16,15 +16,13 @@ OPTIMIZER_BYTES = 12
 """Of an owned partition, per parameter: master weight and both moments of Adam in single precision."""
 GRADIENT_BYTES = 4
 """Of a parameter, which a recomputed optimizer (AOR) reads in every step (REFERENCE 1.6)."""
-GRADIENT_BUFFERS = 2
-"""One is filled while the other is applied."""
 
 
 class OwnedBy(StrEnum):
     """How a ZeRO partition, which its owner alone holds, survives the owner.
 
-    PEER: sent to ring peers with every version. AOR: its ring peer replays the optimizer on the host from
-    the gradients of every step (asynchronous optimizer recomputing).
+    PEER: sent to ring peers with every version. AOR: the same peers make the optimizer's step anew on the
+    host, from the newest version and the gradients of the step (asynchronous optimizer recomputing).
     """
 
     PEER = "peer"
@@ -54,7 +52,7 @@ class Load:
         shard_bytes: its part of the replicated section, copied from the device.
         redundant_bytes: copies and parities of the replicated section, likewise.
         owned_bytes: its partition, likewise.
-        gradient_bytes: gradients of the ring peer's partition, likewise (AOR).
+        gradient_bytes: gradients of the partitions that it keeps for others, likewise (AOR).
         sent_bytes: owned and host state that goes to ring peers over the network.
         memory_bytes: of the host, with all versions that are kept.
     """
@@ -103,34 +101,34 @@ def group_loads(
     replicated = _Replicated.of(max(s.replicated_bytes for s in sections), scheme, size, block_bytes)
     peers = min(scheme.copies + scheme.parities, size - 1)
     recomputed = owned_by is OwnedBy.AOR and peers > 0
-    copied = [_own(s, replicated.checksum_bytes, owned=not recomputed) for s in sections]
     loads = []
     for d, own in enumerate(sections):
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
-        # Under AOR the own partition lies in the arena, the peer's beside it, once and not per version.
-        kept = (
-            copied[d] + (_aligned(own.owned_bytes) if recomputed else 0) + sum(copied[m] for m in next_ones)
-        )
-        peer_parameters = -(-sections[next_ones[0]].owned_bytes // OPTIMIZER_BYTES) if recomputed else 0
-        blocks = replicated.blocks + (1 + len(next_ones)) * (3 + own.owned_bytes // block_bytes)
-        arena = reserved_bytes(replicated.shard_bytes + replicated.redundant_bytes + kept, blocks)
-        replica = peer_parameters * (OPTIMIZER_BYTES + GRADIENT_BUFFERS * GRADIENT_BYTES)
+        # Under AOR a version holds the peers' partitions too, and room for what they are made from.
+        gradients = sum(_gradient_bytes(sections[m]) for m in next_ones) if recomputed else 0
+        kept = sum(_own(sections[m], replicated.checksum_bytes, owned=True) for m in (d, *next_ones))
+        blocks = replicated.blocks + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
+        data = replicated.shard_bytes + replicated.redundant_bytes + kept + gradients
         loads.append(
             Load(
                 shard_bytes=replicated.shard_bytes,
                 redundant_bytes=replicated.redundant_bytes,
                 owned_bytes=own.owned_bytes,
-                gradient_bytes=peer_parameters * GRADIENT_BYTES,
-                sent_bytes=peers * copied[d],
-                memory_bytes=arenas * arena + replica,
+                gradient_bytes=gradients,
+                sent_bytes=peers * _own(own, replicated.checksum_bytes, owned=not recomputed),
+                memory_bytes=arenas * reserved_bytes(data, blocks),
             )
         )
     return tuple(loads)
 
 
+def _gradient_bytes(sections: RankSections) -> int:
+    return _aligned(-(-sections.owned_bytes // OPTIMIZER_BYTES) * GRADIENT_BYTES)
+
+
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
-    """What ring peers keep of a member."""
+    """What an arena holds, or a peer is sent, of what a member alone has."""
     partition = sections.owned_bytes if owned else 0
     return sum(map(_aligned, (partition, sections.host_bytes, checksum_bytes)))
 

@@ -14,7 +14,6 @@ from math import exp
 
 from reft.errors import ConfigError
 from reft.policy.choose import Alternative
-from reft.policy.loads import OwnedBy
 from reft.protect.placement import place_group
 from reft.protect.survival import (
     SurvivalPoint,
@@ -117,10 +116,7 @@ def _counted(topology: Topology, alternative: Alternative) -> tuple[int, ...]:
         nodes = [str(n) for n in pattern]
         scheme = alternative.scheme
         placement = place_group(nodes, scheme.copies, scheme.parities)
-        kept = placement
-        if alternative.owned_by is OwnedBy.AOR:
-            kept = place_group(nodes, 1)
-        holders = [set(p.holders_of(m)) for p in (placement, kept) for m in range(len(nodes))]
+        holders = [set(placement.holders_of(m)) for m in range(len(nodes))]
         counts.append(survived_losses(placement.code(), nodes, holders))
     return min(counts, key=sum)
 

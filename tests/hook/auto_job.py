@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "many": {"tolerance": 4},
     "together": {},
     "tight": {"memory_limit_bytes": 3 * 2**20},
+    "versions": {"arenas": 3, "memory_limit_bytes": 5 * 2**20},
     "by_hand": {"protection": "arc", "tolerance": 2},
 }
 

@@ -26,6 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("many", "arc:3", 3),
         ("together", "none", 0),
         ("tight", "none", 0),
+        ("versions", "aec", 1),
         ("by_hand", "arc", 1),
     ],
 )
