@@ -17,6 +17,7 @@ from reft.errors import UnrecoverableError
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.decode import Combination, plan_decode
+from reft.protect.rs import CELL_BYTES
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,13 @@ class Accumulator:
             part = self._sum[: len(data)]
             np.bitwise_xor(part, data, out=part)
             return
-        product = np.zeros_like(self._sum)
-        combine_ragged(self._backend, ((coefficient,),), [data], (product,))
-        np.bitwise_xor(self._sum, product, out=self._sum)
+        # A cell at a time, so that the product stays in the cache.
+        product = np.empty(min(CELL_BYTES, len(self._sum)), np.uint8)
+        for start in range(0, len(data), CELL_BYTES):
+            part = self._sum[start : start + CELL_BYTES]
+            cell = data[start : start + len(part)]
+            combine_ragged(self._backend, ((coefficient,),), [cell], (product[: len(part)],))
+            np.bitwise_xor(part, product[: len(part)], out=part)
 
     @property
     def complete(self) -> bool:

@@ -46,10 +46,6 @@ class Backend(Protocol):
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
         """A new buffer of zeros on the device of ``like``."""
 
-    def batch_bytes(self, like: Buffer) -> int:
-        """Length of intermediate buffers on the device of ``like``: they stay in its cache where possible,
-        and are long enough to hide the cost of a call. A multiple of a cell."""
-
 
 def numpy_backend() -> Backend:
     """The backend of the host."""
@@ -245,10 +241,6 @@ class ChunkedBackend(ABC):
                 else:
                     source, at = step.right
                     self._xor(left, buffers[source][:, at : at + step.count], out)
-
-    def batch_bytes(self, like: Buffer) -> int:
-        """See :meth:`Backend.batch_bytes`."""
-        return max(CELL_BYTES, self._chunk_bytes(like) // CELL_BYTES * CELL_BYTES)
 
     @abstractmethod
     def _words(self, buffers: Sequence[Buffer], nbytes: int) -> tuple[int, list[Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from reft.errors import UnrecoverableError
 from reft.protect.codes import Code
-from reft.protect.gf256 import Matrix, Row, as_rows, invert, multiply, rank, reduce_rows
+from reft.protect.gf256 import Matrix, multiply, rank, reduce_rows
 
 _MOST_NAMED = 8
 
@@ -52,14 +52,6 @@ class DecodePlan:
     def needed(self) -> tuple[int, ...]:
         """Pieces that must be brought together, ascending."""
         return tuple(sorted({p for c in self.combinations for p, _ in c.terms}))
-
-    def batches(self) -> tuple[tuple[Combination, ...], ...]:
-        """Combinations that read the same stripe, to be computed in one pass over it."""
-        groups: dict[frozenset[int], list[Combination]] = {}
-        for combination in self.combinations:
-            stripe = frozenset(b for p, _ in combination.terms for b, _ in self.code.pieces[p].terms)
-            groups.setdefault(stripe, []).append(combination)
-        return tuple(map(tuple, groups.values()))
 
     def __str__(self) -> str:
         count, copies = len(self.combinations), sum(c.is_copy for c in self.combinations)
@@ -165,51 +157,6 @@ def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], boo
         ordered = sorted(rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p))
         matrix = np.array([[linked[p].get(b, 0) for b in blocks] for p in ordered], dtype=np.uint8)
         yield System(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
-
-
-@dataclass(frozen=True)
-class Factored:
-    """Several unknowns of one stripe, in two cheap stages instead of one dear one.
-
-    Coefficients of a finished combination are arbitrary and cost up to 8 XORs a source. Those of the
-    parities are ones and powers of two. So first every equation is cleared of what is known (its
-    *syndrome*), then the small system is solved over the syndromes alone.
-
-    Attributes:
-        equations: coefficients of the pieces in every syndrome.
-        solution: coefficients of the syndromes in every unknown: the inverse of the submatrix.
-        last_by_xor: the first equation is plain XOR: the last unknown is its syndrome and the others.
-    """
-
-    equations: tuple[Row, ...]
-    solution: tuple[Row, ...]
-    last_by_xor: bool
-
-
-def factor(code: Code, batch: Sequence[Combination], pieces: Sequence[int]) -> Factored | None:
-    """Factor the combinations of a stripe, which read ``pieces`` (indices, in that order).
-
-    None where there is nothing to gain or the stripe does not have as many parities as unknowns.
-    """
-    unknown = [c.sub_block for c in batch]
-    parities = [p for p in pieces if not code.pieces[p].is_data]
-    if len(batch) < 2 or len(parities) != len(batch):
-        return None
-    parities.sort(key=lambda p: any(c != 1 for _, c in code.pieces[p].terms))
-    known = {code.pieces[p].terms[0][0]: p for p in pieces if code.pieces[p].is_data}
-    matrix = np.zeros((len(batch), len(batch)), dtype=np.uint8)
-    equations = []
-    for at, parity in enumerate(parities):
-        row = {parity: 1}
-        for block, coefficient in code.pieces[parity].terms:
-            if block in known:
-                row[known[block]] = coefficient
-            elif block in unknown:
-                matrix[at, unknown.index(block)] = coefficient
-            else:
-                return None
-        equations.append(tuple(row.get(p, 0) for p in pieces))
-    return Factored(tuple(equations), as_rows(invert(matrix)), bool((matrix[0] == 1).all()))
 
 
 def recoverable(code: Code, available: Iterable[int]) -> frozenset[int]:

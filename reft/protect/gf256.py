@@ -115,24 +115,6 @@ def rank(matrix: Matrix) -> int:
     return len(reduce_rows(matrix)[1])
 
 
-def invert(matrix: Matrix) -> Matrix:
-    """Inverse of a square uint8 matrix.
-
-    Raises:
-        ZeroDivisionError: if the matrix is singular.
-    """
-    size = len(matrix)
-    reduced, pivots = reduce_rows(np.hstack([matrix, np.eye(size, dtype=np.uint8)]), size)
-    if len(pivots) < size:
-        raise ZeroDivisionError(f"a {size}x{size} matrix over GF(2^8) is singular and has no inverse")
-    return reduced[:, size:]
-
-
-def as_rows(matrix: Matrix) -> tuple[Row, ...]:
-    """A matrix as hashable rows."""
-    return tuple(tuple(int(v) for v in row) for row in matrix)
-
-
 def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
     """Multiplication by ``coefficient`` as XORs of bits.
 

@@ -19,7 +19,6 @@ from reft.protect.gf256 import Row
 from reft.protect.kernels import NAME, THREADS, kernel_source, launch_of
 
 _BLOCKS_PER_PROCESSOR = 8
-_BATCH_BYTES = 32 * 2**20
 _MOST_SOURCES = 200
 """Kernel arguments take at most 4 KiB."""
 
@@ -73,10 +72,6 @@ class CupyBackend:
             with like.device:
                 return self._cupy.zeros(nbytes, dtype=self._cupy.uint8)
         return like.new_zeros(nbytes)
-
-    def batch_bytes(self, like: Buffer) -> int:
-        """See :meth:`Backend.batch_bytes`: far above what a launch costs."""
-        return _BATCH_BYTES
 
     def combine(self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
         """See :meth:`Backend.combine`; queued on the current stream, the host does not wait."""

@@ -21,7 +21,6 @@ from reft.errors import ConfigError
 from reft.protect.backend import Backend, check_combine, cupy_backend, numpy_backend
 from reft.protect.gf256 import Row
 from reft.protect.kernels import NAME, THREADS, kernel_source, launch_of
-from reft.protect.rs import CELL_BYTES
 from reft.protect.xor_torch import TorchBackend
 
 _SHIM = """
@@ -44,9 +43,6 @@ class HostKernel:
 
     def zeros(self, nbytes: int, like: np.ndarray) -> np.ndarray:
         return np.zeros(nbytes, np.uint8)
-
-    def batch_bytes(self, like: np.ndarray) -> int:
-        return CELL_BYTES
 
     def combine(
         self, rows: Sequence[Row], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]

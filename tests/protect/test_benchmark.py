@@ -24,7 +24,9 @@ def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_
     for backend in ("numpy", "torch cpu"):
         assert rows[backend, "copy (bound)"]["of_bound"]["median"] == 1
         assert rows[backend, "encode aec"]["of_xor_encode"]["median"] == 1
-        assert rows[backend, "decode rs:2, 2 lost"]["bytes"] > 0
+        # On the host, as recovery does; among three, two parities are copies and need no decoding.
+        assert ((backend, "decode rs:2, 2 lost") in rows) == (backend == "numpy" and members > 3)
+        assert ((backend, "decode aec, 1 lost") in rows) == (backend == "numpy")
         assert ((backend, "encode rs:3") in rows) == (members > 3)
     # One parity over everything: the image is read once, 1/(D-1) of it is written.
     encoded = rows["numpy", "encode aec"]["bytes"]

@@ -8,23 +8,29 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.blocks import BlockKey
 from reft.errors import ConfigError, UnrecoverableError
-from reft.protect.backend import numpy_backend
+from reft.load.parity import Accumulator, find_lost
+from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code, place_code, schemes_for
-from reft.protect.coding import MixedVersionsError, StoredPiece, decode, encode
 from reft.protect.decode import plan_decode, recoverable
 from reft.protect.gf256 import rank
 from reft.protect.placement import group_tolerance, place_group
 from reft.protect.placement import tolerance as job_tolerance
 from reft.protect.section import CodedSection
 from reft.protect.tolerance import fatal_loss, survives, tolerance
+from reft.snapshot.parity import ParityEncoder
+from reft.snapshot.plan import Block, PlacedBlock
+from reft.state.catalogue import SectionImage
 from reft.topology import Degrees, Topology
 
 SIZES = range(2, 10)
-BACKEND = numpy_backend()
+BLOCK_BYTES = 4096
+"""Sub-blocks of small groups have several blocks, those of large ones less than one."""
 
 
 def everything() -> Iterator[tuple[Scheme, int]]:
@@ -55,27 +61,46 @@ def image_of(nbytes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def store(section: CodedSection, image: np.ndarray, version: object = 1) -> dict[int, StoredPiece]:
-    """What all members hold after a snapshot."""
-    stored = {}
-    for piece in section.code.pieces:
-        target = np.full(section.piece_bytes(piece), 0xAA, np.uint8)
-        encode(section, piece, image, target, BACKEND)
-        stored[piece.index] = StoredPiece(version, target)
+Stored = dict[tuple[int, BlockKey], np.ndarray]
+"""Bytes of every block by the member that stores it."""
+
+
+def store(code: BlockCode, image: np.ndarray) -> Stored:
+    """What all members hold after a snapshot, encoded as the snapshot encodes it."""
+    data = [block for member in range(code.code.size) for block in code.data(member)]
+    blocks = {b.key: Block(b.key, b.start_bytes, b.nbytes) for b in data}
+    live = SectionImage([("state", torch.from_numpy(image))])
+    stored: Stored = {}
+    for member in range(code.code.size):
+        for key, block in blocks.items():
+            if key.member == member or code.stores_copy(member, key):
+                stored[member, key] = image[block.start_bytes : block.start_bytes + block.nbytes].copy()
+        encoder = ParityEncoder(live, blocks, chunk_bytes=2**18)
+        for parity in code.parities(member):
+            target = torch.full((parity.nbytes,), 0xAA, dtype=torch.uint8)
+            placed = PlacedBlock(Block(parity.key, parity.start_bytes, parity.nbytes), 0)
+            for _, _, encode in encoder.cut(placed, parity.terms, target):
+                encode()
+            stored[member, parity.key] = target.numpy()
     return stored
 
 
-def restore(section: CodedSection, stored: dict[int, StoredPiece], lost: tuple[int, ...]) -> np.ndarray:
-    """The image from what the survivors hold."""
-    code = section.code
-    left = {i: p for i, p in stored.items() if code.pieces[i].member not in lost}
-    image = np.full(section.nbytes, 0x55, np.uint8)
-    plan = plan_decode(code, lost)
-    decoded = {c.sub_block for c in plan.combinations}
-    for block in set(range(code.sub_blocks)) - decoded:
-        image[slice(*section.range_of(block))] = left[code.holders[block][0]].data
-    targets = {block: image[slice(*section.range_of(block))] for block in decoded}
-    decode(section, plan, left, targets, BACKEND, version=1)
+def restore(code: BlockCode, stored: Stored, lost: tuple[int, ...]) -> np.ndarray:
+    """The image from what the survivors hold, decoded as a recovery decodes it."""
+    left = {key: data for (member, key), data in stored.items() if member not in lost}
+    missing, why = find_lost(code, left)
+    if why is not None:
+        raise UnrecoverableError(why)
+    image = np.full(code.nbytes, 0x55, np.uint8)
+    for member in range(code.code.size):
+        for block in code.data(member):
+            if block.key in left:
+                image[block.start_bytes : block.start_bytes + block.nbytes] = left[block.key]
+    for block in missing:
+        decoded = Accumulator(block, np.zeros(block.padded_bytes, np.uint8))
+        for key, _ in block.terms:
+            decoded.add(key, left[key])
+        image[block.start_bytes : block.start_bytes + block.nbytes] = decoded.result()
     return image
 
 
@@ -84,12 +109,12 @@ def test_every_loss_up_to_the_tolerance_recovers_to_the_bit(scheme: Scheme, size
     code = make_code(scheme, range(size))
     claimed = tolerance(code)
     for nbytes in (40_011, code.sub_blocks * 128):
-        section = CodedSection(code, nbytes)
+        blocks = BlockCode(code, nbytes, BLOCK_BYTES)
         image = image_of(nbytes)
-        stored = store(section, image)
+        stored = store(blocks, image)
         for count in range(claimed + 1):
             for lost in combinations(range(size), count):
-                assert np.array_equal(restore(section, stored, lost), image), lost
+                assert np.array_equal(restore(blocks, stored, lost), image), lost
 
 
 @pytest.mark.parametrize(("scheme", "size"), ALL, ids=IDS)
@@ -252,22 +277,23 @@ def test_any_size_and_ring_recovers(nbytes: int, size: int, text: str, order: li
     scheme = Scheme.parse(text)
     if scheme.least_members > size:
         return
-    section = CodedSection(make_code(scheme, [m for m in order if m < size]), nbytes)
+    blocks = BlockCode(make_code(scheme, [m for m in order if m < size]), nbytes, BLOCK_BYTES)
+    section = blocks.section
     ranges = [section.range_of(b) for b in range(section.code.sub_blocks)]
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert ranges[-1][1] == nbytes
     assert section.padded_bytes - nbytes < section.code.sub_blocks * section.alignment_bytes
     image = image_of(nbytes, seed=nbytes)
-    stored = store(section, image)
+    stored = store(blocks, image)
     for lost in combinations(range(size), tolerance(section.code)):
-        assert np.array_equal(restore(section, stored, lost), image)
+        assert np.array_equal(restore(blocks, stored, lost), image)
 
 
 def test_large_sections_of_many_cells_recover() -> None:
     for text, lost in (("aec", (1,)), ("rs:2", (0, 3)), ("arc+aec", (1, 2)), ("rs:3", (0, 1, 2))):
-        section = CodedSection(code_of(text, 5), 40_000_017)
-        image = image_of(section.nbytes)
-        assert np.array_equal(restore(section, store(section, image), lost), image), text
+        blocks = BlockCode(code_of(text, 5), 40_000_017, 4 * 2**20)
+        image = image_of(blocks.nbytes)
+        assert np.array_equal(restore(blocks, store(blocks, image), lost), image), text
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i8", "bf16"])
@@ -278,9 +304,9 @@ def test_nan_payloads_of_every_dtype_come_back(dtype: str) -> None:
     values = rng.integers(0, 2 ** (8 * width), 3001, dtype=f"u{width}") | np.array(exponent, f"u{width}")
     image = values.view(np.uint8)
     for text in ("aec", "rs:2", "arc+aec"):
-        section = CodedSection(code_of(text, 4), len(image))
-        for lost in combinations(range(4), tolerance(section.code)):
-            assert restore(section, store(section, image), lost).tobytes() == values.tobytes()
+        blocks = BlockCode(code_of(text, 4), len(image), BLOCK_BYTES)
+        for lost in combinations(range(4), tolerance(blocks.code)):
+            assert restore(blocks, store(blocks, image), lost).tobytes() == values.tobytes()
 
 
 def test_lost_data_comes_from_a_copy_before_parity_and_from_xor_before_other_parities() -> None:
@@ -290,8 +316,7 @@ def test_lost_data_comes_from_a_copy_before_parity_and_from_xor_before_other_par
     plan = plan_decode(code, (2,))
     assert all(c == 1 for combination in plan.combinations for _, c in combination.terms)
     two = plan_decode(code, (2, 3))
-    assert all(len(batch) <= 2 for batch in two.batches())
-    assert sum(map(len, two.batches())) == len(two.combinations) == 2 * code.splits
+    assert len(two.combinations) == 2 * code.splits
     assert "6 sub-blocks (0 from copies, 6 from parity)" in str(two)
 
 
@@ -305,41 +330,6 @@ def test_a_corrupt_piece_is_planned_around() -> None:
     assert len(plan.needed) == code.splits, "the parity and the other blocks of the stripe"
     only = plan_decode(code, (1,), wanted=[code.splits])
     assert [c.sub_block for c in only.combinations] == [code.splits]
-
-
-def test_p5_the_write_hole_pieces_of_other_versions_are_refused() -> None:
-    section = CodedSection(code_of("aec", 4), 10_001)
-    old, new = store(section, image_of(10_001, 1), 1), store(section, image_of(10_001, 2), 2)
-    plan = plan_decode(section.code, (3,))
-    for index in plan.needed:
-        mixed = {**old, index: new[index]}
-        targets = {
-            c.sub_block: np.full(_length(section, c.sub_block), 7, np.uint8) for c in plan.combinations
-        }
-        with pytest.raises(MixedVersionsError, match=r"another version .* expected all of 1"):
-            decode(section, plan, mixed, targets, BACKEND, version=1)
-        assert all((t == 7).all() for t in targets.values()), "nothing was written"
-    with pytest.raises(MixedVersionsError):
-        decode(section, plan, old, {}, BACKEND, version=2)
-
-
-def _length(section: CodedSection, block: int) -> int:
-    start, stop = section.range_of(block)
-    return stop - start
-
-
-def test_missing_or_short_pieces_are_refused() -> None:
-    section = CodedSection(code_of("aec", 3), 1000)
-    stored, plan = store(section, image_of(1000)), plan_decode(section.code, (0,))
-    targets = {c.sub_block: np.zeros(_length(section, c.sub_block), np.uint8) for c in plan.combinations}
-    gone = plan.needed[0]
-    with pytest.raises(ValueError, match=rf"found no piece \[{gone}\]"):
-        decode(section, plan, {i: p for i, p in stored.items() if i != gone}, targets, BACKEND, version=1)
-    short = {**stored, gone: StoredPiece(1, stored[gone].data[:-1])}
-    with pytest.raises(ValueError, match=f"found piece {gone} of"):
-        decode(section, plan, short, targets, BACKEND, version=1)
-    with pytest.raises(ValueError, match="found an image of"):
-        encode(section, section.code.pieces[0], image_of(999), np.zeros(1, np.uint8), BACKEND)
 
 
 def test_what_prints_is_worth_reading() -> None:
