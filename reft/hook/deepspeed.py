@@ -3,8 +3,9 @@
 Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forward``/``backward``/
 ``step``). What is wrapped:
 
-- ``_take_model_step``: the fence. Both engines pass here before weights change; ``step()`` would not
-  do, a pipeline engine never calls it (trap 8).
+- ``_take_model_step``: the fence, or its approach. Both engines pass here before weights change;
+  ``step()`` would not do, a pipeline engine never calls it (trap 8). Once a step has shown that the
+  innermost optimizer's hooks come first, the fence is there, behind the norm of the gradients.
 - ``train_batch`` / ``step``: the step boundary.
 - ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows (:mod:`reft.hook.weave`).
 - ``load_checkpoint`` / ``save_checkpoint``.
@@ -17,6 +18,8 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
@@ -130,7 +133,10 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
     def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             session.before_optimizer_step()
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                session.after_optimizer_step()
 
         return wrapped
 
@@ -167,6 +173,9 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
         return wrapped
 
     _replace(engine, "_take_model_step", model_step)
+    innermost = session.adapter.state.optimizer
+    if isinstance(innermost, torch.optim.Optimizer):
+        innermost.register_step_pre_hook(session.before_write)
     if hasattr(engine, "grid"):
         _replace(engine, "train_batch", train_batch)
         _weave(engine, session)

@@ -121,6 +121,9 @@ class Session:
         self._stopping = False
         self._weaver: Weaver | None = None
         self._fence_secs = 0.0
+        self._fence_within = False
+        """Whether :meth:`before_write` is known to come before anything is written."""
+        self._writes_seen = False
         self._images: LiveImages | None = None
         self._blob = HostBlob()
         self._capture_errors: set[type[Exception]] = set()
@@ -343,12 +346,36 @@ class Session:
     # -- every step --------------------------------------------------------------------------------
 
     def before_optimizer_step(self) -> None:
-        """The fence (P2)."""
+        """The fence (P2), or, where it was seen to come within the optimizer step, its approach.
+
+        A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so
+        long.
+        """
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
+        self._fence_secs = 0.0
+        self._writes_seen = False
+        if self._fence_within and self.worker is not None:
+            self.worker.approach()
+        else:
+            self._fence()
+
+    def before_write(self, *_: object) -> None:
+        """The innermost optimizer is about to write."""
+        self._writes_seen = True
+        self._fence()
+
+    def after_optimizer_step(self) -> None:
+        """Nothing may have been written, on overflow: the fence comes here, and next time before the step."""
+        if not self._writes_seen:
+            self._fence()
+        self._fence_within = self._writes_seen
+
+    def _fence(self) -> None:
         if self.worker is not None:
-            self._fence_secs = self.worker.fence()
+            secs = self.worker.fence()
+            self._fence_secs += secs
             if self.stats.stalls_secs:
-                self.stats.stalls_secs[-1] += self._fence_secs
+                self.stats.stalls_secs[-1] += secs
 
     def boundary(self) -> None:
         """The state after an optimizer step is final: take a snapshot if one is due. Never raises.

@@ -112,6 +112,7 @@ class SnapshotWorker:
         self._queue: deque[SnapshotRequest] = deque()
         self._wake = threading.Condition()
         self._fence_waiting = False
+        self._approached = False
         self._draining = False
         self._closing = False
         self._broken: str | None = None
@@ -137,6 +138,15 @@ class SnapshotWorker:
             self._queue.append(request)
             self._wake.notify_all()
 
+    def approach(self) -> None:
+        """The fence is near: copy what is left at once, beside what training still does before it writes.
+
+        No version begins to be copied any more.
+        """
+        if self._last_call() and self._pacer is not None:
+            self._pacer.gate.hurry()
+        self._approached = True
+
     def fence(self) -> float:
         """Wait until no copy reads the live tensors; called before they change (P2).
 
@@ -147,6 +157,17 @@ class SnapshotWorker:
             Seconds waited.
         """
         began = time.perf_counter()
+        running = self._last_call()
+        if running or self._approached:
+            with self._hurried():
+                for request in running:
+                    request.copied.wait()
+        self._fence_waiting = self._approached = False
+        self.copier.fence()
+        return time.perf_counter() - began
+
+    def _last_call(self) -> list[SnapshotRequest]:
+        """What is being copied still; what has not begun is cancelled."""
         with self._wake:
             running = []
             for request in self._queue:
@@ -156,13 +177,7 @@ class SnapshotWorker:
                 elif not request.copied.is_set():
                     running.append(request)
             self._fence_waiting = bool(running)
-        if running:
-            with self._hurried():
-                for request in running:
-                    request.copied.wait()
-        self._fence_waiting = False
-        self.copier.fence()
-        return time.perf_counter() - began
+        return running
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:

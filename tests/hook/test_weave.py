@@ -171,8 +171,9 @@ def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: li
 
 def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, Any]]) -> None:
     for r in results:
-        for name in (*VARIANTS, "gpipe"):
-            found = r["gpipe"] if name == "gpipe" else r["variants"][name]
+        runs = {**r["variants"], "gpipe": r["gpipe"], **{f"linked {k}": v for k, v in r["linked"].items()}}
+        for name, found in runs.items():
+            assert found["fence_within"], "the fence is not where the weights begin to change"
             chunks = sorted((c.begin_secs, c.end_secs) for t in traces(found) for c in t.chunks)
             assert len(chunks) > STEPS
             for begin, end in found["updates"]:

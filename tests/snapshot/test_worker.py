@@ -95,7 +95,7 @@ def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> Non
 @pytest.mark.timeout(120)
 def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_path: Path) -> None:
     for result in _launch(tmp_path, "fence"):
-        assert result == {"waited": True, "held": True, "late": False, "copied": True}
+        assert result == {"approached": True, "waited": True, "held": True, "late": False, "copied": True}
 
 
 @pytest.mark.timeout(120)

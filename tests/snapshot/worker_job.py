@@ -199,6 +199,8 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     held = me.snapshot(2)
     assert entered.wait(60)
     late = me.snapshot(3)  # cannot start: the worker is busy with version 2
+    me.worker.approach()  # does not wait
+    approached = late.cancelled and not held.copied.is_set()
     fenced = threading.Event()
     thread = threading.Thread(target=lambda: (me.worker.fence(), fenced.set()))
     thread.start()
@@ -207,7 +209,13 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     waited = not fenced.wait(0.2)
     gate.set()
     thread.join(60)
-    result = {"waited": waited, "held": me.settle(held), "late": me.settle(late), "copied": fenced.is_set()}
+    result = {
+        "approached": approached,
+        "waited": waited,
+        "held": me.settle(held),
+        "late": me.settle(late),
+        "copied": fenced.is_set(),
+    }
     me.worker.close(10)
     return result
 

@@ -182,6 +182,35 @@ def restore_from_disk(engine: Any, snap: dict[str, Any], directory: Path) -> Any
     return adapter_for(engine)
 
 
+def watch(engine: Any, adapter: Any) -> list[str]:
+    """What of every further step is as the fence within it needs it: the hooks of the innermost optimizer come,
+    and nothing of the images changes before them; where they do not come, nothing changes at all."""
+    said: list[str] = []
+    original = engine._take_model_step
+    images, before, hooks = [], [], 0
+
+    def changed() -> bool:
+        return any(not torch.equal(read(i), b) for i, b in zip(images, before, strict=True))
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hooks
+        images[:], hooks = adapter.images(), 0
+        before[:] = [read(image) for image in images]
+        result = original(*args, **kwargs)
+        said.append("hooks" if hooks else "changed without hooks" if changed() else "nothing changed")
+        return result
+
+    def hook(*_: Any) -> None:
+        nonlocal hooks
+        if not hooks and changed():
+            said.append("changed before the hooks")
+        hooks += 1
+
+    engine._take_model_step = step
+    adapter.state.optimizer.register_step_pre_hook(hook)
+    return said
+
+
 def run(case: Case, directory: Path) -> dict[str, Any]:
     seed(11 + int(os.environ["RANK"]), case)
     engine = build(case)
@@ -193,6 +222,7 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
     unchanged = before == adapter.signature()
     if case.get("disk"):
         engine.save_checkpoint(str(directory))
+    watched = watch(engine, adapter)
     expected = train(engine, case, END)
     appeared = before != adapter.signature()
     final = snapshot(engine, adapter)
@@ -215,6 +245,7 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
         "skipped_steps": skipped,
         "unchanged": unchanged,
         "appeared": appeared,
+        "watched": watched,
         "after_restore": at_once,
         "linked": linked,
         "losses": resumed,

@@ -137,6 +137,21 @@ def test_p8_a_resumed_run_equals_the_uninterrupted_one(
 
 
 @pytest.mark.timeout(LIMIT_SECS + 20)
+def test_p2_nothing_is_written_before_the_hooks_of_the_innermost_optimizer(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    """There the fence is; on overflow nothing is written."""
+    for name, found in results.items():
+        if name == "refusals":
+            continue
+        for rank, of_rank in enumerate(found):
+            watched = of_rank["watched"]
+            assert watched.count("hooks") >= 3, f"{name}, rank {rank}"
+            assert set(watched) <= {"hooks", "nothing changed"}, f"{name}, rank {rank}"
+            assert ("nothing changed" in watched) == ("fp16" in name), f"{name}, rank {rank}"
+
+
+@pytest.mark.timeout(LIMIT_SECS + 20)
 def test_sections_hold_what_they_promise(results: dict[str, list[dict[str, Any]]]) -> None:
     """Under ZeRO-0 all is replicated, under ZeRO-1 masters and moments are owned; tied, frozen and
     zero-size parameters appear once."""
