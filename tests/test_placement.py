@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import LayoutError
-from reft.protect.placement import group_tolerance, place_group, tolerance
+from reft.protect.placement import group_tolerance, place_group, surviving_schemes, tolerance
 from reft.topology import Coordinate, Degrees, Topology, ring_order
 
 node_lists = st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=7)
@@ -74,3 +74,18 @@ def test_holders_and_kept_agree(nodes: list[str], copies: int) -> None:
 def test_ranks_that_do_not_form_a_grid_are_refused() -> None:
     with pytest.raises(LayoutError, match="every coordinate"):
         Topology(Degrees(1, 2, 1), (Coordinate(0, 0, 0), Coordinate(0, 0, 0)), ("A", "B"))
+
+
+def test_p4_what_survives_a_node_that_holds_several_members_is_found() -> None:
+    """AEC restores one member, and a node of two takes two along: copies, or two parities, are needed."""
+
+    def schemes(members: int, per_node: int) -> list[str]:
+        degrees = Degrees(1, members, 1)
+        nodes = tuple(f"n{i // per_node}" for i in range(members))
+        return [str(s) for s in surviving_schemes(Topology(degrees, degrees.coordinates(), nodes))]
+
+    assert schemes(4, 1) == ["arc", "arc+aec", "aec"]
+    assert schemes(4, 2) == ["arc", "arc+aec", "rs:2"]
+    assert schemes(6, 3) == ["arc", "arc+aec", "rs:3"]
+    assert schemes(2, 1) == ["arc", "aec"]
+    assert schemes(2, 2) == [], "one node: nothing survives it"

@@ -11,7 +11,7 @@ from reft.config import ReftConfig
 from reft.events import EventLog
 from reft.hook.coordinates import local_rank
 from reft.load.exchange import allgather_bytes
-from reft.protect.placement import tolerance
+from reft.protect.placement import surviving_schemes, tolerance
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.store.files import default_margin_bytes
@@ -98,6 +98,13 @@ class Protection:
         if self._topology.degrees.dp == 1:
             return "with a data-parallel degree of 1 nothing is redundant"
         nodes = [self._topology.group_nodes(*group) for group in self._topology.groups()]
+        others = " or ".join(f'"{scheme}"' for scheme in surviving_schemes(self._topology))
+        if others:
+            return (
+                f"a node holds several data-parallel members of a stage, more than {self.record.in_force} "
+                f"restores; write {others}, which survive the loss of a node here, or put the members on "
+                f"different nodes (found nodes {nodes})"
+            )
         return (
             "data-parallel members of a stage share a node with their copies; put them on different nodes "
             f"(found nodes {nodes})"

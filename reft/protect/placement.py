@@ -101,3 +101,15 @@ def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
         for nodes in (topology.group_nodes(pp, tp) for pp, tp in topology.groups())
     }
     return min(group_tolerance(nodes, place_group(nodes, copies, parities)) for nodes in patterns)
+
+
+def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
+    """Schemes under which every sharding group survives the loss of one of these nodes, where members of a
+    group share one: of copies, of copies and parities, and of parities alone the one that keeps least."""
+    size = topology.degrees.dp
+    tried = ((Scheme(1),), (Scheme(1, 1),), tuple(Scheme(0, k) for k in range(1, size)))
+    fitting = ([s for s in schemes if s.least_members <= size] for schemes in tried)
+    found = (
+        next((s for s in schemes if tolerance(topology, s.copies, s.parities)), None) for schemes in fitting
+    )
+    return tuple(scheme for scheme in found if scheme is not None)
