@@ -63,7 +63,7 @@ def make_pacer(
         ),
         mark if engine.asynchronous else None,
         engine,
-        None if staging is None else lambda: staging.room_bytes,
+        None if staging is None else staging.room,
     )
 
 

@@ -60,9 +60,9 @@ class StagingArea:
         """What can be staged now."""
         return 0 if self._memory is None else self._memory.numel()
 
-    @property
-    def room_bytes(self) -> int:
-        """What could be staged, if a plan asked for it; 0 for some plans after the device has refused."""
+    def room(self) -> int:
+        """Bytes that the next plan may stage; asked once for each. After the device has refused, some plans get
+        no more than there is."""
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes

@@ -54,7 +54,7 @@ class Job:
             PaceOptions("profiled", limits, 0, 2, 1),
             self.engine.mark,
             self.engine,
-            lambda: self.staging.room_bytes,
+            self.staging.room,
         )
         self.content: dict[int, set[float]] = {}
         """What each version held when it was committed."""
