@@ -61,8 +61,10 @@ class StagingArea:
         return 0 if self._memory is None else self._memory.numel()
 
     def room(self) -> int:
-        """Bytes that the next plan may stage; asked once for each. After the device has refused, some plans get
-        no more than there is."""
+        """Bytes that the next plan may stage; asked once for each.
+
+        After the device has refused, some plans get no more than there is.
+        """
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes
