@@ -66,7 +66,9 @@ class _CudaMark(Mark):
 class _CudaTicket:
     """One copy: events around it on the side stream, and the tensors that it needs."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, drains: bool = False) -> None:
+        self.drains = drains
+        """Whether it belongs to a version that was fenced."""
         self.nbytes = sum(target.numel() for _, target in pieces)
         self.secs: tuple[float, float] | None = None
         self.began = cuda.Event(enable_timing=True)
@@ -288,7 +290,7 @@ class CudaCopyEngine:
         return ticket.staged
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
-        ticket = _CudaTicket(staged)
+        ticket = _CudaTicket(staged, drains=True)
         with self._order.draining():
             self._use_device()
             if self._staged is not None:
@@ -320,7 +322,7 @@ class CudaCopyEngine:
         self._side.wait_event(self._begun)
         self._copied_version = version
         # Versions that were given up are never synchronized: do not keep their tensors for that.
-        self._tickets = [t for t in self._tickets if not t.done()]
+        self._tickets = [t for t in self._tickets if t.drains or not t.done()]
 
     def _into_buffer(self, views: Sequence[Piece], buffer: torch.Tensor) -> Sequence[Piece]:
         placed = into_buffer([v for v in views if self._on_device(v[0])], buffer)

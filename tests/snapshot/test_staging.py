@@ -8,8 +8,13 @@ import psutil
 import pytest
 import torch
 
+from reft.blocks import BlockKey, Section
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
+from reft.snapshot.chunks import Chunk
 from reft.snapshot.copying import CopyEngine
+from reft.snapshot.plan import Block, PlacedBlock
+from reft.snapshot.staging import StagingArea
+from reft.snapshot.traffic import Kind
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 
 # --- the contract of every engine --------------------------------------------------------------------
@@ -153,3 +158,39 @@ def test_host_memory_keeps_its_margin_too(monkeypatch: pytest.MonkeyPatch, devic
     engine = device.engine()
     assert engine.free_bytes == 0
     engine.close()
+
+
+# --- the area ----------------------------------------------------------------------------------------
+
+
+def test_the_area_is_given_back_when_plans_have_long_not_asked_for_it(engine: CopyEngine) -> None:
+    area = StagingArea(engine)
+    free = area.room()
+    assert area.reserve(10_000)
+    held = area.capacity_bytes
+    assert 10_000 <= held < 20_000
+    assert area.reserve(5_000)
+    assert area.capacity_bytes == held, "a smaller plan takes no new memory"
+    for _ in range(15):
+        assert area.reserve(0)
+    assert area.capacity_bytes == held
+    area.reserve(0)
+    assert area.capacity_bytes == 0
+    assert not area.reserve(2**50)
+    # Refused: the next plans count on nothing, then the device is asked again.
+    assert [area.room(), area.room()] == [0, 0]
+    assert area.room() > free // 2
+
+
+def test_what_fits_the_area_is_the_end_of_a_version(engine: CopyEngine) -> None:
+    def chunk(nbytes: int) -> Chunk:
+        block = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, nbytes), 0)
+        return Chunk(block, Kind.OWNED, (), memoryview(bytearray(nbytes)), first=True, last=True)
+
+    chunks = [chunk(1000) for _ in range(10)]
+    area = StagingArea(engine)
+    assert area.first_fitting(chunks) == 10
+    area.reserve(3 * 1024)  # three chunks, aligned, and the headroom not enough for one more
+    assert area.first_fitting(chunks) == 7
+    area.reserve(11 * 1024)
+    assert area.first_fitting(chunks) == 0
