@@ -12,7 +12,7 @@ from reft.policy.choose import Choice, Situation, choose
 from reft.policy.degrade import LEAST_ARENAS
 from reft.policy.loads import RankSections
 from reft.snapshot.control import ControlGroup
-from reft.store.files import default_margin_bytes, free_bytes
+from reft.store.free_memory import default_margin_bytes, free_bytes
 from reft.topology import Topology
 
 logger = logging.getLogger(__name__)

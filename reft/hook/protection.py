@@ -14,7 +14,7 @@ from reft.load.exchange import allgather_bytes
 from reft.protect.placement import surviving_schemes, tolerance
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.switching import Keeping, SchemeSwitch
-from reft.store.files import default_margin_bytes
+from reft.store.free_memory import default_margin_bytes
 from reft.store.protection import (
     OrderWatch,
     ProtectionRecord,
@@ -32,7 +32,8 @@ class Protection:
     """Made collectively on all ranks.
 
     Args:
-        config: the block.
+        config: the block, with a scheme.
+        configured: what the block itself said: a scheme, or what it is chosen by.
         control: to agree by.
         topology: placement of this incarnation.
         job_dir: the job's memory on this node.
@@ -47,6 +48,7 @@ class Protection:
         self,
         config: ReftConfig,
         *,
+        configured: str,
         control: ControlGroup,
         topology: Topology,
         job_dir: Path,
@@ -61,18 +63,20 @@ class Protection:
         self._keeping = Keeping(
             config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
         )
-        self.record = replace(self._last_switch(str(config.scheme)), incarnation=incarnation)
+        self.record = replace(
+            self._last_switch(configured, str(config.scheme)), incarnation=incarnation
+        )
         """What is in force, the same on all ranks."""
 
-    def _last_switch(self, configured: str) -> ProtectionRecord:
+    def _last_switch(self, configured: str, scheme: str) -> ProtectionRecord:
         """The last switch, if any node's memory tells of one and the block has not been edited since; else
         what the block says."""
         mine = read_record(self._job_dir)
         data = b"" if mine is None else json.dumps(mine.to_json()).encode()
         gathered = [json.loads(d) for d in allgather_bytes(data, self._control.group) if d]
-        found = resume(map(ProtectionRecord.from_json, gathered), configured)
-        scheme = found.parsed
-        return replace(found, tolerance=tolerance(self._topology, scheme.copies, scheme.parities))
+        found = resume(map(ProtectionRecord.from_json, gathered), configured, scheme)
+        parsed = found.parsed
+        return replace(found, tolerance=tolerance(self._topology, parsed.copies, parsed.parities))
 
     def switch(self) -> SchemeSwitch:
         """For the snapshot worker; from here on orders are followed."""

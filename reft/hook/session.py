@@ -92,6 +92,7 @@ class Session:
             self.config = config = self._choose_protection(config)
         self.protection = Protection(
             config,
+            configured=f"{AUTO}:{config.tolerance}" if self._chosen else str(config.scheme),
             control=self.control,
             topology=self.topology,
             job_dir=self.job_dir.path,

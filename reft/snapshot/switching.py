@@ -141,6 +141,10 @@ class SchemeSwitch:
         self._heard_order = max(self._heard_order, order)
         self._heard_rung = rung
 
+    def would_change(self, order: int, rung: int) -> bool:
+        """Whether a vote with this order and rung has a change follow."""
+        return order > self.record.number or rung != self._rung
+
     @property
     def due(self) -> bool:
         """Whether something is to be changed now; all ranks say the same after the same vote."""
@@ -222,7 +226,9 @@ class SchemeSwitch:
             cause, new = self._move(Rung(scheme, self._keeping.versions), layout, arenas)
         before_record()
         if cause is None:
-            self.record = replace(self.record, scheme=str(scheme), number=order.number, refused=None)
+            self.record = replace(
+                self.record, scheme=str(scheme), number=order.number, refused=None, ordered=True
+            )
             self._ladder = self._ladder_of(self.record)
             self._now_on(0, arenas)
             self._publish(label, None)

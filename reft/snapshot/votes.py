@@ -13,9 +13,10 @@ logger = logging.getLogger(__name__)
 class Votes:
     """Casts the ballots of one rank and remembers what came of them.
 
-    A version of which some rank still drains a staged part holds the next votes up. Training does not wait
-    for those (:attr:`late`), so a wish to stop that is voted on then has to name a step that no rank has
-    passed when it hears of it: the one after the next.
+    A version of which some rank still drains a staged part, or behind which memory is reserved for another
+    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a wish to stop
+    that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
+    next.
 
     Args:
         control: carries the ballots.
@@ -48,7 +49,7 @@ class Votes:
         *,
         ok: bool,
         relayout: bool = False,
-        staged: bool = False,
+        holds_up: bool = False,
         order: int = 0,
         rung: int = 0,
     ) -> Ballot:
@@ -58,7 +59,7 @@ class Votes:
             step: of the version.
             ok: it is in order here.
             relayout: its state has another shape than planned.
-            staged: part of it is still to be drained.
+            holds_up: before the next vote, this rank has more to do than seal the version.
             order: number of the newest order to switch protection that this rank knows of.
             rung: how far it would degrade the protection for want of memory.
 
@@ -72,7 +73,7 @@ class Votes:
                 relayout=relayout,
                 interval_steps=self._advised_interval(),
                 order=order,
-                late=staged or (self.late and step < self.newest_step),
+                late=holds_up or (self.late and step < self.newest_step),
                 rung=rung,
             ),
             step,

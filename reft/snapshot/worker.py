@@ -327,13 +327,15 @@ class SnapshotWorker:
 
     def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
         wants_layout = not (ok or request.cancelled or request.idle)
+        order, rung = self.switch.newest_order(), self.switch.wish(self._layout, self._arenas)
         verdict = self.votes.cast(
             request.label.step,
             ok=ok,
             relayout=wants_layout and self._layout_is_old(request),
-            staged=bool(self.copier.staged),
-            order=self.switch.newest_order(),
-            rung=self.switch.wish(self._layout, self._arenas),
+            # Memory for another scheme is reserved behind this version, before the next vote.
+            holds_up=bool(self.copier.staged) or self.switch.would_change(order, rung),
+            order=order,
+            rung=rung,
         )
         self.switch.hear(verdict.order, verdict.rung)
         with self._wake:

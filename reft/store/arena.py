@@ -25,7 +25,8 @@ from types import TracebackType
 from weakref import WeakSet
 
 from reft.errors import ArenaError
-from reft.store.files import free_bytes, hold_directory, new_file, remove_idle_file, reopen, touch_pages
+from reft.store.files import hold_directory, new_file, remove_idle_file, reopen, touch_pages
+from reft.store.free_memory import free_bytes
 from reft.store.header import (
     MAGIC,
     PAGE_BYTES,

@@ -6,35 +6,18 @@ import errno
 import fcntl
 import mmap
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from reft.errors import ArenaError, OutOfMemoryError
+from reft.store.free_memory import free_bytes
 from reft.store.header import PAGE_BYTES
 
 _STEP_BYTES = 256 * 2**20
 """Allocate and touch in steps, so that signals and other threads get their turn."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
-
-
-def free_bytes(directory: Path) -> int:
-    """Bytes that may still be allocated in ``directory``: the file system's and the machine's limit."""
-    stats = os.statvfs(directory)
-    free = stats.f_bavail * stats.f_frsize
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return min(free, int(line.split()[1]) * 1024)
-    return free
-
-
-def default_margin_bytes(directory: Path) -> int:
-    """Memory to leave free where nobody said how much: 1/64 of the file system, at most 1 GiB."""
-    stats = os.statvfs(directory)
-    return min(stats.f_blocks * stats.f_frsize // 64, 2**30)
 
 
 def allocate(fd: int, path: Path, nbytes: int) -> None:

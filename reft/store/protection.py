@@ -77,6 +77,7 @@ class ProtectionRecord:
         tolerance: node losses that every sharding group survives under what is in force.
         refused: the newest order, if it could not be carried out.
         degraded: what is in force, if memory is too short for what is wanted.
+        ordered: the scheme came by order, not from the block.
     """
 
     scheme: str
@@ -87,6 +88,7 @@ class ProtectionRecord:
     tolerance: int = 0
     refused: Refusal | None = None
     degraded: Degradation | None = None
+    ordered: bool = False
 
     @property
     def parsed(self) -> Scheme:
@@ -166,14 +168,22 @@ def read_record(job_dir: Path) -> ProtectionRecord | None:
         return None
 
 
-def resume(records: Iterable[ProtectionRecord], configured: str) -> ProtectionRecord:
-    """What a start of the job begins with: the newest record of any node, unless the block was edited
-    since, which then is the newer wish. Orders dealt with stay so in both cases; what memory there is, is
-    found out anew."""
+def resume(
+    records: Iterable[ProtectionRecord], configured: str, scheme: str | None = None
+) -> ProtectionRecord:
+    """What a start of the job begins with: the last switch that any node's record tells of, unless the block
+    was edited since, which then is the newer wish. Orders dealt with stay so in both cases; what memory there
+    is, is found out anew.
+
+    Args:
+        records: of all nodes that have one.
+        configured: what the block says.
+        scheme: the scheme that this means; None: it is one.
+    """
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
-    if newest is not None and newest.configured == configured:
+    if newest is not None and newest.ordered and newest.configured == configured:
         return replace(newest, degraded=None)
-    return ProtectionRecord(configured, configured, number=newest.number if newest else 0)
+    return ProtectionRecord(scheme or configured, configured, number=newest.number if newest else 0)
 
 
 class OrderWatch:

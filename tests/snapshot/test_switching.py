@@ -86,12 +86,17 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
 
 
 def test_the_block_counts_again_once_it_is_edited() -> None:
-    switched = ProtectionRecord("aec", "arc", number=7, step=12, incarnation=1, tolerance=1)
+    switched = ProtectionRecord("aec", "arc", number=7, step=12, incarnation=1, tolerance=1, ordered=True)
     stale = ProtectionRecord("arc", "arc", number=3, step=2, incarnation=1, tolerance=1)
     assert resume([stale, switched], "arc") == switched
     edited = resume([stale, switched], "rs:2")
     assert (edited.scheme, edited.number) == ("rs:2", 7)  # orders of before stay done
     assert resume([], "arc").scheme == "arc"
+    # "auto" chooses anew at every start, unless somebody has switched by hand.
+    chosen = ProtectionRecord("arc", "auto:1", number=7, step=12, incarnation=1)
+    assert resume([chosen], "auto:1", "aec").scheme == "aec"
+    by_hand = ProtectionRecord("rs:2", "auto:1", number=8, step=20, incarnation=1, ordered=True)
+    assert resume([chosen, by_hand], "auto:1", "aec").scheme == "rs:2"
 
 
 @pytest.mark.timeout(120)
