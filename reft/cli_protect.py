@@ -56,7 +56,10 @@ def protect_command(
             f"job {JobDir.open(paths[0]).job_id!r} does not run in {', '.join(map(str, paths))}: nothing to "
             f'switch. Write "protection": "{scheme}" into the block for its next start'
         )
-    order = write_order(running, scheme)
+    try:
+        order = write_order(running, scheme)
+    except OSError as error:
+        raise ReftError(f"the order cannot be written: {error}; make room there") from error
     if not wait:
         return
     record = _await(running, order.number, wait)

@@ -24,6 +24,10 @@ BLOCK: dict[str, Any] = {
     "block_bytes": 16384,
     "host_state_bytes": 2**17,
     "grace_secs": 100.0,
+    # In the third life, after the new arenas were made and before the trainer has said so.
+    "faults": [
+        {"point": "during_switch", "step": step, "dp": 1, "incarnation": 3} for step in range(1, 2000)
+    ],
 }
 
 
@@ -48,15 +52,15 @@ class Switched(FaultJob):
         life = self.history.current.number
         self.cluster.kill_node(index)
         self.cluster.replace_node(index)
-        self.wait_for("steps of the next life", lambda: self._steps_in(life + 1) >= 5)
+        self.wait_for("steps of the next life", lambda: self.steps_in(life + 1) >= 5)
 
-    def _steps_in(self, life: int) -> int:
+    def steps_in(self, life: int) -> int:
         current = self.history.current
         return len(current.steps) if current.number == life else 0
 
 
 def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.CaptureFixture[str]) -> None:
-    with Switched(scratch, "switched", DP3, OPTIMIZER, steps=10**6, block=BLOCK) as job:
+    with Switched(scratch, "switched", DP3, OPTIMIZER, steps=10**6, block=BLOCK, max_restarts=1) as job:
         job.wait_for_commit(3)
         assert job.newest_protection() == "arc"
         assert job.protect(0, "aec", "--json") == 0
@@ -71,6 +75,8 @@ def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.
         assert "aec since step" in capsys.readouterr().out
         assert job.newest_protection() == "aec"
 
+        assert job.protect(2, "raid5") == 2
+        assert "found protection 'raid5'; expected none, arc" in capsys.readouterr().err
         assert job.protect(2, "arc:3") == 2
         assert "needs at least 4 data-parallel members, found 3" in capsys.readouterr().err
         assert job.protect(2, "arc:2") == 0
@@ -80,8 +86,12 @@ def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.
         assert main(["status", "--memory-dir", str(job.memory(2)), "--job", "faults"]) == 0
         assert "survives the loss of 2 node(s)" in capsys.readouterr().out
 
+        assert job.protect(0, "arc+aec", "--wait", "0") == 0
+        job.wait_for("steps of the next life", lambda: job.steps_in(4) >= 5)
+        job.wait_for_protection("arc+aec")
+
         history = job.history
-        assert list(history.incarnations) == [1, 2, 3]
+        assert list(history.incarnations) == [1, 2, 3, 4]
         assert broken_promises(history) == []
         steps = history.current.last_step
         assert wrong_losses(history, scratch.reference(DP3, OPTIMIZER, steps)) == []
