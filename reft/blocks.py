@@ -15,7 +15,8 @@ class Section(StrEnum):
     The stage image has three sections: ``REPLICATED`` is equal on every data-parallel peer, ``OWNED`` is
     the ZeRO partition of one, ``HOST`` what one rank's host knows. Under an erasure code a member also
     stores ``PARITY`` of the replicated section, and its ring peers keep the ``CHECKSUMS`` of its replicated
-    blocks, so that what is decoded can be verified.
+    blocks, so that what is decoded can be verified. ``GRADIENTS`` of a ring peer's partition lie beside a
+    version while it is being made, and are no part of it.
     """
 
     REPLICATED = "replicated"
@@ -23,6 +24,7 @@ class Section(StrEnum):
     HOST = "host"
     PARITY = "parity"
     CHECKSUMS = "checksums"
+    GRADIENTS = "gradients"
 
 
 STATE_SECTIONS = (Section.REPLICATED, Section.OWNED, Section.HOST)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_NAME = "reft"
 AUTO = "auto"
+_AOR = "+aor"
 ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
 ENV_JOB_ID = "REFT_JOB_ID"
 ENV_NODE_ID = "REFT_NODE_ID"
@@ -144,6 +145,22 @@ class HasConfig(_Block):
     )
 
 
+class AorConfig(_Block):
+    """How ring peers' optimizers are repeated on the host, under a protection with '+aor'."""
+
+    drift_ulps: int = Field(
+        0,
+        ge=0,
+        description="accepted distance of a recomputed partition from the model's weights, in units of their "
+        "last place; 0 accepts only what equals the owner's partition in every bit, as on CPUs",
+    )
+    resync_steps: int = Field(
+        100,
+        ge=1,
+        description="with drift_ulps: most versions between two copies of a partition from its owner",
+    )
+
+
 class ProfileConfig(_Block):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
@@ -189,8 +206,9 @@ class ReftConfig(_Block):
         description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' a "
         "parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing; "
         "survives as many lost nodes per sharding group as copies and parities together. ZeRO partitions "
-        "and host state are copied to that many ring peers. 'auto' chooses at the start: what moves least of "
-        "all that fits the memory and survives 'tolerance' lost nodes, given who sits where",
+        "and host state are copied to that many ring peers; with '+aor' added, as in 'aec+aor', the peers "
+        "recompute the partitions from the gradients instead. 'auto' chooses at the start: what moves least "
+        "of all that fits the memory and survives 'tolerance' lost nodes, given who sits where",
     )
     tolerance: int = Field(
         1,
@@ -198,6 +216,7 @@ class ReftConfig(_Block):
         description="node losses that every sharding group should survive: 'auto' chooses by it, and what "
         "survives fewer is warned of",
     )
+    aor: AorConfig = Field(default_factory=AorConfig, description="settings of '+aor'")
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
         None,
@@ -258,13 +277,14 @@ class ReftConfig(_Block):
             )
         from reft.protect.codes import Scheme
 
-        scheme = Scheme() if self.protection == AUTO else Scheme.parse(self.protection)
+        scheme = Scheme() if self.protection == AUTO else Scheme.parse(self._replicated_protection)
+        self._check_aor()
         if "copies" in self.model_fields_set and self.protection == AUTO:
             raise ValueError(
                 '"protection": "auto" chooses the number of copies itself; remove "copies", and write '
                 '"tolerance": the node losses to survive'
             )
-        if "copies" in self.model_fields_set and self.protection not in ("arc", "none"):
+        if "copies" in self.model_fields_set and self._replicated_protection not in ("arc", "none"):
             raise ValueError(
                 f'"copies" belongs to "protection": "arc"; found "protection": "{self.protection}". Write '
                 f'the number into it, for example "arc:{max(1, self.copies)}+aec", and remove "copies"'
@@ -274,12 +294,12 @@ class ReftConfig(_Block):
                 f'"protection": "{self.protection}" survives no more than one of its parts; write '
                 f'"{self.protection.removeprefix("naive:")}"'
             )
-        if self.protection == "none" and "copies" in self.model_fields_set and self.copies:
+        if self._replicated_protection == "none" and "copies" in self.model_fields_set and self.copies:
             raise ValueError(
                 f'"protection": "none" with "copies": {self.copies} contradict each other; remove '
                 f'"copies", or write "protection": "arc"'
             )
-        if self.protection == "arc" and self.copies == 0:
+        if self._replicated_protection == "arc" and self.copies == 0:
             raise ValueError('"copies": 0 protects nothing; write "protection": "none" if you mean it')
         if self.persist.interval_steps and self.persist.dir is None:
             raise ValueError(
@@ -301,7 +321,36 @@ class ReftConfig(_Block):
         """
         from reft.protect.codes import Scheme
 
-        return Scheme(self.copies) if self.protection == "arc" else Scheme.parse(self.protection)
+        text = self._replicated_protection
+        return Scheme(self.copies) if text == "arc" else Scheme.parse(text)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether ring peers recompute ZeRO partitions (AOR)."""
+        return self.protection.endswith(_AOR)
+
+    @property
+    def _replicated_protection(self) -> str:
+        return self.protection.removesuffix(_AOR)
+
+    def _check_aor(self) -> None:
+        if not self.recompute:
+            if self.aor.model_fields_set:
+                raise ValueError(
+                    f'"aor" belongs to a protection with it; found "protection": "{self.protection}". Write '
+                    f'"{self.protection}+aor", or remove "aor"'
+                )
+            return
+        if self._replicated_protection == "none":
+            raise ValueError(
+                f'"protection": "{self.protection}" keeps nothing of a peer that it could recompute; write '
+                f'"arc+aor" or "aec+aor"'
+            )
+        if self.interval_steps > 1:
+            raise ValueError(
+                f'"protection": "{self.protection}" needs the gradients of every step, but interval_steps is '
+                f"{self.interval_steps}; write 1, or remove +aor"
+            )
 
     @property
     def arena_count(self) -> int:

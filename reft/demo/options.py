@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +90,10 @@ class DemoOptions:
             *("--zero", str(self.zero), "--dtype", self.dtype, "--dropout", str(self.dropout)),
             *("--save-dir", str(save_dir), "--log-interval", "1"),
         ]
+        if self.zero and self.protection.endswith("+aor"):
+            # What stage 1 needs to keep the gradients of other ranks' partitions; both runs do it so.
+            kept = {"zero_optimization": {"reduce_scatter": False, "contiguous_gradients": False}}
+            arguments += ["--deepspeed-config", json.dumps(kept)]
         if self.grad_accum_dtype is not None:
             arguments += ["--grad-accum-dtype", self.grad_accum_dtype]
         if self.data:
@@ -288,7 +293,8 @@ def _add_protection(group: Any) -> None:
     group.add_argument(
         "--protection",
         default="arc",
-        help="arc, aec, rs:K, arc+aec, arc:A+rs:K, none, or auto, which chooses (%(default)s)",
+        help="arc, aec, rs:K, arc+aec, arc:A+rs:K, none, or auto, which chooses; with +aor peers recompute "
+        "ZeRO-1 partitions (%(default)s)",
     )
     group.add_argument("--copies", type=int, metavar="K", help="redundant copies (default: 1)")
     group.add_argument(

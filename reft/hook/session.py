@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from reft.config import AUTO, ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
@@ -21,17 +23,20 @@ from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
 from reft.load.exchange import allgather_bytes
+from reft.protect.placement import place_group
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.copying import CopyEngine, copy_engine_for
 from reft.snapshot.has import HasSchedule, Overflow
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.recompute import OptimizerStep, PeerOptimizers, RecomputeOptions
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.trace import InstructionRecord, StepTrace
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.adapters import adapter_for
 from reft.state.blob import HostBlob
+from reft.state.gradients import GradientCapture
 from reft.state.host import capture_host_state
 from reft.store.client import DaemonClient
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
@@ -127,6 +132,7 @@ class Session:
         self._writes_seen = False
         self._images: LiveImages | None = None
         self._blob = HostBlob()
+        self._gradients = self._make_capture()
         self._capture_errors: set[type[Exception]] = set()
         self._last_step = int(engine.global_steps)
         self._boundary_secs = time.perf_counter()
@@ -326,11 +332,46 @@ class Session:
             pacer=self.pacer,
             switch=self.protection.switch(),
             staging=self.staging,
+            peer_optimizers=self._make_peer_optimizers(),
         )
         self.daemon.configure(self.config)
         self.profiler = self._make_profiler()
         if self.variant is not Variant.NONE:  # without versions there are no votes to stop by
             self.preemption.install()
+
+    def _make_capture(self) -> GradientCapture | None:
+        """What peers' partitions are recomputed from, where that was asked for and there are any (AOR)."""
+        config = self.config
+        if not config.recompute:
+            return None
+        if not self.adapter.owned:
+            if self.is_rank_zero:
+                logger.info(
+                    "reft: %s partitions nothing: all of its state is protected by %s, aor has nothing to do",
+                    type(self.adapter.wrapper).__name__,
+                    config.scheme,
+                )
+            return None
+        return GradientCapture(
+            self.adapter, self._kept_members(), self._fence, sampled=config.aor.drift_ulps > 0
+        )
+
+    def _kept_members(self) -> tuple[int, ...]:
+        """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+        at, scheme = self.coordinate, self.protection.record.parsed
+        nodes = self.topology.group_nodes(at.pp, at.tp)
+        return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]
+
+    def _make_peer_optimizers(self) -> PeerOptimizers | None:
+        if self._gradients is None:
+            return None
+        aor = self.config.aor
+        options = RecomputeOptions(self._gradients.recipe, aor.drift_ulps, aor.resync_steps)
+        return PeerOptimizers(options, self.stats.recompute)
+
+    def _optimizer_step(self, step: int) -> OptimizerStep | None:
+        taken = self._gradients.take(step) if self._gradients is not None else None
+        return OptimizerStep(*taken, flush_denormal=_flushes_denormals()) if taken is not None else None
 
     def close(self) -> None:
         """Finish what is under way and release everything. The memory stays: the launcher removes
@@ -467,7 +508,14 @@ class Session:
                 self.data.state(),
             )
             encode = self._blob.prepare(self.engine, images, state)
-            request = SnapshotRequest(label, images, encode=encode, must=must, variant=self.variant)
+            request = SnapshotRequest(
+                label,
+                images,
+                encode=encode,
+                step=self._optimizer_step(step),
+                must=must,
+                variant=self.variant,
+            )
         except Exception as error:
             # Whatever it is, training goes on (P6). This rank still has to say no in the vote, or
             # its peers would wait.
@@ -484,9 +532,12 @@ class Session:
 
     def _current_images(self) -> LiveImages:
         signature = self.adapter.signature()
+        if self._gradients is not None and self._gradients.follow(self._kept_members()):
+            self._images = None
         if self._images is None or self._images.signature != signature:
             replicated, owned = self.adapter.images()
-            self._images = LiveImages(replicated, owned, signature)
+            gradients = self._gradients.images if self._gradients is not None else {}
+            self._images = LiveImages(replicated, owned, signature, gradients)
         return self._images
 
     def _stop(self, step: int) -> None:
@@ -522,3 +573,8 @@ class Session:
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.notify_skip(step, cause, self.stats.to_json())
         self.events.write("skip", step=step, cause=cause)
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor takes denormals for zero: the thread that recomputes must do alike."""
+    return not float(torch.tensor(1e-40) * 1.0)

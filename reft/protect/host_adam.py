@@ -202,6 +202,10 @@ class AdamReplica:
         self._params = [torch.nn.Parameter(t.master, requires_grad=True) for t in self.tensors]
         self._optimizer = _make_optimizer(self.recipe, self._params)
         self._set_groups(self.groups)
+        self._link()
+        self._replay_powers()
+
+    def _link(self) -> None:
         for param, tensors in zip(self._params, self.tensors, strict=True):
             step: Any = self.applied if self.recipe.kind.compiled else torch.tensor(float(self.applied))
             self._optimizer.state[param] = {
@@ -209,7 +213,26 @@ class AdamReplica:
                 "exp_avg": tensors.exp_avg,
                 "exp_avg_sq": tensors.exp_avg_sq,
             }
-        if self.recipe.kind.compiled:
+
+    def bind(self, tensors: Sequence[ReplicaTensors]) -> None:
+        """Go on in other memory, which holds what the present one does."""
+        for param, new in zip(self._params, tensors, strict=True):
+            param.data = new.master
+        self.tensors = tensors
+        self._link()
+
+    def restart(self, tensors: Sequence[ReplicaTensors], number: int, applied: int) -> None:
+        """Follow again from a verified copy of the owner's partition; not stale any more.
+
+        Args:
+            tensors: the copy, as the owner had it after step ``number``.
+            number: last step of the engine that it contains.
+            applied: the t of Adam in it.
+        """
+        kernel_was_at, was_stale = self.applied, bool(self.stale)
+        self.stale, self.number, self.applied = "", number, applied
+        self.bind(tensors)
+        if applied != kernel_was_at or was_stale:
             self._replay_powers()
 
     @torch.no_grad()
@@ -260,14 +283,13 @@ class AdamReplica:
         self.stale = self.stale or reason
 
     def drift(
-        self, weights: Sequence[torch.Tensor], first: int = 0, count: int | None = None, *, ulps: int = 0
+        self, weights: Sequence[torch.Tensor], starts: Sequence[int] | None = None, *, ulps: int = 0
     ) -> int:
         """Compare with the owner's model: casts of the master against the 16-bit (or fp32) weights.
 
         Args:
-            weights: one per group: this rank's own model weights of the partition, of the partition's length.
-            first: first element of every partition to look at, for a rotating sample.
-            count: elements from there on; default all.
+            weights: one per group: this rank's own model weights of the partition, or a sample of them.
+            starts: where each sample begins in its partition; by default they are whole.
             ulps: accepted distance in units of the weights' last place; 0 where both run the same kernel.
 
         Returns:
@@ -275,10 +297,12 @@ class AdamReplica:
         """
         self.check()
         found = 0
-        for tensors, live in zip(self.tensors, weights, strict=True):
-            stop = None if count is None else first + count
-            mine = tensors.master[first:stop].to(live.dtype)
-            found += int((_distance(mine, live.detach().reshape(-1)[first:stop].cpu()) > ulps).sum())
+        for tensors, live, start in zip(
+            self.tensors, weights, starts or [0] * len(self.tensors), strict=True
+        ):
+            theirs = live.detach().reshape(-1).cpu()
+            mine = tensors.master[start : start + theirs.numel()].to(live.dtype)
+            found += int((_distance(mine, theirs) > ulps).sum())
         if found:
             self.mark_stale(f"{found} of its weights differ from the model by more than {ulps} ulp")
         return found
@@ -303,7 +327,7 @@ class AdamReplica:
         """DeepSpeed's kernel multiplies its powers of beta up step by step and keeps them to itself; the
         owner's are those of steps 1, 2, 3, ... Make the same calls, on tensors of one element."""
         optimizer = self._optimizer
-        if not self.applied:
+        if not self.applied or not self.recipe.kind.compiled:
             return
         for step in (self.applied + _REPLAY_FAR, *range(1, self.applied + 1)):
             for group in optimizer.param_groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,13 +63,15 @@ class Filling:
     _checksums: dict[PlacedBlock, int] = field(default_factory=dict)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
+    _accepted: set[int] = field(default_factory=set)
 
     @property
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
         """Blocks that are copied from this rank's own device: all but what only a peer has."""
         mine = self.layout.mine
         own = tuple(b for b in mine.own if b.key.section is not Section.CHECKSUMS)
-        return own + tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED) + mine.parity
+        kept = tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED)
+        return own + kept + mine.parity + mine.gradients
 
     def _peer_blocks(self, member: int) -> list[PlacedBlock]:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
@@ -103,7 +105,7 @@ class Filling:
     def hash_rest(self) -> None:
         """Checksum every local block that has none yet."""
         for placed in self.local_blocks:
-            if placed not in self._checksums:
+            if placed not in self._checksums and placed.key.section is not Section.GRADIENTS:
                 self.hash(placed)
         for placed in self.layout.mine.own:
             if placed.key.section is Section.CHECKSUMS:
@@ -145,21 +147,63 @@ class Filling:
                 self._lengths[placed] = host_bytes
             self._expected[placed] = value & (2**64 - 1)
 
-    def outgoing(self) -> list[torch.Tensor]:
-        return [t for t in map(self.tensor, self._peer_blocks(self.layout.member)) if t.numel()]
+    def wanted(self, member: int) -> torch.Tensor:
+        """Which blocks ``member`` has to send, in plan order, uint8: all but those of its partition that were
+        recomputed here and are what it has itself."""
+        return torch.tensor([self._lacks(b) for b in self._peer_blocks(member)], dtype=torch.uint8)
 
-    def outgoing_bytes(self) -> Counter[Kind]:
-        """What one peer is sent, facts included."""
-        counted = Counter({Kind.CHECKSUMS: 8 * self.facts_length(self.layout.member)})
-        for placed in self._peer_blocks(self.layout.member):
-            counted[kind_of(placed.key, self.layout.member)] += self.length(placed)
+    def _lacks(self, placed: PlacedBlock) -> bool:
+        if placed.key.section is not Section.OWNED or placed not in self._checksums:
+            return True
+        return placed.key.member not in self._accepted and self._checksums[placed] != self._expected[placed]
+
+    def always_sent(self, member: int) -> int:
+        """Blocks that ``member`` sends with every version: all but its partition."""
+        return sum(b.key.section is not Section.OWNED for b in self._peer_blocks(member))
+
+    def accept(self, member: int) -> None:
+        """Keep the recomputed partition of ``member`` although its bytes are not the owner's."""
+        self._accepted.add(member)
+
+    def selection(self, member: int, wanted: torch.Tensor) -> list[torch.Tensor]:
+        """Bytes of those blocks of ``member`` that are ``wanted``, in plan order."""
+        chosen = zip(self._peer_blocks(member), wanted.tolist(), strict=True)
+        return [t for t in (self.tensor(b) for b, yes in chosen if yes) if t.numel()]
+
+    def selected_bytes(self, wanted: torch.Tensor) -> Counter[Kind]:
+        """What a peer is sent that wants those blocks of this member."""
+        me, counted = self.layout.member, Counter[Kind]()
+        for placed, yes in zip(self._peer_blocks(me), wanted.tolist(), strict=True):
+            if yes:
+                counted[kind_of(placed.key, me)] += self.length(placed)
         return counted
 
-    def incoming(self, member: int) -> list[torch.Tensor]:
-        return [t for t in map(self.tensor, self._peer_blocks(member)) if t.numel()]
+    def partition(self, member: int) -> torch.Tensor:
+        """The bytes of a member's partition: own or kept, 1-D uint8."""
+        blocks = [b for b in self.layout.mine.blocks if b.key.section is Section.OWNED]
+        return self._together([b for b in blocks if b.key.member == member])
 
-    def check_received(self) -> int:
+    def gradients(self, member: int) -> torch.Tensor:
+        """The bytes of the gradients of that member's partition, 1-D uint8."""
+        return self._together([b for b in self.layout.mine.gradients if b.key.member == member])
+
+    def _together(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
+        """The memory of blocks that lie one behind the other: they are cut at multiples of the alignment."""
+        if not blocks:
+            return self._data[:0]
+        return self._data[blocks[0].arena_offset : blocks[-1].arena_offset + blocks[-1].block.nbytes]
+
+    def hash_partition(self, member: int) -> None:
+        """Checksum the blocks of a kept partition that was recomputed."""
+        for placed in self._peer_blocks(member):
+            if placed.key.section is Section.OWNED:
+                self.hash(placed)
+
+    def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
         """Compare what arrived with the owners' checksums (P5).
+
+        Args:
+            arrived: per member what was :meth:`wanted` of it.
 
         Returns:
             Bytes received.
@@ -168,11 +212,14 @@ class Filling:
             ArenaError: a block arrived changed; the version must not be committed.
         """
         total = 0
-        for placed, expected in self._expected.items():
-            self.hash(placed)
-            if self._checksums[placed] != expected:
-                raise ArenaError(f"block {placed.key} arrived with another checksum than its owner took")
-            total += self.length(placed)
+        for member, wanted in arrived.items():
+            for placed, yes in zip(self._peer_blocks(member), wanted.tolist(), strict=True):
+                if not yes:
+                    continue
+                self.hash(placed)
+                if self._checksums[placed] != self._expected[placed]:
+                    raise ArenaError(f"block {placed.key} arrived with another checksum than its owner took")
+                total += self.length(placed)
         return total
 
     def seal(self) -> None:

@@ -18,6 +18,7 @@ from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.parity import Encoding, ParityEncoder
 from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, kind_of
+from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 
 
@@ -61,8 +62,9 @@ def cut_chunks(images: LiveImages, filling: Filling, chunk_bytes: int) -> tuple[
     """
     chunks: list[Chunk] = []
     for placed in filling.local_blocks:
-        if placed.key.section in (Section.REPLICATED, Section.OWNED):
-            chunks += _cut_block(images, filling, placed, chunk_bytes)
+        image = _image_of(images, placed)
+        if image is not None:
+            chunks += _cut_block(image, filling, placed, chunk_bytes)
     return (*chunks, *_cut_parity(images, filling, chunk_bytes))
 
 
@@ -77,10 +79,18 @@ def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Itera
             yield Chunk(placed, Kind.PARITY, (), memory[at:stop], at == 0, stop == total, encoding)
 
 
+def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
+    """What a block is copied from, as it is; None where it is made in another way."""
+    section = placed.key.section
+    if section is Section.GRADIENTS:
+        # Of a peer that this rank keeps since a moment only there are none yet.
+        return images.gradients.get(placed.key.member)
+    return {Section.REPLICATED: images.replicated, Section.OWNED: images.owned}.get(section)
+
+
 def _cut_block(
-    images: LiveImages, filling: Filling, placed: PlacedBlock, chunk_bytes: int
+    image: SectionImage, filling: Filling, placed: PlacedBlock, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    image = images.replicated if placed.key.section is Section.REPLICATED else images.owned
     target = filling.tensor(placed)
     total, begin = placed.block.nbytes, placed.block.start_bytes
     memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.snapshot.arenas import Filling
 from reft.snapshot.chunks import BlockHasher, Chunk, ChunkCache
@@ -173,7 +174,7 @@ class Copier:
             else:
                 self.engine.drain(staged)
             filling.traffic.to_host[chunk.kind] += chunk.nbytes
-            if permit.tier == 0:
+            if permit.tier == 0 or chunk.section is Section.GRADIENTS:
                 self._hasher.leave_out()
             else:
                 checksum = self._hasher.add(chunk)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
@@ -22,11 +22,18 @@ class LiveImages:
         replicated: equal on all DP peers.
         owned: this rank's ZeRO partition.
         signature: changes when the images would have other tensors.
+        gradients: of the newest step, by member whose partition is recomputed here.
     """
 
     replicated: SectionImage
     owned: SectionImage
     signature: Hashable
+    gradients: Mapping[int, SectionImage] = field(default_factory=dict)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a partition; all are of one size."""
+        return max((image.nbytes for image in self.gradients.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,16 @@ def agree_on_layout(
     Returns:
         The plan, equal on all members of the group.
     """
-    gathered = control.gather_ints([images.replicated.nbytes, images.owned.nbytes, host_bytes])
+    gathered = control.gather_ints(
+        [images.replicated.nbytes, images.owned.nbytes, host_bytes, images.gradient_bytes]
+    )
     at = topology.coordinates[control.rank]
     ranks = topology.group(at.pp, at.tp)
     sizes = SectionSizes(
         replicated_bytes=gathered[control.rank][0],
         owned_bytes=tuple(gathered[r][1] for r in ranks),
         host_bytes=tuple(gathered[r][2] for r in ranks),
+        gradient_bytes=tuple(gathered[r][3] for r in ranks),
     )
     placement: GroupPlacement = place_group(
         topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities

@@ -10,6 +10,8 @@ plan without communication. A *stage image* is the logical bytes of one (pp, tp)
 
 Under an erasure code (REFERENCE 1.5) a member also stores parity blocks of the replicated section, computed
 from its own replica, and the checksums of its replicated blocks go to its ring peers with its host block.
+Where the peers' optimizers are recomputed (AOR, REFERENCE 1.6) it also has room for the gradients of
+their partitions, behind everything that is part of the version.
 """
 
 from __future__ import annotations
@@ -47,11 +49,18 @@ class SectionSizes:
         replicated_bytes: the image that all members share.
         owned_bytes: ZeRO partition of each member.
         host_bytes: capacity reserved for the encoded host state of each member.
+        gradient_bytes: gradients of each member's partition, if its peers recompute it; else none.
     """
 
     replicated_bytes: int
     owned_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...] = ()
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether partitions are recomputed by their owners' peers."""
+        return any(self.gradient_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class MemberPlan:
         data_bytes: size of the arena's data region.
         parity: parity blocks, encoded from the member's own replica.
         terms: what each parity block is made of.
+        gradients: room for the gradients of the kept partitions; no part of the version.
     """
 
     member: int
@@ -86,6 +96,7 @@ class MemberPlan:
     data_bytes: int
     parity: tuple[PlacedBlock, ...] = ()
     terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
+    gradients: tuple[PlacedBlock, ...] = ()
 
     @property
     def blocks(self) -> tuple[PlacedBlock, ...]:
@@ -173,7 +184,12 @@ def make_shard_plan(
         own, offset = _lay_out(own_blocks[d], 0)
         redundant, offset = _lay_out(kept, offset)
         parity, offset = _lay_out([Block(c.key, c.start_bytes, c.nbytes) for c in coded], offset)
-        members.append(MemberPlan(d, own, redundant, offset, parity, {c.key: c for c in coded}))
+        arriving = [
+            cut_blocks(Section.GRADIENTS, m, 0, sizes.gradient_bytes[m], block_bytes)
+            for m in (placement.kept_by(d)[1:] if sizes.recomputed else ())
+        ]
+        gradients, offset = _lay_out([b for blocks in arriving for b in blocks], offset)
+        members.append(MemberPlan(d, own, redundant, offset, parity, {c.key: c for c in coded}, gradients))
     return ShardPlan(sizes, placement, block_bytes, tuple(members), code)
 
 

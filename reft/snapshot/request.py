@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from reft.config import Variant
 from reft.protect.codes import Scheme
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.recompute import OptimizerStep
 from reft.store.label import Label
 
 
@@ -23,6 +24,7 @@ class SnapshotRequest:
         host_blob: encoded host state; or
         encode: makes it, on the worker thread.
         must: wait for a free slot and never cancel (restore, last snapshot before an exit).
+        step: how the optimizer got here, if peers' partitions are recomputed.
         idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
         variant: when the bytes are copied; all variants are the same to recovery.
     """
@@ -31,6 +33,7 @@ class SnapshotRequest:
     images: LiveImages | None
     host_blob: bytes | bytearray = b""
     encode: Callable[[], bytes | bytearray] | None = None
+    step: OptimizerStep | None = None
     must: bool = False
     idle: bool = False
     variant: Variant = Variant.HOST

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from reft.snapshot.recompute import RecomputeStats
 from reft.snapshot.traffic import Traffic
 
 
@@ -24,6 +25,7 @@ class SnapshotStats:
         total_traffic: the same of all versions so far, those included that were given up.
         stalls_secs: seconds the training thread spent on each snapshot (capture and fence), the
             newest 4096.
+        recompute: what became of the partitions that are recomputed for ring peers.
         tier_bytes: bytes copied in bubbles (1), beside computation (2), beside communication (3), and
             while training waited (0).
         staged: versions of which a part was staged on the device and drained later.
@@ -42,6 +44,7 @@ class SnapshotStats:
     peer_bytes: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     total_traffic: Traffic = field(default_factory=Traffic)
+    recompute: RecomputeStats = field(default_factory=RecomputeStats)
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0
     staged_bytes: int = 0
@@ -77,6 +80,9 @@ class SnapshotStats:
             "peer_bytes": self.peer_bytes,
             "traffic": self.traffic.to_json(),
             "total_traffic": self.total_traffic.to_json(),
+            "recomputed": self.recompute.versions,
+            "resynced": dict(self.recompute.resynced),
+            "recompute_secs": self.recompute.secs,
             "tier_bytes": {str(tier): self.tier_bytes[tier] for tier in range(4)},
             "staged": self.staged,
             "staged_bytes": self.staged_bytes,

@@ -20,7 +20,8 @@ class Kind(StrEnum):
     ``SHARD``: of this rank's own shard of the replicated section. ``COPIES``: of other members' shards, cut
     from the own replica. ``PARITY``: encoded from it. ``OWNED``: of the ZeRO partition. ``HOST_STATE``: what
     only the host knows. ``CHECKSUMS``: eight bytes a block, and the length of the host state, with which
-    peers verify. ``MIRROR``: everything once more, under the baseline ``inter_node``.
+    peers verify. ``GRADIENTS``: of ring peers' partitions, from which these are recomputed. ``MIRROR``:
+    everything once more, under the baseline ``inter_node``.
     """
 
     SHARD = "shard"
@@ -29,6 +30,7 @@ class Kind(StrEnum):
     OWNED = "owned"
     HOST_STATE = "host_state"
     CHECKSUMS = "checksums"
+    GRADIENTS = "gradients"
     MIRROR = "mirror"
 
 
@@ -37,6 +39,7 @@ _KINDS = {
     Section.HOST: Kind.HOST_STATE,
     Section.PARITY: Kind.PARITY,
     Section.CHECKSUMS: Kind.CHECKSUMS,
+    Section.GRADIENTS: Kind.GRADIENTS,
 }
 
 

@@ -30,11 +30,12 @@ from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
 from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
-from reft.snapshot.exchange import count_sent, exchange_with_peers
+from reft.snapshot.exchange import RingExchange
 from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.pacing import Pacer
+from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
@@ -66,6 +67,7 @@ class SnapshotWorker:
         pacer: knows the windows; without one no version is paced.
         switch: the scheme in force and orders to change it; by default that of the options, unchanged.
         staging: takes what does not fit before the fence, where plans ask for it.
+        peer_optimizers: recompute what ring peers alone have; without them it is always sent.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class SnapshotWorker:
         pacer: Pacer | None = None,
         switch: SchemeSwitch | None = None,
         staging: StagingArea | None = None,
+        peer_optimizers: PeerOptimizers | None = None,
     ) -> None:
         self._control = control
         self._topology = topology
@@ -108,6 +111,8 @@ class SnapshotWorker:
         self._host_bytes = options.host_bytes
         self._records: list[ChunkRecord] = []
         self._plan_failed = False
+        self._ring = RingExchange(control, topology)
+        self._peer_optimizers = peer_optimizers
         self._peer_traffic = PeerTraffic(control, options.block_bytes)
         self._queue: deque[SnapshotRequest] = deque()
         self._wake = threading.Condition()
@@ -307,6 +312,8 @@ class SnapshotWorker:
             self._abort(request, filling, failure or "a peer could not seal it")
             return
         self._arenas.commit(filling)
+        if self._peer_optimizers is not None:
+            self._peer_optimizers.committed(filling)
         self._faults.reach(FaultPoint.AFTER_COMMIT, request.label.step)
         self._stats.commit(request.label.step, filling.traffic)
         request.committed = True
@@ -380,6 +387,8 @@ class SnapshotWorker:
         self._stats.bytes_per_snapshot = layout.mine.data_bytes
         self._peer_traffic.agree(layout.mine.data_bytes)
         self.copier.cache.clear()
+        if self._peer_optimizers is not None:
+            self._peer_optimizers.forget()
         logger.info("layout of the snapshots: %s", layout.plan)
 
     def _switch_scheme(self, request: SnapshotRequest) -> None:
@@ -531,10 +540,10 @@ class SnapshotWorker:
     def _try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
         try:
             filling.hash_rest()
-            self._stats.peer_bytes += exchange_with_peers(self._control, self._topology, filling)
+            self._exchange(request, filling)
             if request.variant is Variant.INTER_NODE:
                 peer, nbytes = self._peer_traffic.send(filling.arena.data)
-                count_sent(self._control, self._topology, filling, [peer], Counter({Kind.MIRROR: nbytes}))
+                self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
             self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
             filling.seal()
             self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
@@ -543,6 +552,16 @@ class SnapshotWorker:
             raise
         except (ReftError, OSError, RuntimeError, MemoryError) as error:
             return False, f"{type(error).__name__}: {error}"
+
+    def _exchange(self, request: SnapshotRequest, filling: Filling) -> None:
+        """Recompute what peers alone have, or take it from them."""
+        images, peers = request.images, self._peer_optimizers
+        if peers is not None and images is not None:
+            peers.recompute(filling, images, request.step)
+        self._ring.facts(filling)
+        if peers is not None and images is not None:
+            peers.compare(filling, images, request.step)
+        self._stats.peer_bytes += self._ring.blocks(filling)
 
 
 def _bytes_by_section(filling: Filling) -> dict[str, int]:

@@ -1,0 +1,275 @@
+"""Asynchronous optimizer recomputing (AOR, REFERENCE 1.6): a ring peer's partition made anew on the host.
+
+Version i of a kept partition is version i-1 of it, which lies in this rank's newest committed arena, and one
+step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
+the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
+checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
+(:mod:`reft.snapshot.exchange`). A missed gradient or a spoilt replica so costs one transfer, and nothing
+else is ever restored (P5).
+
+Where device and host kernels cannot agree to the last bit (fused Adam on a GPU), ``drift_ulps`` accepts a
+replica whose cast to the model's type stays that near to a rotating sample of the model's own weights, and
+``resync_steps`` bounds how long it goes without a copy from its owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from reft.errors import ReftError, UnsupportedStateError
+from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
+from reft.snapshot.arenas import Filling
+from reft.snapshot.layout import LiveImages
+from reft.state.catalogue import SectionImage, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """Fixed settings.
+
+    Attributes:
+        recipe: of the optimizer, the same on all ranks.
+        drift_ulps: accepted distance of a replica from the model's weights, in units of their last place;
+            0 accepts only what is equal to the owner's partition in every bit.
+        resync_steps: with ``drift_ulps``: most versions between two copies from the owner.
+    """
+
+    recipe: AdamRecipe
+    drift_ulps: int = 0
+    resync_steps: int = 100
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What the training thread knows of the newest step.
+
+    Attributes:
+        record: hyper-parameters, and whether the step was skipped.
+        applied: the t of Adam after it; None where only the device knows.
+        sample_start: per group, where the sample of the weights begins in the partition.
+        flush_denormal: whether the training thread's processor takes denormals for zero.
+    """
+
+    record: StepRecord
+    applied: int | None = None
+    sample_start: tuple[int, ...] = ()
+    flush_denormal: bool = False
+
+
+@dataclass
+class RecomputeStats:
+    """Counters of one rank.
+
+    Attributes:
+        versions: partitions recomputed for a version, equal to their owner's or accepted.
+        resynced: partitions of which the owner had to send something, by cause.
+        secs: seconds spent on recomputing, all together.
+    """
+
+    versions: int = 0
+    resynced: dict[str, int] = field(default_factory=dict)
+    secs: float = 0.0
+
+
+class PeerOptimizers:
+    """The optimizers of the members whose partitions this rank keeps.
+
+    Args:
+        options: fixed settings.
+        stats: counters to update.
+    """
+
+    def __init__(self, options: RecomputeOptions, stats: RecomputeStats | None = None) -> None:
+        self._options = options
+        self.stats = stats or RecomputeStats()
+        self._base: Filling | None = None
+        self._replicas: dict[int, AdamReplica] = {}
+        self._accepted_steps: dict[int, int] = {}
+        self._told: set[str] = set()
+
+    def recompute(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
+        """Write the kept partitions of a version whose gradients have been copied. What could not be made
+        stays as it is: it is asked for from its owner."""
+        began = time.perf_counter()
+        for member in _kept(filling, images):
+            try:
+                self._recompute(member, filling, images, step)
+                filling.hash_partition(member)
+            except (ReftError, RuntimeError, ValueError) as error:
+                self._give_up(member, filling, str(error))
+        self.stats.secs += time.perf_counter() - began
+
+    def compare(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
+        """The owners' checksums are known: accept what is near enough, count the rest."""
+        for member, gradients in _kept(filling, images).items():
+            replica = self._replicas.get(member)
+            if replica is None or replica.stale or replica.number != filling.label.step or step is None:
+                continue
+            cause = self._refusal(member, replica, filling, gradients, step)
+            if cause is None:
+                self.stats.versions += 1
+            else:
+                self._give_up(member, filling, cause)
+
+    def committed(self, filling: Filling) -> None:
+        """The version that the next one is made from."""
+        self._base = filling
+
+    def forget(self) -> None:
+        """The layout changed: begin anew."""
+        self._base = None
+        self._replicas.clear()
+
+    # -- one partition -----------------------------------------------------------------------------
+
+    def _recompute(
+        self, member: int, filling: Filling, images: LiveImages, step: OptimizerStep | None
+    ) -> None:
+        base, number = self._base, filling.label.step
+        if step is None:
+            raise ReftError(f"nothing is known of how the optimizer made step {number}")
+        if base is None or base.layout is not filling.layout:
+            raise ReftError("there is no version yet to recompute from")
+        if base.label.step != number - 1 or base.label.incarnation != filling.label.incarnation:
+            raise ReftError(f"the gradients between step {base.label.step} and {number} are missing")
+        partition = filling.partition(member)
+        partition.copy_(base.partition(member))
+        tensors = _replica_tensors(partition, images.owned)
+        replica = self._replica(member, tensors, step, base)
+        gradients = _views(filling.gradients(member), images.gradients[member])
+        record = _with_multiplier(step.record, gradients)
+        # Denormals would otherwise differ between the thread that trains and this one.
+        torch.set_flush_denormal(step.flush_denormal)
+        replica.apply(record, [gradients[f"gradient.{g}"] for g in range(len(tensors))])
+        _set_steps(partition, images.owned, replica.applied)
+
+    def _replica(
+        self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: Filling
+    ) -> AdamReplica:
+        """The member's optimizer, over the new memory, as it was after the version before."""
+        number = base.label.step
+        replica = self._replicas.get(member)
+        if replica is not None and not replica.stale and replica.number == number:
+            replica.bind(tensors)
+            return replica
+        applied = step.applied
+        if applied is None:
+            raise ReftError("the number of the optimizer's steps is not known")
+        applied -= not step.record.skipped
+        if replica is None:
+            made = AdamReplica(self._options.recipe, step.record.groups, tensors, number, applied)
+            self._replicas[member] = made
+            return made
+        replica.restart(tensors, number, applied)
+        return replica
+
+    def _refusal(
+        self,
+        member: int,
+        replica: AdamReplica,
+        filling: Filling,
+        gradients: SectionImage,
+        step: OptimizerStep,
+    ) -> str | None:
+        """Why a partition that was recomputed cannot be kept; None if it can."""
+        since, self._accepted_steps[member] = self._accepted_steps.get(member, 0), 0
+        # The host block and the checksums always come from the owner.
+        if int(sum(filling.wanted(member).tolist())) == filling.always_sent(member):
+            return None
+        options = self._options
+        if not options.drift_ulps:
+            return "it is not what its owner has"
+        if since >= options.resync_steps:
+            return f"{options.resync_steps} versions in a row were near it only"
+        views = _views(filling.gradients(member), gradients)
+        samples = [views[f"sample.{g}"] for g in range(len(replica.tensors))]
+        if replica.drift(samples, step.sample_start, ulps=options.drift_ulps):
+            return f"weights of the model are more than {options.drift_ulps} ulp away"
+        filling.accept(member)
+        self._accepted_steps[member] = since + 1
+        return None
+
+    def _give_up(self, member: int, filling: Filling, cause: str) -> None:
+        replica = self._replicas.get(member)
+        if replica is not None:
+            replica.mark_stale(cause)
+        self.stats.resynced[cause] = self.stats.resynced.get(cause, 0) + 1
+        first = cause not in self._told
+        self._told.add(cause)
+        logger.log(
+            logging.INFO if first else logging.DEBUG,
+            "[step %d] the partition of member %d is copied from its owner: %s",
+            filling.label.step,
+            member,
+            cause,
+        )
+
+
+def _kept(filling: Filling, images: LiveImages) -> dict[int, SectionImage]:
+    """Gradients by member: of those whose partitions the version keeps. A switch of the protection changes
+    the layout first and what is captured from the next step on."""
+    kept = filling.layout.plan.placement.kept_by(filling.layout.member)
+    return {m: image for m, image in images.gradients.items() if m in kept}
+
+
+# --- bytes of an image as tensors --------------------------------------------------------------------
+
+
+def _views(memory: torch.Tensor, image: SectionImage) -> dict[str, torch.Tensor]:
+    """The tensors of an image by name, over a copy of its bytes."""
+    return {
+        spec.name: _view(memory, offset, spec)
+        for spec, offset in zip(image.specs, image.offsets, strict=True)
+    }
+
+
+def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+    return memory[offset : offset + spec.nbytes].view(spec.torch_dtype)
+
+
+def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
+    """Master and moments of every group. Partitions of a group are equal in size and order on all members.
+
+    Raises:
+        ReftError: the optimizer has made no step yet.
+        UnsupportedStateError: the partition is not Adam's: one flat parameter a group with two moments.
+    """
+    views = _views(memory, owned)
+    groups = sum(name.startswith("master.") for name in views)
+    if len(views) == groups:
+        raise ReftError("the optimizer has made no step yet")
+    keys = ("exp_avg", "exp_avg_sq")
+    expected = {f"master.{g}.0" for g in range(groups)} | {
+        f"optimizer.{g}.0.{key}" for g in range(groups) for key in keys
+    }
+    steps = {f"optimizer.{g}.0.step" for g in range(groups)}
+    if set(views) - steps != expected:
+        raise UnsupportedStateError(
+            f"the partition holds {sorted(views)}; expected one fp32 master and the moments exp_avg and "
+            f"exp_avg_sq for each of {groups} groups"
+        )
+    return [
+        ReplicaTensors(views[f"master.{g}.0"], *(views[f"optimizer.{g}.0.{key}"] for key in keys))
+        for g in range(groups)
+    ]
+
+
+def _set_steps(memory: torch.Tensor, owned: SectionImage, applied: int) -> None:
+    """Torch's device kernels count their steps in a tensor beside the moments."""
+    for spec, offset in zip(owned.specs, owned.offsets, strict=True):
+        if spec.name.endswith(".step"):
+            _view(memory, offset, spec).fill_(applied)
+
+
+def _with_multiplier(record: StepRecord, gradients: Mapping[str, torch.Tensor]) -> StepRecord:
+    """The record with what the device multiplied its gradients by, which came with them."""
+    if "multiplier" not in gradients or record.skipped:
+        return record
+    return StepRecord(record.number, record.groups, record.skipped, float(gradients["multiplier"][0]))

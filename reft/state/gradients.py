@@ -1,0 +1,231 @@
+"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFERENCE 1.6).
+
+Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all* partitions. This
+module copies the slices of given partitions beside the training, on the device, so that they can go to
+the host during the next step, and notes the hyper-parameters at the instant of the optimizer's step:
+
+=============================  ================================  =======================================
+wrapper                        gradients are taken               and are
+=============================  ================================  =======================================
+``BF16_Optimizer``             right before the step             final: averaged, clipped
+``DeepSpeedZeroOptimizer``     when all buckets are reduced      averaged, still scaled: the factor of
+                                                                 unscaling and clipping is taken too
+=============================  ================================  =======================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reft.errors import UnsupportedStateError
+from reft.protect.host_adam import AdamRecipe, StepRecord, recipe_of, step_of
+from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
+from reft.state.catalogue import SectionImage
+from reft.state.support import class_path
+
+SAMPLE_ELEMENTS = 2**16
+"""Most weights of a group that are compared with a replica in one step."""
+
+
+class GradientCapture:
+    """Copies of the newest step's gradients. All methods are called by the training thread.
+
+    Args:
+        adapter: of the engine; its state is partitioned.
+        members: data-parallel ranks whose partitions are wanted.
+        fence: waits until nobody copies what was captured before; called before it is overwritten.
+        sampled: take a rotating sample of these partitions' model weights too.
+
+    Raises:
+        UnsupportedStateError: the gradients of other partitions are not kept by this configuration, or the
+            optimizer cannot be repeated; says what to change.
+    """
+
+    def __init__(
+        self,
+        adapter: StateAdapter,
+        members: Sequence[int],
+        fence: Callable[[], None],
+        *,
+        sampled: bool = False,
+    ) -> None:
+        self._fence = fence
+        self._adapter = adapter
+        self._wrapper = adapter.wrapper
+        self._sampled = sampled
+        self._record: StepRecord | None = None
+        self._number = 0
+        self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
+        self._weights = self._partitioned_weights()
+        self._sample_start = [0] * len(self._weights)
+        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self.images: dict[int, SectionImage] = {}
+        """By member; other objects once other members are followed."""
+        self.follow(members)
+        self._install()
+
+    def follow(self, members: Sequence[int]) -> bool:
+        """Capture for these members from the next step on. Returns whether they are others than before."""
+        if tuple(members) == tuple(self._staged):
+            return False
+        self._staged = {m: self._make_staging(m) for m in members}
+        self.images = {m: SectionImage(list(tensors.items())) for m, tensors in self._staged.items()}
+        self._record = None
+        return True
+
+    def take(self, number: int) -> tuple[StepRecord, int | None, tuple[int, ...]] | None:
+        """What is known of the step that was just made; afterwards nothing is.
+
+        Args:
+            number: the engine's count of steps.
+
+        Returns:
+            Its record, the t of Adam if the host knows it, and where the samples of the weights begin; None
+            if the optimizer stepped in a way that was not seen.
+        """
+        record, self._record = self._record, None
+        optimizer = self._adapter.state.optimizer
+        if record is None:
+            if not self._wrapper.overflow:
+                return None
+            record = step_of(optimizer, number, skipped=True)
+        starts = self._take_samples()
+        return (
+            StepRecord(number, record.groups, record.skipped, record.multiplier),
+            _applied(optimizer),
+            starts,
+        )
+
+    # -- what every wrapper needs ------------------------------------------------------------------
+
+    def _make_staging(self, member: int) -> dict[str, torch.Tensor]:
+        dtype, made = self._gradient_dtype(), dict[str, torch.Tensor]()
+        for g, partitions in enumerate(self._weights):
+            weights = partitions[member]
+            made[f"gradient.{g}"] = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
+        if isinstance(self._adapter, ZeroAdapter):
+            made["multiplier"] = torch.ones(1, dtype=torch.float32, device=self._weights[0][member].device)
+        for g, partitions in enumerate(self._weights if self._sampled else ()):
+            weights = partitions[member]
+            made[f"sample.{g}"] = weights.detach()[:SAMPLE_ELEMENTS].clone()
+        return made
+
+    def _partitioned_weights(self) -> list[list[torch.Tensor]]:
+        """Per group and member: the model's own weights of that partition, flat."""
+        if isinstance(self._adapter, BF16Adapter):
+            return [list(group) for group in self._wrapper.bf16_partitioned_groups]
+        return [list(group) for group in self._wrapper.parallel_partitioned_bit16_groups]
+
+    def _gradient_dtype(self) -> torch.dtype:
+        if isinstance(self._adapter, BF16Adapter):
+            dtype = self._wrapper.grad_acc_dtype
+        else:
+            dtype = self._wrapper.gradient_accumulation_dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def _take_samples(self) -> tuple[int, ...]:
+        starts = tuple(self._sample_start)
+        for member, tensors in self._staged.items():
+            for g, start in enumerate(starts):
+                sample = tensors.get(f"sample.{g}")
+                if sample is not None:
+                    sample.copy_(self._weights[g][member].detach()[start : start + sample.numel()])
+        for g, partitions in enumerate(self._weights):
+            count = partitions[0].numel()
+            length = min(SAMPLE_ELEMENTS, count)
+            # The last range is moved back, so that all are of one length.
+            following = starts[g] + length
+            self._sample_start[g] = 0 if starts[g] + length >= count else min(following, count - length)
+        return starts
+
+    def _install(self) -> None:
+        if isinstance(self._adapter, BF16Adapter):
+            self._adapter.state.optimizer.register_step_pre_hook(self._before_bf16_step)
+            return
+        _check_zero(self._wrapper)
+        _before(self._wrapper, "_release_ipg_buffers", self._when_reduced)
+        _before(self._wrapper, "unscale_and_clip_grads", self._when_unscaled)
+
+    # -- BF16_Optimizer ----------------------------------------------------------------------------
+
+    def _before_bf16_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._fence()
+        for member, tensors in self._staged.items():
+            for g, flat in enumerate(self._wrapper.fp32_groups_gradients_flat):
+                size = self._weights[g][member].numel()
+                tensors[f"gradient.{g}"].copy_(flat.narrow(0, member * size, size))
+        self._record = step_of(optimizer, 0)
+
+    # -- DeepSpeedZeroOptimizer --------------------------------------------------------------------
+
+    def _when_reduced(self) -> None:
+        """All gradients are averaged, those of other partitions are about to be dropped."""
+        wrapper = self._wrapper
+        if not _at_boundary(wrapper):
+            return
+        self._fence()
+        for g, params in enumerate(wrapper.round_robin_bit16_groups):
+            size, start = self._weights[g][0].numel(), 0
+            for member in self._staged:
+                self._staged[member][f"gradient.{g}"].zero_()
+            for param in params:
+                stop = start + param.numel()
+                gradient = wrapper.get_gradient_for_reduction(param)
+                for member in self._staged if gradient is not None else ():
+                    begin, end = max(start, member * size), min(stop, (member + 1) * size)
+                    if begin < end:
+                        target = self._staged[member][f"gradient.{g}"]
+                        flat = gradient.reshape(-1)[begin - start : end - start]
+                        target[begin - member * size : end - member * size].copy_(flat)
+                start = stop
+
+    def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
+        """What the wrapper multiplies the gradients by, found by letting it do so to a one."""
+        if self._record is not None:
+            return  # further groups of the same step
+        factors = [tensors["multiplier"].fill_(1.0) for tensors in self._staged.values()]
+        type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
+        self._record = step_of(self._adapter.state.optimizer, 0)
+
+
+def _check_zero(wrapper: Any) -> None:
+    found = [
+        f'"{name}": true' for name in ("reduce_scatter", "contiguous_gradients") if getattr(wrapper, name)
+    ]
+    if found:
+        raise UnsupportedStateError(
+            f"found {' and '.join(found)} with {class_path(wrapper)}, which then keeps the gradients of its "
+            f"own partition only; to recompute its peer's, aor needs them all. Write "
+            f'"zero_optimization": {{"reduce_scatter": false, "contiguous_gradients": false}}, or use bf16 '
+            f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
+        )
+
+
+def _at_boundary(wrapper: Any) -> bool:
+    boundary = wrapper.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
+
+
+def _before(wrapper: Any, name: str, call: Callable[..., None]) -> None:
+    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only."""
+    original = getattr(wrapper, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(wrapper, name, wrapped)
+
+
+def _applied(optimizer: Any) -> int | None:
+    """The t of Adam after the newest step, where reading it does not wait for a device."""
+    group = optimizer.param_groups[0]
+    entries = [optimizer.state.get(p, {}) for p in group["params"]]
+    step = next((e["step"] for e in entries if "step" in e), group.get("step"))
+    if isinstance(step, torch.Tensor):
+        return int(step) if step.device.type == "cpu" else None
+    return None if step is None else int(step)

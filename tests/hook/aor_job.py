@@ -1,0 +1,249 @@
+"""Data-parallel ranks, each on a node of its own, that recompute each other's ZeRO partitions (AOR)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+import reft
+from reft.errors import UnsupportedStateError
+from reft.hook.cpu import avoid_build_at_start
+from reft.hook.deepspeed import session_of
+
+avoid_build_at_start()
+
+STEPS = 210
+SHORT_STEPS = 8
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+KEEP_GRADIENTS = {"reduce_scatter": False, "contiguous_gradients": False}
+CASES: dict[str, dict[str, Any]] = {
+    "bf16, accumulating in fp32": {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+    },
+    "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, **KEEP_GRADIENTS}},
+    "fp16": {
+        # Scales that grow too far: some steps overflow and are skipped.
+        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 20, "hysteresis": 1},
+        "zero_optimization": {"stage": 1, **KEEP_GRADIENTS},
+    },
+    "fp32": {"zero_optimization": {"stage": 1, **KEEP_GRADIENTS}},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = nn.Linear(16, 33), nn.Linear(33, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.second(self.first(x).relu()), x)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Biases without weight decay, as everybody does."""
+        named = list(self.named_parameters())
+        return [
+            {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.1},
+            {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0},
+        ]
+
+
+def make(case: dict[str, Any], block: dict[str, Any] | None, adam: str = "AdamW") -> Any:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": adam, "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40}},
+        "gradient_clipping": 0.1,
+        "steps_per_print": None,
+        **case,
+    }
+    if block is not None:
+        config["reft"] = block
+    model = Model()
+    initialize = deepspeed.initialize if block is None else reft.initialize
+    return initialize(model=model, model_parameters=model.groups(), config=config)[0]
+
+
+def train(engine: Any, steps: int, before_step: Callable[[int], None] = lambda _: None) -> list[str]:
+    losses = []
+    for _ in range(steps):
+        before_step(engine.global_steps)
+        generator = torch.Generator().manual_seed(100 * engine.global_steps + int(os.environ["RANK"]))
+        for _ in range(2):
+            x = torch.randn(2, 16, generator=generator).to(next(engine.module.parameters()).dtype)
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss).hex())
+    return losses
+
+
+class Watched:
+    """An engine under reft, every version of which is committed before the next step."""
+
+    def __init__(self, root: Path, name: str, case: dict[str, Any], **options: Any) -> None:
+        memory = root / f"memory{os.environ['RANK']}"
+        block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "block_bytes": 4096, **options}
+        self.engine = make(case, block)
+        self.engine.load_checkpoint(str(root / "none"))
+        session = session_of(self.engine)
+        assert session is not None
+        self.session = session
+        self.sent: list[dict[str, int]] = []
+        self.to_host: list[dict[str, int]] = []
+        submit = session.worker.submit
+
+        def submit_and_wait(request: Any) -> None:
+            request.must = True
+            submit(request)
+            assert request.done.wait(60)
+            traffic = session.stats.traffic.to_json()
+            self.sent.append(traffic["sent"])
+            self.to_host.append(traffic["to_host"])
+
+        session.worker.submit = submit_and_wait
+
+    @property
+    def newest(self) -> Any:
+        """The newest committed version in this rank's memory."""
+        return self.session.worker._peer_optimizers._base
+
+    def partitions(self) -> dict[str, str]:
+        """A digest of the bytes of every partition that this rank keeps, its own too."""
+        filling = self.newest
+        members = filling.layout.plan.placement.kept_by(filling.layout.member)
+        return {str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest() for m in members}
+
+    def result(self, losses: list[str]) -> dict[str, Any]:
+        stats = self.session.stats.to_json()
+        sizes = self.newest.layout.plan.sizes
+        out = {
+            "losses": losses,
+            "sent": self.sent,
+            "to_host": self.to_host,
+            "partitions": self.partitions(),
+            "owned": sizes.owned_bytes,
+            "skipped_steps": self.engine.skipped_steps,
+            "committed": stats["committed"],
+            "recomputed": stats["recomputed"],
+            "resynced": stats["resynced"],
+        }
+        self.session.close()
+        return out
+
+
+def long_run(root: Path, number: int, case: dict[str, Any], protection: str) -> dict[str, Any]:
+    watched = Watched(root, f"long-{number}", case, protection=protection)
+    losses = train(watched.engine, STEPS)
+    return {"plain": train(make(case, None), STEPS), **watched.result(losses)}
+
+
+def dropped_gradient(root: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """The capture of one step is lost on rank 0."""
+    watched = Watched(root, "dropped", case, protection="arc+aor")
+    capture = watched.session._gradients
+
+    def drop(step: int) -> None:
+        original = type(capture).take
+        lost = step == 4 and os.environ["RANK"] == "0"
+        capture.take = (lambda number: None) if lost else (lambda number: original(capture, number))
+
+    return watched.result(train(watched.engine, SHORT_STEPS, drop))
+
+
+def missed_version(root: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """One step is not snapshotted at all, so that its gradients never reach the host."""
+    watched = Watched(root, "missed", case, protection="arc+aor")
+    submit = watched.session.worker.submit
+
+    def sometimes(request: Any) -> None:
+        if request.label.step == 5:
+            request.cancelled = True
+        submit(request)
+
+    watched.session.worker.submit = sometimes
+    return watched.result(train(watched.engine, SHORT_STEPS))
+
+
+def corrupted_replica(root: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """A bit of the replica turns in host memory, after it was committed."""
+    watched = Watched(root, "corrupted", case, protection="arc+aor")
+
+    def spoil(step: int) -> None:
+        if step == 4 and os.environ["RANK"] == "0":
+            kept = watched.newest.layout.plan.placement.kept_by(0)[1]
+            watched.newest.partition(kept)[1234] ^= 1
+
+    return watched.result(train(watched.engine, SHORT_STEPS, spoil))
+
+
+def switched(root: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """From one kept peer to two, while the job runs."""
+    watched = Watched(root, "switched", case, protection="arc+aor")
+
+    def switch(step: int) -> None:
+        if step == 3 and os.environ["RANK"] == "0":
+            watched.session.protect("arc:2")
+
+    return watched.result(train(watched.engine, 2 * SHORT_STEPS, switch))
+
+
+def other_arithmetic(root: Path, case: dict[str, Any], name: str, **aor: int) -> dict[str, Any]:
+    """The replica runs another kernel than its owner, as the host of a GPU does."""
+    watched = Watched(root, name, case, protection="arc+aor", **({"aor": aor} if aor else {}))
+
+    def other_kernel(step: int) -> None:
+        for replica in watched.session.worker._peer_optimizers._replicas.values():
+            for group in replica._optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+    return watched.result(train(watched.engine, 3 * SHORT_STEPS, other_kernel))
+
+
+def refused(case: dict[str, Any], root: Path) -> str:
+    try:
+        make(case, {"enabled": True, "memory_dir": str(root / "refused"), "protection": "aec+aor"})
+    except UnsupportedStateError as error:
+        return str(error)
+    return ""
+
+
+def main(root: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    deepspeed.init_distributed("gloo", verbose=False)
+    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
+    out: dict[str, Any] = {"long": {}}
+    for number, (name, case) in enumerate(CASES.items()):
+        protection = ("aec+aor", "arc:2+aor", "arc+aor", "arc+aec+aor")[number]
+        out["long"][name] = long_run(root, number, case, protection)
+    usual = CASES["bf16, accumulating in fp32"]
+    out["dropped"] = dropped_gradient(root, usual)
+    out["missed"] = missed_version(root, usual)
+    out["corrupted"] = corrupted_replica(root, usual)
+    out["switched"] = switched(root, usual)
+    out["exact"] = other_arithmetic(root, usual, "exact")
+    out["bounded"] = other_arithmetic(root, usual, "bounded", drift_ulps=1, resync_steps=10)
+    out["refused"] = refused({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, root)
+    out["refused_optimizer"] = refused({**usual, **SGD}, root)
+    return out
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    result = main(where)
+    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    os._exit(0)
