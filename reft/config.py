@@ -335,7 +335,7 @@ class ReftConfig(_Block):
 
     def _check_aor(self) -> None:
         if not self.recompute:
-            if self.aor.model_fields_set:
+            if self.aor != AorConfig():
                 raise ValueError(
                     f'"aor" belongs to a protection with it; found "protection": "{self.protection}". Write '
                     f'"{self.protection}+aor", or remove "aor"'

@@ -99,7 +99,7 @@ class Alternative:
     def why_not(self, wished: int) -> str | None:
         """Why it cannot be chosen; None if it can."""
         if not self.available:
-            return "recomputed optimizers do not run in jobs yet"
+            return "recomputing takes time on the host that is not counted yet; ask for it"
         if not self.fits_memory:
             assert self.limit_bytes is not None
             return (

@@ -204,7 +204,7 @@ def test_aor_is_chosen_only_where_it_can_run() -> None:
     situation = job(apart(4), replicated=2 * MIB, owned=12 * MIB)
     without, with_aor = (choose(situation, 1, aor_available=aor) for aor in (False, True))
     assert without.chosen.name == "aec"
-    assert "do not run in jobs yet" in without.why_not_chosen(without.of("aec+aor"))
+    assert "ask for it" in without.why_not_chosen(without.of("aec+aor"))
     assert with_aor.chosen.name == "aec+aor"
     assert choose(situation, 2, aor_available=True).chosen.name == "rs:2+aor"
 
