@@ -188,7 +188,7 @@ def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, A
         copied = sum(c.nbytes for t in traces(has) for c in t.chunks)
         # The last version, after the last step, belongs to no traced step but the evaluation's.
         assert copied <= sum(has["stats"]["tier_bytes"].values())
-        assert sum(has["plan"].values()) * has["stats"]["taken"] == sum(has["stats"]["tier_bytes"].values())
+        copied_whole(has["stats"], sum(has["plan"].values()))
         assert host["stats"]["tier_bytes"]["1"] == 0
         assert host["plan"] is None
         blocking = r["variants"]["blocking"]["stats"]["tier_bytes"]
@@ -214,10 +214,16 @@ def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
         assert run["overflow"] == "staging"
-        assert sum(stats["tier_bytes"].values()) == stats["taken"] * run["bytes"]
+        copied_whole(stats, run["bytes"])
         in_windows = [c for trace in run["chunks"] for c in trace if c["tier"] == 1]
         # What a version copies in its own step and what it drains do not fit into one.
         assert any(updated_within(run["updates"], chunks) for chunks in by_version(run, in_windows))
+
+
+def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
+    """Every version taken was copied to its last byte; beyond them only what a slower peer then gave up."""
+    beyond = sum(stats["tier_bytes"].values()) - stats["taken"] * nbytes
+    assert 0 <= beyond <= stats["skipped"].get("a peer skipped it", 0) * nbytes, stats
 
 
 def by_version(run: dict[str, Any], chunks: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
