@@ -102,7 +102,7 @@ class Rank:
 
     def _watch_hot_path(self) -> None:
         from reft.hook import session as session_module
-        from reft.snapshot.arenas import Filling
+        from reft.snapshot.filling import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
         watch.watch(session, "submit", "training.submit")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.errors import AuthenticationError, ConfigError, ReftError
-from reft.store.arena import ARENA_SUFFIX
+from reft.store.arena_files import ARENA_SUFFIX
 from reft.store.client import request
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, write_json
 

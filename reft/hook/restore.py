@@ -24,10 +24,10 @@ from reft.load.exchange import allgather_bytes
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
 from reft.load.recover import RecoveryOutcome, recover
-from reft.snapshot.arenas import coordinates_in_slots, frozen_slots
 from reft.state.blob import DecodedBlob
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
+from reft.store.arena_files import coordinates_in_slots, frozen_slots
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)

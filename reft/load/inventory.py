@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 
 from reft.errors import ArenaError, AuthenticationError, TransferError
-from reft.store.arena import scan
+from reft.store.arena_files import scan
 from reft.store.header import (
     ArenaHeader,
     ArenaState,

@@ -22,7 +22,7 @@ from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.parity import LostBlock
 from reft.load.sift import LayoutSpec, Sifted, sift
 from reft.load.sources import GroupSources, SourceBlock, collect_group
-from reft.store.arena import is_decoded
+from reft.store.arena_files import is_decoded
 from reft.store.commit import preferred_label
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology

@@ -23,7 +23,8 @@ from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.parity import Accumulator, LostBlock
 from reft.load.plan import BlockSource, Fetch, Rebuild, RecoveryPlan
 from reft.protect.coded_blocks import unpack_checksums
-from reft.store.arena import Arena, decoded_name
+from reft.store.arena import Arena
+from reft.store.arena_files import decoded_name
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.topology import Coordinate
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import xxhash
 
 from reft.blocks import Section
-from reft.snapshot.arenas import Filling
 from reft.snapshot.copying import Piece
+from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.parity import Encoding, ParityEncoder
 from reft.snapshot.plan import PlacedBlock

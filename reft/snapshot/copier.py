@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from reft.blocks import Section
 from reft.config import FaultPoint
-from reft.snapshot.arenas import Filling
 from reft.snapshot.chunks import BlockHasher, Chunk, ChunkCache
 from reft.snapshot.copying import CopyEngine, CopyTicket, Piece
+from reft.snapshot.filling import Filling
 from reft.snapshot.gate import Gate, Permit
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.staging import StagedChunk, StagingArea

@@ -10,8 +10,8 @@ from collections import Counter
 
 import torch
 
-from reft.snapshot.arenas import Filling
 from reft.snapshot.control import ControlGroup
+from reft.snapshot.filling import Filling
 from reft.snapshot.traffic import Kind
 from reft.topology import Topology
 

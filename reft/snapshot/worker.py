@@ -25,12 +25,13 @@ from reft.blocks import Section
 from reft.config import FaultPoint, Variant
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.snapshot.arenas import ArenaSet, Filling
+from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
 from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
 from reft.snapshot.exchange import RingExchange
+from reft.snapshot.filling import Filling
 from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout

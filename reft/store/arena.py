@@ -51,36 +51,17 @@ __all__ = [
     "ArenaHeader",
     "ArenaState",
     "Entry",
-    "arena_name",
     "checksum",
     "free_bytes",
     "reserved_bytes",
-    "scan",
 ]
 
 logger = logging.getLogger(__name__)
 
-ARENA_SUFFIX = ".arena"
-_DECODED = "decoded-"
 _READ_ATTEMPTS = 5
 """A reader may meet both header copies in change only if the writer is faster than it, twice."""
 
 _open_arenas: WeakSet[Arena] = WeakSet()
-
-
-def arena_name(local_rank: int, slot: int) -> str:
-    """File name of an arena. It says nothing about its content: identity is in the header."""
-    return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
-
-
-def decoded_name(coordinate: str, number: int) -> str:
-    """File name of an arena with blocks that a recovery decoded from parity."""
-    return f"{_DECODED}{coordinate}-{number}{ARENA_SUFFIX}"
-
-
-def is_decoded(name: str) -> bool:
-    """Whether an arena was written by a recovery, not by a rank's snapshots."""
-    return name.startswith(_DECODED)
 
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:
@@ -450,29 +431,6 @@ class Arena:
                 with suppress(OSError):
                     os.close(fd)
         self._lock = None
-
-
-def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
-    """Open every arena of a job directory for reading.
-
-    Args:
-        job_dir: the job's directory on this node.
-        secret: the job's secret.
-        job_id: refuse the versions of any other job.
-
-    Returns:
-        Per arena file, in name order, the open arena or the reason why it cannot be read. The caller
-        closes the arenas.
-    """
-    found: list[tuple[Path, Arena | str]] = []
-    for path in sorted(job_dir.glob(f"*{ARENA_SUFFIX}")):
-        try:
-            found.append((path, Arena.open(path, secret, job_id=job_id)))
-        except FileNotFoundError:
-            continue
-        except ArenaError as error:
-            found.append((path, str(error)))
-    return found
 
 
 def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:

@@ -28,7 +28,8 @@ import psutil
 
 from reft.config import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ReftError
-from reft.store.arena import ARENA_SUFFIX, Arena, scan
+from reft.store.arena import Arena
+from reft.store.arena_files import ARENA_SUFFIX, scan
 
 logger = logging.getLogger(__name__)
 

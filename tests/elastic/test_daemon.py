@@ -17,7 +17,8 @@ import pytest
 
 from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.errors import AuthenticationError, PersistError
-from reft.store.arena import Arena, ArenaHeader, ArenaState, arena_name
+from reft.store.arena import Arena, ArenaHeader, ArenaState
+from reft.store.arena_files import arena_name
 from reft.store.client import DaemonClient, DaemonError, request
 from reft.store.daemon import Daemon
 from reft.store.jobdir import JobDir

@@ -24,7 +24,8 @@ from reft.blocks import Section
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS
-from reft.store.arena import Arena, scan
+from reft.store.arena import Arena
+from reft.store.arena_files import scan
 
 avoid_build_at_start()
 

@@ -19,7 +19,8 @@ from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template
 from reft.state.per_step import shape_of
 from reft.state.template import TemplateBuilder
-from reft.store.arena import Arena, arena_name
+from reft.store.arena import Arena
+from reft.store.arena_files import arena_name
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.store.jobdir import JobDir
 from reft.store.label import Label

@@ -28,7 +28,8 @@ from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena, scan
+from reft.store.arena import Arena
+from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.topology import Degrees, Topology
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine

@@ -10,7 +10,8 @@ import torch.multiprocessing as mp
 
 from reft.load.inventory import take_inventory
 from reft.load.plan import RecoveryPlan, plan_recovery
-from reft.store.arena import Arena, scan
+from reft.store.arena import Arena
+from reft.store.arena_files import scan
 from reft.store.protection import ProtectionRecord, read_record, resume
 from tests.snapshot.test_worker import _launch, _versions
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run

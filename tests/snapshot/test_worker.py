@@ -11,7 +11,8 @@ import pytest
 import torch.multiprocessing as mp
 
 from reft.blocks import STATE_SECTIONS, Section
-from reft.store.arena import Arena, ArenaState, scan
+from reft.store.arena import Arena, ArenaState
+from reft.store.arena_files import scan
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 
 

@@ -29,7 +29,8 @@ from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena, scan
+from reft.store.arena import Arena
+from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import OrderWatch, ProtectionRecord, write_order, write_record
 from reft.topology import Degrees, Topology

@@ -11,7 +11,8 @@ from arena_tools import SECRET, fill, header, make, write_version
 
 from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
-from reft.store.arena import Arena, ArenaState, Entry, scan
+from reft.store.arena import Arena, ArenaState, Entry
+from reft.store.arena_files import scan
 from reft.store.header import FORMAT_VERSION, MAGIC
 
 

@@ -1,0 +1,216 @@
+"""The arena that is being filled with a version, and what is known about its blocks so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from reft.blocks import Section
+from reft.errors import ArenaError, TransferError
+from reft.protect.coded_blocks import pack_checksums
+from reft.snapshot.layout import GroupLayout
+from reft.snapshot.plan import PlacedBlock
+from reft.snapshot.traffic import Kind, Traffic, kind_of
+from reft.state.late import LateBlob
+from reft.store.arena import Arena, Entry, checksum
+from reft.store.label import Label
+
+
+@dataclass
+class Filling:
+    """An arena in state WRITING and what is known about its blocks so far."""
+
+    slot: int
+    arena: Arena
+    layout: GroupLayout
+    label: Label
+    _data: torch.Tensor
+    traffic: Traffic = field(default_factory=Traffic)
+    _checksums: dict[PlacedBlock, int] = field(default_factory=dict)
+    _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
+    _expected: dict[PlacedBlock, int] = field(default_factory=dict)
+    _accepted: set[int] = field(default_factory=set)
+
+    @property
+    def local_blocks(self) -> tuple[PlacedBlock, ...]:
+        """Blocks that are copied from this rank's own device: all but what only a peer has."""
+        mine = self.layout.mine
+        own = tuple(b for b in mine.own if b.key.section is not Section.CHECKSUMS)
+        kept = tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED)
+        return own + kept + mine.parity + mine.gradients
+
+    def _peer_blocks(self, member: int) -> list[PlacedBlock]:
+        """What only ``member`` has: its owned blocks, then its host block, in plan order."""
+        plan = self.layout.plan.members[self.layout.member]
+        source = plan.own if member == self.layout.member else plan.redundant
+        return [b for b in source if b.key.member == member and b.key.section is not Section.REPLICATED]
+
+    def length(self, placed: PlacedBlock) -> int:
+        return self._lengths.get(placed, placed.block.nbytes)
+
+    def tensor(self, placed: PlacedBlock) -> torch.Tensor:
+        """The block's bytes in the arena, 1-D uint8, true length."""
+        return self._data[placed.arena_offset : placed.arena_offset + self.length(placed)]
+
+    def write_host(self, placed: PlacedBlock, blob: bytes | bytearray) -> None:
+        """Write the host block; waits for what of it is still under way from a device."""
+        if isinstance(blob, LateBlob):
+            blob.settle()
+        self._lengths[placed] = len(blob)
+        self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
+        self.traffic.to_host[Kind.HOST_STATE] += len(blob)
+
+    def set_checksum(self, placed: PlacedBlock, value: int) -> None:
+        """The block was hashed while it was copied."""
+        self._checksums[placed] = value
+
+    def hash(self, placed: PlacedBlock) -> None:
+        begin = placed.arena_offset
+        self._checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])
+
+    def hash_rest(self) -> None:
+        """Checksum every local block that has none yet."""
+        for placed in self.local_blocks:
+            if placed not in self._checksums and placed.key.section is not Section.GRADIENTS:
+                self.hash(placed)
+        for placed in self.layout.mine.own:
+            if placed.key.section is Section.CHECKSUMS:
+                self._write_checksums(placed)
+                self.hash(placed)
+
+    def _replicated_checksums(self) -> list[int]:
+        """Of this member's own shard: what a peer that decodes it compares with (P5)."""
+        mine = self.layout.mine.own
+        return [self._checksums[b] for b in mine if b.key.section is Section.REPLICATED]
+
+    def _write_checksums(self, placed: PlacedBlock) -> None:
+        data = pack_checksums(self._replicated_checksums())
+        self.traffic.to_host[Kind.CHECKSUMS] += len(data)
+        self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
+
+    # -- exchange with ring peers ------------------------------------------------------------------
+
+    def facts_length(self, member: int) -> int:
+        return 1 + len(self._peer_blocks(member))
+
+    def own_facts(self) -> torch.Tensor:
+        """Length of the host blob and the checksums of what goes to ring peers, int64."""
+        blocks = self._peer_blocks(self.layout.member)
+        host = next(b for b in blocks if b.key.section is Section.HOST)
+        values = [self.length(host), *(_signed(self._checksums[b]) for b in blocks)]
+        return torch.tensor(values, dtype=torch.int64)
+
+    def expect(self, member: int, facts: torch.Tensor) -> None:
+        """Take note of what ``member`` said it will send."""
+        host_bytes, *sums = facts.tolist()
+        for placed, value in zip(self._peer_blocks(member), sums, strict=True):
+            if placed.key.section is Section.HOST:
+                if not 0 <= host_bytes <= placed.block.nbytes:
+                    raise TransferError(
+                        f"member {member} announced {host_bytes} bytes of host state; "
+                        f"{placed.block.nbytes} were agreed"
+                    )
+                self._lengths[placed] = host_bytes
+            self._expected[placed] = value & (2**64 - 1)
+
+    def wanted(self, member: int) -> torch.Tensor:
+        """Which blocks ``member`` has to send, in plan order, uint8: all but those of its partition that were
+        recomputed here and are what it has itself."""
+        return torch.tensor([self._lacks(b) for b in self._peer_blocks(member)], dtype=torch.uint8)
+
+    def _lacks(self, placed: PlacedBlock) -> bool:
+        if placed.key.section is not Section.OWNED or placed not in self._checksums:
+            return True
+        return placed.key.member not in self._accepted and self._checksums[placed] != self._expected[placed]
+
+    def always_sent(self, member: int) -> int:
+        """Blocks that ``member`` sends with every version: all but its partition."""
+        return sum(b.key.section is not Section.OWNED for b in self._peer_blocks(member))
+
+    def accept(self, member: int) -> None:
+        """Keep the recomputed partition of ``member`` although its bytes are not the owner's."""
+        self._accepted.add(member)
+
+    def selection(self, member: int, wanted: torch.Tensor) -> list[torch.Tensor]:
+        """Bytes of those blocks of ``member`` that are ``wanted``, in plan order."""
+        chosen = zip(self._peer_blocks(member), wanted.tolist(), strict=True)
+        return [t for t in (self.tensor(b) for b, yes in chosen if yes) if t.numel()]
+
+    def selected_bytes(self, wanted: torch.Tensor) -> Counter[Kind]:
+        """What a peer is sent that wants those blocks of this member."""
+        me, counted = self.layout.member, Counter[Kind]()
+        for placed, yes in zip(self._peer_blocks(me), wanted.tolist(), strict=True):
+            if yes:
+                counted[kind_of(placed.key, me)] += self.length(placed)
+        return counted
+
+    def partition(self, member: int) -> torch.Tensor:
+        """The bytes of a member's partition: own or kept, 1-D uint8."""
+        blocks = [b for b in self.layout.mine.blocks if b.key.section is Section.OWNED]
+        return self._together([b for b in blocks if b.key.member == member])
+
+    def gradients(self, member: int) -> torch.Tensor:
+        """The bytes of the gradients of that member's partition, 1-D uint8."""
+        return self._together([b for b in self.layout.mine.gradients if b.key.member == member])
+
+    def _together(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
+        """The memory of blocks that lie one behind the other: they are cut at multiples of the alignment."""
+        if not blocks:
+            return self._data[:0]
+        return self._data[blocks[0].arena_offset : blocks[-1].arena_offset + blocks[-1].block.nbytes]
+
+    def hash_partition(self, member: int) -> None:
+        """Checksum the blocks of a kept partition that was recomputed."""
+        for placed in self._peer_blocks(member):
+            if placed.key.section is Section.OWNED:
+                self.hash(placed)
+
+    def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
+        """Compare what arrived with the owners' checksums (P5).
+
+        Args:
+            arrived: per member what was :meth:`wanted` of it.
+
+        Returns:
+            Bytes received.
+
+        Raises:
+            ArenaError: a block arrived changed; the version must not be committed.
+        """
+        total = 0
+        for member, wanted in arrived.items():
+            for placed, yes in zip(self._peer_blocks(member), wanted.tolist(), strict=True):
+                if not yes:
+                    continue
+                self.hash(placed)
+                if self._checksums[placed] != self._expected[placed]:
+                    raise ArenaError(f"block {placed.key} arrived with another checksum than its owner took")
+                total += self.length(placed)
+        return total
+
+    def seal(self) -> None:
+        self.arena.seal([self._entry(b) for b in self.layout.mine.blocks])
+
+    def _entry(self, placed: PlacedBlock) -> Entry:
+        sizes = self.layout.plan.sizes
+        member = placed.key.member
+        image_bytes = {
+            Section.REPLICATED: sizes.replicated_bytes,
+            Section.OWNED: sizes.owned_bytes[member],
+        }.get(placed.key.section, self.length(placed))
+        return Entry(
+            key=placed.key,
+            start_bytes=placed.block.start_bytes,
+            nbytes=self.length(placed),
+            image_bytes=image_bytes,
+            arena_offset=placed.arena_offset,
+            checksum=self._checksums[placed],
+            owner=member == self.layout.member and placed.key.section is not Section.PARITY,
+        )
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,78 @@
+"""The arena files of a job's directory: how they are named, what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reft.errors import ArenaError
+from reft.store.arena import Arena
+from reft.store.header import ArenaHeader
+from reft.store.label import Label
+from reft.topology import Coordinate
+
+ARENA_SUFFIX = ".arena"
+_DECODED = "decoded-"
+
+
+def arena_name(local_rank: int, slot: int) -> str:
+    """File name of an arena. It says nothing about its content: identity is in the header."""
+    return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
+
+
+def decoded_name(coordinate: str, number: int) -> str:
+    """File name of an arena with blocks that a recovery decoded from parity."""
+    return f"{_DECODED}{coordinate}-{number}{ARENA_SUFFIX}"
+
+
+def is_decoded(name: str) -> bool:
+    """Whether an arena was written by a recovery, not by a rank's snapshots."""
+    return name.startswith(_DECODED)
+
+
+def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
+    """Open every arena of a job directory for reading.
+
+    Args:
+        job_dir: the job's directory on this node.
+        secret: the job's secret.
+        job_id: refuse the versions of any other job.
+
+    Returns:
+        Per arena file, in name order, the open arena or the reason why it cannot be read. The caller
+        closes the arenas.
+    """
+    found: list[tuple[Path, Arena | str]] = []
+    for path in sorted(job_dir.glob(f"*{ARENA_SUFFIX}")):
+        try:
+            found.append((path, Arena.open(path, secret, job_id=job_id)))
+        except FileNotFoundError:
+            continue
+        except ArenaError as error:
+            found.append((path, str(error)))
+    return found
+
+
+def frozen_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, Label]:
+    """Slots of a local rank that hold ``label``, by the files found on this node."""
+    return {slot: label for slot, _ in _slots_with(job_dir, secret, local_rank, label)}
+
+
+def coordinates_in_slots(
+    job_dir: Path, secret: bytes, local_rank: int, label: Label, scheme: str
+) -> set[Coordinate]:
+    """Whose bytes of ``label``, protected by ``scheme``, the slots of a local rank hold."""
+    found = _slots_with(job_dir, secret, local_rank, label)
+    return {header.coordinate for _, header in found if header.scheme == scheme}
+
+
+def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> list[tuple[int, ArenaHeader]]:
+    found = []
+    prefix = arena_name(local_rank, 0).removesuffix("0.arena")
+    for path, arena in scan(job_dir, secret):
+        if isinstance(arena, Arena):
+            with arena:
+                header = arena.header()
+                holds = header is not None and header.state.whole and header.label == label
+                if header is not None and holds and path.name.startswith(prefix):
+                    found.append((int(path.stem.removeprefix(prefix)), header))
+    return found
