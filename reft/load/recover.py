@@ -144,10 +144,11 @@ class _Courier:
         )
 
         def verify() -> frozenset[BlockSource]:
+            # In a stage without messages: whoever fails here leaves no peer waiting for one.
+            decoder.reserve()
             return verify_sources(part, self.topology, self.rank, self.arenas)
 
         def move() -> frozenset[BlockSource]:
-            decoder.reserve()
             return self._move(part, decoder.take, None, counted=False)
 
         with closing(Decoder(plan, at, job_dir, self.topology.nodes[self.rank], secret)) as decoder:

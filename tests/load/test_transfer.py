@@ -182,6 +182,17 @@ def test_an_error_on_one_rank_reaches_all(results, name):
             assert "rank 1 (pp0.dp1.tp0, node n1) failed with ValueError('no room" in result["message"]
 
 
+def test_p9_no_room_for_what_is_to_be_decoded_is_known_to_all_at_once(results):
+    """Nothing was sent yet, so nobody waits for the 30 seconds that a silent peer is given."""
+    for rank, result in enumerate(results["no_room_to_decode"]):
+        assert result["error"] == ("OutOfMemoryError" if rank == 1 else "TransferError")
+        assert result["secs"] < 10
+    assert (
+        "rank 1 (pp0.dp1.tp0, node n1) failed with OutOfMemoryError"
+        in results["no_room_to_decode"][0]["message"]
+    )
+
+
 def test_injected_fault_fires_once_in_the_middle(results):
     assert results["injected_raise"][1]["error"] == "InjectedFaultError"
     assert 0 < results["injected_raise"][1]["calls"] < results["injected_raise"][0]["calls"]

@@ -6,8 +6,11 @@ Run as ``python -m load.worker DIR RANK``. Each scenario is a job whose memory l
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +82,7 @@ SCENARIOS = {
     "arena_vanished": Scenario(),
     "sink_fails": Scenario(lost=("n2",)),
     "prepare_fails": Scenario(lost=("n2",)),
+    "no_room_to_decode": Scenario(AEC, lost=("n2",)),
     "injected_raise": Scenario(lost=("n2",)),
     "whole_plan_executed": Scenario(lost=("n2",)),
     "peer_killed": Scenario(lost=("n2",)),
@@ -210,7 +214,21 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
     if name in ("sink_fails", "prepare_fails"):
         broken = {name.removesuffix("_fails"): fail} if rank == 1 else {}
         return attempt(lambda: me.recover(**broken))
+    if name == "no_room_to_decode":
+        with no_room_for_files() if rank == 1 else nullcontext():
+            return attempt(me.recover)
     return me.report(me.recover())
+
+
+@contextmanager
+def no_room_for_files() -> Iterator[None]:
+    """This process can make no file of more than a page: allocating one fails as where memory is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def execute_whole(me: Rank) -> dict[str, object]:
