@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import accumulate, count
 from pathlib import Path
@@ -90,23 +91,28 @@ class Decoder:
                 accumulator.add(fetch.key, data.numpy())
 
     def store(self) -> frozenset[BlockSource]:
-        """Seal what was decoded. Blocks with terms that never arrived are left out.
+        """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose owner's
+        checksums did not: nothing can be said about them before another holder was asked.
 
         Returns:
             Parities that cannot be used: what was decoded from them, with other verified blocks, is not what
             its owner copied. Planning again without them falls down the ladder (P5).
         """
-        decoded = [(offset, a) for offset, a in self._sums if a.complete]
-        done = [(offset, a) for offset, a in decoded if self._is_what_was_copied(a)]
-        wrong = {key for item in decoded if item not in done for key, _ in item[1].lost.terms}
-        refused = {
-            f.source for f in self._rebuild.fetches if f.key in wrong and f.key.section is Section.PARITY
-        }
+        done: list[tuple[int, Accumulator]] = []
+        wrong: list[LostBlock] = []
+        for offset, decoded in self._sums:
+            if not decoded.complete or decoded.lost.key.member not in self._checksums:
+                continue
+            if self._is_what_was_copied(decoded):
+                done.append((offset, decoded))
+            else:
+                wrong.append(decoded.lost)
+        refused = self._parities_of(wrong)
         if refused:
             logger.warning(
                 "[node %s - step %d] %d blocks decoded from verified blocks are not what their owner copied: "
                 "the parity is of other data. It is not used; please report this",
-                *(self._node, self._plan.label.step, len(decoded) - len(done)),
+                *(self._node, self._plan.label.step, len(wrong)),
             )
         if done and self._arena is not None:
             self._arena.seal([self._entry(a.lost, offset, self._checksum_of(a.lost)) for offset, a in done])
@@ -116,7 +122,11 @@ class Decoder:
                 *(self._node, self._plan.label.step, len(done), self._at.pp, self._at.tp),
                 sum(a.lost.nbytes for _, a in done) / 2**20,
             )
-        return frozenset(refused)
+        return refused
+
+    def _parities_of(self, blocks: Sequence[LostBlock]) -> frozenset[BlockSource]:
+        keys = {key for lost in blocks for key, _ in lost.terms if key.section is Section.PARITY}
+        return frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
 
     def close(self) -> None:
         """Let go of the arena, which stays if anything was sealed in it."""

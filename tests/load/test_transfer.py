@@ -108,6 +108,14 @@ def test_p5_a_corrupt_parity_is_found_and_another_one_decodes(results):
         assert "parity block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
 
 
+def test_p5_without_the_checksums_of_a_lost_member_no_parity_is_accused(results):
+    """As many nodes as are tolerated are lost, so every parity is needed: to refuse one loses the version."""
+    for result in restored(results, "corrupt_checksums"):
+        assert len(result["repaired"]) == 1
+        assert "checksums block 0 of pp0.dp3.tp0" in result["repaired"][0]
+        assert result["flaws"] == ["STORED"]
+
+
 def test_p5_a_parity_of_other_data_is_told_from_a_corrupt_one(results):
     """Its own bytes are in order, here and on the way: only what is decoded from it is not."""
     for result in restored(results, "parity_of_other_data"):

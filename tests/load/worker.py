@@ -73,6 +73,7 @@ SCENARIOS = {
     "decoded": Scenario(AEC, lost=("n2",)),
     "two_decoded": Scenario(RS2, lost=("n1", "n2")),
     "corrupt_parity": Scenario(RS2, lost=("n2",)),
+    "corrupt_checksums": Scenario(RS2, lost=("n0", "n3")),
     "parity_of_other_data": Scenario(RS2, lost=("n2",)),
     "corrupt_at_source": Scenario(lost=("n2",)),
     "corrupt_locally": Scenario(),
@@ -290,6 +291,8 @@ def prepare_memory(root: Path) -> None:
     damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)
     damage(root / "corrupt_locally" / "n0" / arena, Section.HOST, member=0)
     damage(root / "corrupt_parity" / "n0" / arena, Section.PARITY, member=0, index=0)
+    # Of the lost member's checksums two copies are left, this one where its blocks are decoded.
+    damage(root / "corrupt_checksums" / "n1" / arena, Section.CHECKSUMS, member=3)
     for node in ("n0", "n1", "n3"):
         # The first parity of each stripe, which decoding prefers.
         falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
