@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from reft.cli_memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
-from reft.errors import ConfigError, ReftError
+from reft.errors import ReftError
 from reft.protect.codes import Scheme
 from reft.store.arena import Arena
 from reft.store.jobdir import JobDir
@@ -75,17 +75,18 @@ def protect_command(
 
 
 def _refuse_impossible(scheme: Scheme, paths: Sequence[Path]) -> None:
-    """What no group of this job has room for, as far as its arenas tell."""
+    """What the groups of this job have no room for, as far as its arenas tell.
+
+    Raises:
+        ConfigError: says why.
+    """
     for path in paths:
         for _, arena in JobDir.open(path).scan():
             if isinstance(arena, Arena):
                 with arena:
                     header = arena.header()
-                if header is not None and header.degrees.dp < scheme.least_members:
-                    raise ConfigError(
-                        f"protection {scheme} needs at least {scheme.least_members} data-parallel members, "
-                        f"found {header.degrees.dp}; lower the number of copies or parities"
-                    )
+                if header is not None:
+                    scheme.check_room(header.degrees.dp)
 
 
 def _await(paths: Sequence[Path], number: int, timeout_secs: float) -> ProtectionRecord | None:

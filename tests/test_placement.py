@@ -89,3 +89,5 @@ def test_p4_what_survives_a_node_that_holds_several_members_is_found() -> None:
     assert schemes(6, 3) == ["arc", "arc+aec", "rs:3"]
     assert schemes(2, 1) == ["arc", "aec"]
     assert schemes(2, 2) == [], "one node: nothing survives it"
+    assert schemes(300, 2) == ["arc", "arc+aec"], "two parities of so many members exceed the field"
+    assert schemes(258, 1) == ["arc", "arc+aec", "aec"]

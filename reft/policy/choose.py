@@ -17,7 +17,7 @@ from reft.errors import ConfigError
 from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import Fit, Pace
 from reft.protect.codes import Scheme
-from reft.protect.placement import fatal_nodes, place_group
+from reft.protect.placement import fatal
 from reft.topology import Coordinate, Topology, ring_order
 
 GIB = 2**30
@@ -207,17 +207,15 @@ def _candidates(
     spread = max(len(set(nodes)) for nodes in groups)
     most = max(wished * together, max((s.copies + s.parities for s in also), default=0)) + beyond
     # Losing so many of its members at once, a group has nothing left to recover from.
-    most = min(most, max(size - 1, wished))
+    most = min(most, size)
     found, excluded = [Scheme()], []
     family = [Scheme(a, t - a) for t in range(1, most + 1) for a in range(t, -1, -1)]
     for scheme in dict.fromkeys((*family, *also)):
         total = scheme.copies + scheme.parities
         if not total:
             continue
-        if size < scheme.least_members:
-            excluded.append((str(scheme), f"needs at least {scheme.least_members} data-parallel members"))
-        elif scheme.parities > 1 and size - scheme.gap + scheme.parities > 256:
-            excluded.append((str(scheme), "a stripe has more than 256 members; use smaller sharding groups"))
+        if why := scheme.why_no_room(size):
+            excluded.append((str(scheme), why))
         elif scheme.parities and scheme not in also and _tests(size, spread, total) > _MOST_TESTS:
             excluded.append((str(scheme), f"too many losses of {total} nodes to test; set it by hand"))
         else:
@@ -235,7 +233,7 @@ def _evaluate(
     situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, aor_available: bool
 ) -> Iterator[Alternative]:
     for scheme in schemes:
-        fatal = _fatal(situation.topology, scheme)
+        lost = fatal(situation.topology, scheme.copies, scheme.parities)
         protected = scheme.copies + scheme.parities > 0
         # Either way partitions lie at as many peers as the scheme survives losses.
         for way in (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,):
@@ -247,23 +245,10 @@ def _evaluate(
                 node=node,
                 memory_bytes=memory,
                 limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
-                fatal=fatal,
+                fatal=lost,
                 fit=pace.fit(loads) if pace is not None else None,
                 available=aor_available or way is not OwnedBy.AOR,
             )
-
-
-def _fatal(topology: Topology, scheme: Scheme) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss some sharding group does not survive."""
-    seen: dict[tuple[int, ...], tuple[str, ...]] = {}
-    for pp, tp in topology.groups():
-        nodes = topology.group_nodes(pp, tp)
-        # Only who sits with whom counts: most groups of a job are alike.
-        pattern = tuple(nodes.index(n) for n in nodes)
-        if pattern not in seen:
-            placement = place_group(nodes, scheme.copies, scheme.parities)
-            seen[pattern] = fatal_nodes(nodes, placement)
-    return min(seen.values(), key=len)
 
 
 def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dict[int, Load], str, int]:

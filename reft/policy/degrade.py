@@ -57,7 +57,8 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
     losses = scheme.copies + scheme.parities
     while True:
         known = [Scheme(a, t - a) for t in range(losses + 1) for a in range(t + 1)]
-        less = [s for s in known if s.least_members <= members and s.share(members) < scheme.share(members)]
+        fitting = (s for s in known if s.why_no_room(members) is None)
+        less = [s for s in fitting if s.share(members) < scheme.share(members)]
         if not less:
             return
         scheme = max(less, key=lambda s: (s.copies + s.parities, s.share(members), s.copies))

@@ -2,7 +2,7 @@
 
 The nodes of a job fall into *domains* that share no sharding group; each lives or dies by itself. Where all
 groups of every domain lie on the same nodes in the same order (the usual placement: tensor-parallel ranks
-of a stage side by side), losses are counted by rank, up to 20 nodes; elsewhere only losses within the
+of a stage side by side), losses are counted by rank, up to 16 nodes; elsewhere only losses within the
 tolerance count as survived, which is a lower bound.
 """
 
@@ -14,7 +14,8 @@ from math import exp
 
 from reft.errors import ConfigError
 from reft.policy.choose import Alternative
-from reft.protect.placement import place_group
+from reft.protect.codes import Scheme
+from reft.protect.placement import group_patterns, place_group
 from reft.protect.survival import (
     SurvivalPoint,
     Weibull,
@@ -95,7 +96,7 @@ def outlook(
     size = len(domains[0]) if alike else nodes
     survived, exact = losses_within(size, alternative.tolerance), False
     if alike and size <= _MOST_COUNTED_NODES and _same_inside(topology, domains):
-        survived, exact = _counted(topology, alternative), True
+        survived, exact = _counted(topology.group_nodes(*topology.groups()[0]), alternative.scheme), True
     return Outlook(
         nodes=nodes,
         domain_nodes=size,
@@ -108,21 +109,11 @@ def outlook(
     )
 
 
-def _counted(topology: Topology, alternative: Alternative) -> tuple[int, ...]:
-    """By rank, for the pattern of nodes that survives least."""
-    counts = []
-    patterns = {_pattern(topology.group_nodes(*group)) for group in topology.groups()}
-    for pattern in sorted(patterns):
-        nodes = [str(n) for n in pattern]
-        scheme = alternative.scheme
-        placement = place_group(nodes, scheme.copies, scheme.parities)
-        holders = [set(placement.holders_of(m)) for m in range(len(nodes))]
-        counts.append(survived_losses(placement.code(), nodes, holders))
-    return min(counts, key=sum)
-
-
-def _pattern(nodes: Sequence[str]) -> tuple[int, ...]:
-    return tuple(nodes.index(n) for n in nodes)
+def _counted(nodes: Sequence[str], scheme: Scheme) -> tuple[int, ...]:
+    """Losses that one group survives, and with it every group of its domain, by rank."""
+    placement = place_group(nodes, scheme.copies, scheme.parities)
+    holders = [set(placement.holders_of(m)) for m in range(len(nodes))]
+    return survived_losses(placement.code(), nodes, holders)
 
 
 def _domains(topology: Topology) -> list[set[str]]:
@@ -141,6 +132,6 @@ def _domains(topology: Topology) -> list[set[str]]:
 
 
 def _same_inside(topology: Topology, domains: Sequence[set[str]]) -> bool:
+    """Whether all groups of a domain lie on the same nodes in the same order, and all domains look alike."""
     placements = {topology.group_nodes(*group) for group in topology.groups()}
-    patterns = {_pattern(nodes) for nodes in placements}
-    return len(placements) == len(domains) and len(patterns) == 1
+    return len(placements) == len(domains) and len(group_patterns(topology)) == 1

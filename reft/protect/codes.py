@@ -29,6 +29,9 @@ from reft.errors import ConfigError
 from reft.protect.rs import parity_rows
 from reft.topology import ring_order
 
+FIELD_SIZE = 256
+"""Elements of GF(2^8): most members of a stripe with more than one parity."""
+
 _PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
 
 
@@ -79,6 +82,23 @@ class Scheme:
     def least_members(self) -> int:
         """Smallest group that has room for the scheme."""
         return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
+
+    def why_no_room(self, size: int) -> str | None:
+        """Why a group of ``size`` members cannot be protected so; None if it can."""
+        if size < self.least_members:
+            return f"needs at least {self.least_members} data-parallel members, found {size}"
+        if self.parities > 1 and size - self.gap + self.parities > FIELD_SIZE:
+            return f"a stripe has more than {FIELD_SIZE} members; use smaller sharding groups"
+        return None
+
+    def check_room(self, size: int) -> None:
+        """Refuse what a group of ``size`` members has no room for.
+
+        Raises:
+            ConfigError: says why.
+        """
+        if why := self.why_no_room(size):
+            raise ConfigError(f"protection {self} is not possible here: {why}")
 
     def share(self, size: int) -> Fraction:
         """What a member stores, as a part of the image: a shard, its copies, its parities.
@@ -203,16 +223,12 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
         ring: members 0..D-1 in ring order (:func:`reft.topology.ring_order`).
 
     Raises:
-        ConfigError: if the group is too small for the scheme; says what would fit.
+        ConfigError: the group has no room for the scheme; says why.
     """
     order, size = tuple(ring), len(ring)
     if sorted(order) != list(range(size)) or not order:
         raise ValueError(f"found ring {order}; expected every member 0..D-1 once")
-    if size < scheme.least_members:
-        raise ConfigError(
-            f"protection {scheme} needs at least {scheme.least_members} data-parallel members, found {size}; "
-            f"lower the number of copies or parities, or raise the data-parallel degree"
-        )
+    scheme.check_room(size)
     splits = size - scheme.gap if scheme.parities else 1
     stored: list[tuple[int, tuple[tuple[int, int], ...]]] = []
     for position, member in enumerate(order):
@@ -245,5 +261,5 @@ def schemes_for(size: int, most: int) -> Iterable[Scheme]:
     for tolerance in range(1, most + 1):
         for copies in range(tolerance + 1):
             scheme = Scheme(copies, tolerance - copies)
-            if scheme.least_members <= size:
+            if scheme.why_no_room(size) is None:
                 yield scheme

@@ -93,23 +93,37 @@ def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
     """Node losses that every sharding group of the job survives at once: the minimum over groups.
 
     Raises:
-        ConfigError: the groups are too small for the scheme.
+        ConfigError: the groups have no room for the scheme.
     """
-    # Only who sits with whom counts: most groups of a job are alike.
-    patterns = {
-        tuple(str(nodes.index(n)) for n in nodes)
-        for nodes in (topology.group_nodes(pp, tp) for pp, tp in topology.groups())
-    }
-    return min(group_tolerance(nodes, place_group(nodes, copies, parities)) for nodes in patterns)
+    return len(fatal(topology, copies, parities)) - 1
+
+
+def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]:
+    """A smallest set of nodes whose loss some sharding group of the job does not survive.
+
+    Raises:
+        ConfigError: the groups have no room for the scheme.
+    """
+    return min(
+        (fatal_nodes(nodes, place_group(nodes, copies, parities)) for nodes in group_patterns(topology)),
+        key=len,
+    )
+
+
+def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
+    """The nodes of one sharding group for each way in which members sit together: what a placement survives
+    depends on nothing else, and most groups of a job are alike."""
+    found: dict[tuple[int, ...], tuple[str, ...]] = {}
+    for group in topology.groups():
+        nodes = topology.group_nodes(*group)
+        found.setdefault(tuple(nodes.index(n) for n in nodes), nodes)
+    return tuple(found.values())
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
     """Schemes under which every sharding group survives the loss of one of these nodes, where members of a
     group share one: of copies, of copies and parities, and of parities alone the one that keeps least."""
-    size = topology.degrees.dp
-    tried = ((Scheme(1),), (Scheme(1, 1),), tuple(Scheme(0, k) for k in range(1, size)))
-    fitting = ([s for s in schemes if s.least_members <= size] for schemes in tried)
-    found = (
-        next((s for s in schemes if tolerance(topology, s.copies, s.parities)), None) for schemes in fitting
-    )
-    return tuple(scheme for scheme in found if scheme is not None)
+    together = max(nodes.count(node) for nodes in group_patterns(topology) for node in set(nodes))
+    tried = (Scheme(1), Scheme(1, 1), Scheme(0, together))
+    fitting = (s for s in tried if s.why_no_room(topology.degrees.dp) is None)
+    return tuple(s for s in fitting if tolerance(topology, s.copies, s.parities))

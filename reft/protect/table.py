@@ -28,8 +28,8 @@ def schemes_table(names: Sequence[str] = NAMES, members: Sequence[int] = MEMBERS
 
 
 def _cell(scheme: Scheme, size: int) -> str:
-    if size < scheme.least_members:
-        return "too few"
+    if scheme.why_no_room(size):
+        return "too few" if size < scheme.least_members else "too many"
     code: Code = make_code(scheme, range(size))
     return f"{float(code.share_of(0)):.1%}, survives {tolerance(code)}"
 

@@ -223,6 +223,13 @@ def test_groups_beyond_the_field_are_left_to_copies_and_plain_parity() -> None:
     assert "more than 256" in dict(choice.excluded)["rs:2"]
 
 
+def test_a_wish_beyond_all_replicas_evaluates_no_more_than_these_could_hold() -> None:
+    choice = choose(job(apart(4)), 1000)
+    assert not choice.reached
+    assert "at least 1001 are needed" in str(choice)
+    assert len(choice.alternatives) + len(choice.excluded) == 1 + (2 + 3 + 4 + 5)
+
+
 def test_the_weakest_group_counts() -> None:
     degrees = Degrees(2, 2, 1)
     where = {

@@ -19,7 +19,7 @@ def test_every_rung_costs_less_and_promises_no_more(members: int) -> None:
         assert (rungs[-1].scheme, rungs[-1].arenas) == (Scheme(), 2)
         for above, below in pairwise(rungs[2:]):
             assert below.arenas == 2
-            assert below.scheme.least_members <= members
+            assert below.scheme.why_no_room(members) is None
             assert below.scheme.share(members) < above.scheme.share(members)
             # Owned state is copied to as many peers as losses are survived.
             assert sum((below.scheme.copies, below.scheme.parities)) <= sum(
@@ -39,6 +39,13 @@ def test_every_rung_costs_less_and_promises_no_more(members: int) -> None:
 )
 def test_tolerance_is_given_up_last(scheme: str, arenas: int, members: int, expected: list[str]) -> None:
     assert [str(rung.scheme) for rung in ladder(Scheme.parse(scheme), arenas, members)] == expected
+
+
+def test_above_the_size_of_the_field_several_parities_are_no_rung() -> None:
+    assert [str(rung.scheme) for rung in ladder(Scheme(2), 2, 256)][:3] == ["arc:2", "arc+aec", "rs:2"]
+    assert [str(rung.scheme) for rung in ladder(Scheme(2), 2, 300)] == [
+        *("arc:2", "arc+aec", "arc", "aec", "none")
+    ]
 
 
 class _Node:

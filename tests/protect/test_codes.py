@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations
@@ -21,6 +22,7 @@ from reft.protect.decode import plan_decode, recoverable
 from reft.protect.gf256 import rank
 from reft.protect.placement import group_tolerance, place_group
 from reft.protect.placement import tolerance as job_tolerance
+from reft.protect.rs import parity_rows
 from reft.protect.section import CodedSection
 from reft.protect.tolerance import fatal_loss, survives, tolerance
 from reft.snapshot.parity import ParityEncoder
@@ -204,6 +206,32 @@ def test_one_member_alone_survives_nothing() -> None:
     assert fatal_loss(code, ["A"]) == ("A",)
     with pytest.raises(ConfigError, match="needs at least 2 data-parallel members, found 1"):
         code_of("aec", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "why"),
+    [
+        ("arc:2", 3, None),
+        ("arc:2", 2, "needs at least 3 data-parallel members, found 2"),
+        ("arc+rs:2", 3, "needs at least 4 data-parallel members, found 3"),
+        ("rs:2", 256, None),
+        ("rs:2", 257, "a stripe has more than 256 members; use smaller sharding groups"),
+        ("arc+rs:2", 257, None),
+        ("arc+rs:2", 258, "a stripe has more than 256 members; use smaller sharding groups"),
+        ("aec", 1000, None),
+        ("arc:9", 1000, None),
+    ],
+)
+def test_the_room_that_a_scheme_needs_is_the_room_that_its_code_takes(
+    text: str, size: int, why: str | None
+) -> None:
+    scheme = Scheme.parse(text)
+    assert scheme.why_no_room(size) == why
+    if why is not None:
+        with pytest.raises(ConfigError, match=f"protection {re.escape(text)} is not possible here: {why}"):
+            make_code(scheme, range(size))
+    elif scheme.parities > 1:
+        assert parity_rows(scheme.parities, size - scheme.gap)
 
 
 @pytest.mark.parametrize(
