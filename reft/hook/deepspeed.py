@@ -195,6 +195,6 @@ def _weave(engine: Any, session: Session) -> None:
         active=lambda: (
             session.worker is not None and (session.variant is Variant.HAS or session.pacer.gate.wanted)
         ),
-        traced=lambda: session.traced,
+        traced=lambda: session.tracer.active,
     )
     session.woven(weaver)

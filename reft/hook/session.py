@@ -4,48 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from reft.config import AUTO, ENV_SECRET, ENV_STORE, FaultPoint, ReftConfig, Variant
+from reft.config import AUTO, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
 from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, node_id
 from reft.hook.data import DataPosition
 from reft.hook.job import JobRecord
+from reft.hook.joining import agree_on_incarnation, gather_topology, open_job_dir
 from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
-from reft.load.exchange import allgather_bytes
-from reft.protect.placement import place_group
+from reft.hook.recomputing import Recomputing
+from reft.hook.tracing import Tracer
+from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.copying import CopyEngine, copy_engine_for
 from reft.snapshot.has import HasSchedule, Overflow
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.recompute import OptimizerStep, PeerOptimizers, RecomputeOptions
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.trace import InstructionRecord, StepTrace
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.adapters import adapter_for
 from reft.state.blob import HostBlob
-from reft.state.gradients import GradientCapture
 from reft.state.host import capture_host_state
 from reft.store.client import DaemonClient
-from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
 from reft.store.label import Label
-from reft.topology import Topology
 
 if TYPE_CHECKING:
     from reft.hook.weave import Weaver
-    from reft.profile.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +72,10 @@ class Session:
         self.coordinate, degrees = coordinate_of(engine)
         self.control = ControlGroup(config.commit_timeout_secs)
         self.node = node_id()
-        self.topology = self._gather_topology(degrees)
-        self.job_dir = self._open_job_dir()
+        self.topology = gather_topology(self.control, self.coordinate, degrees, self.node)
+        self.job_dir = open_job_dir(config, self.job_id, self.node, self.control)
         self.record = JobRecord(os.environ.get(ENV_STORE) if self.is_rank_zero else None, self.job_id)
-        self.incarnation = self._agree_on_incarnation()
+        self.incarnation = agree_on_incarnation(config, self.job_dir, self.record, self.control)
         self.faults = FaultPlan(
             config.faults,
             self.coordinate,
@@ -109,9 +101,7 @@ class Session:
         self.daemon = DaemonClient(self.job_dir.path, self.job_dir.secret)
         self.worker: SnapshotWorker | None = None
         self.variant = config.variant
-        self.traces: deque[StepTrace] | None = None
-        """Set to a bounded deque to have every step traced."""
-        self.profiler: Profiler | None = None
+        self.tracer = Tracer()
         self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
         self.staging = (
             StagingArea(self.copy_engine) if Overflow(config.has.overflow) is Overflow.STAGING else None
@@ -125,14 +115,20 @@ class Session:
             staging=self.staging,
         )
         self._stopping = False
-        self._weaver: Weaver | None = None
         self._fence_secs = 0.0
         self._fence_within = False
         """Whether :meth:`before_write` is known to come before anything is written."""
         self._writes_seen = False
         self._images: LiveImages | None = None
         self._blob = HostBlob()
-        self._gradients = self._make_capture()
+        self._recomputing = Recomputing(
+            config,
+            adapter=self.adapter,
+            at=self.coordinate,
+            topology=self.topology,
+            scheme=lambda: Scheme.parse(self.protection.record.in_force),
+            fence=self._fence,
+        )
         self._capture_errors: set[type[Exception]] = set()
         self._last_step = int(engine.global_steps)
         self._boundary_secs = time.perf_counter()
@@ -149,35 +145,6 @@ class Session:
     def is_rank_zero(self) -> bool:
         return self.control.rank == 0
 
-    def _gather_topology(self, degrees: Any) -> Topology:
-        from reft.topology import Coordinate
-
-        gathered = allgather_bytes(
-            f"{self.coordinate.pp},{self.coordinate.dp},{self.coordinate.tp},{self.node}".encode(),
-            self.control.group,
-        )
-        facts = [g.decode().split(",", 3) for g in gathered]
-        return Topology(
-            degrees=degrees,
-            coordinates=tuple(Coordinate(int(f[0]), int(f[1]), int(f[2])) for f in facts),
-            nodes=tuple(f[3] for f in facts),
-        )
-
-    def _open_job_dir(self) -> JobDir:
-        """Open the job's memory on this node under the secret that all nodes share.
-
-        The launcher hands it out (REFT_SECRET). Under plain ``torchrun`` the memory of a surviving
-        node has it, and a new job takes rank 0's.
-        """
-        secret = None
-        if not os.environ.get(ENV_SECRET):
-            path = self.config.job_memory_dir
-            known = read_secret(path) if (path / SECRET_FILE).exists() else b""
-            gathered = allgather_bytes(known, self.control.group)
-            fresh = allgather_bytes(secrets.token_bytes(SECRET_BYTES), self.control.group)[0]
-            secret = next((s for s in gathered if s), fresh)
-        return JobDir.open_or_create(self.config.memory_dir, self.job_id, node=self.node, secret=secret)
-
     @property
     def schedule(self) -> HasSchedule | None:
         """The plan by which bytes are copied now; None before one was made."""
@@ -189,24 +156,12 @@ class Session:
 
     def woven(self, weaver: Weaver) -> None:
         """The engine's schedules are woven: windows are known from there."""
-        self._weaver = weaver
+        self.tracer.weaver = weaver
 
     def restored(self) -> None:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
         self._images = None
         self._last_step = int(self.engine.global_steps)
-
-    def _agree_on_incarnation(self) -> int:
-        """One more than every incarnation that any node, the store or the disk has seen (P7)."""
-        from reft.store.persisted import latest_persisted
-
-        seen = self.job_dir.newest_incarnation()
-        if self.is_rank_zero:
-            seen = max(seen, self.record.next_incarnation() - 1)
-            if self.config.persist.dir is not None:
-                persisted = latest_persisted(self.config.persist.dir)
-                seen = max(seen, persisted.label.incarnation if persisted else 0)
-        return 1 + max(values[0] for values in self.control.gather_ints([seen]))
 
     def _choose_protection(self, config: ReftConfig) -> ReftConfig:
         """The block with the protection that suits this job's state and placement. Collective."""
@@ -273,33 +228,6 @@ class Session:
 
     # -- start and end -----------------------------------------------------------------------------
 
-    @property
-    def traced(self) -> bool:
-        """Whether somebody wants the traces of steps."""
-        return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
-
-    def _make_profiler(self) -> Profiler | None:
-        """Collective, if a profile is wanted."""
-        if not self.config.profile.steps:
-            return None
-        if self._weaver is None:
-            logger.warning("reft: %s cannot be profiled, only a pipeline engine", type(self.engine).__name__)
-            return None
-        from reft.profile.clock import DeviceClock
-        from reft.profile.profiler import Profiler, RankFacts
-
-        facts = RankFacts(
-            job_id=self.job_id,
-            coordinate=self.coordinate,
-            degrees=self.topology.degrees,
-            secret=self.job_dir.secret,
-            snapshot_bytes=lambda: self.stats.bytes_per_snapshot,
-        )
-        # On a device calls return before their work is done; its own clock is read, without waiting.
-        clock = DeviceClock() if self.copy_engine.asynchronous else None
-        self._weaver.mark = None if clock is None else clock.mark
-        return Profiler(self.config.profile, facts, clock)
-
     def start(self, frozen: Mapping[int, Label]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
         limit = self.config.memory_limit_bytes
@@ -332,46 +260,12 @@ class Session:
             pacer=self.pacer,
             switch=self.protection.switch(),
             staging=self.staging,
-            peer_optimizers=self._make_peer_optimizers(),
+            peer_optimizers=self._recomputing.peer_optimizers(self.stats.recompute),
         )
         self.daemon.configure(self.config)
-        self.profiler = self._make_profiler()
+        self.tracer.profile(self)
         if self.variant is not Variant.NONE:  # without versions there are no votes to stop by
             self.preemption.install()
-
-    def _make_capture(self) -> GradientCapture | None:
-        """What peers' partitions are recomputed from, where that was asked for and there are any (AOR)."""
-        config = self.config
-        if not config.recompute:
-            return None
-        if not self.adapter.owned:
-            if self.is_rank_zero:
-                logger.info(
-                    "reft: %s partitions nothing: all of its state is protected by %s, aor has nothing to do",
-                    type(self.adapter.wrapper).__name__,
-                    config.scheme,
-                )
-            return None
-        return GradientCapture(
-            self.adapter, self._kept_members(), self._fence, sampled=config.aor.drift_ulps > 0
-        )
-
-    def _kept_members(self) -> tuple[int, ...]:
-        """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
-        at, scheme = self.coordinate, self.protection.record.parsed
-        nodes = self.topology.group_nodes(at.pp, at.tp)
-        return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]
-
-    def _make_peer_optimizers(self) -> PeerOptimizers | None:
-        if self._gradients is None:
-            return None
-        aor = self.config.aor
-        options = RecomputeOptions(self._gradients.recipe, aor.drift_ulps, aor.resync_steps)
-        return PeerOptimizers(options, self.stats.recompute)
-
-    def _optimizer_step(self, step: int) -> OptimizerStep | None:
-        taken = self._gradients.take(step) if self._gradients is not None else None
-        return OptimizerStep(*taken, flush_denormal=_flushes_denormals()) if taken is not None else None
 
     def close(self) -> None:
         """Finish what is under way and release everything. The memory stays: the launcher removes
@@ -394,7 +288,6 @@ class Session:
         long.
         """
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
-        self._fence_secs = 0.0
         self._writes_seen = False
         if self._fence_within and self.worker is not None:
             self.worker.approach()
@@ -432,7 +325,7 @@ class Session:
         began, self._boundary_secs = self._boundary_secs, now
         step_secs = now - began
         self._last_step = step
-        if self._weaver is None:
+        if self.tracer.weaver is None:
             self.pacer.end_step("step", ())
         if self.variant is Variant.NONE:
             return
@@ -453,39 +346,15 @@ class Session:
     def after_step(self) -> None:
         """A step has returned. Raises only to stop when told so."""
         self.boundary()
-        if self.traced:
-            self._trace()
+        if self.tracer.active and self.worker is not None:
+            self.tracer.add(
+                *(self._last_step, self.control.rank, self.coordinate.pp),
+                chunks=self.worker.copier.records,
+                fence_secs=self._fence_secs,
+            )
+        self._fence_secs = 0.0
         if self._stopping:
             self._stop(self._last_step)
-
-    def _take_records(self) -> tuple[tuple[InstructionRecord, ...], float, list[tuple[Any, Any]]]:
-        """Instructions of the step, when it began, and the device's marks of them, if these are wanted."""
-        if self._weaver is None:
-            return (), 0.0, []
-        return *self._weaver.take_records(), self._weaver.take_marks()
-
-    def _trace(self) -> None:
-        instructions, began, marks = self._take_records()
-        chunks = []
-        if self.worker is not None:
-            while self.worker.copier.records:
-                chunks.append(self.worker.copier.records.popleft())
-        trace = StepTrace(
-            step=self._last_step,
-            rank=self.control.rank,
-            stage_id=self.coordinate.pp,
-            begin_secs=began,
-            end_secs=time.perf_counter(),
-            instructions=instructions,
-            chunks=tuple(chunks),
-            fence_secs=self._fence_secs,
-        )
-        if self.traces is not None:
-            self.traces.append(trace)
-        if self.profiler is not None:
-            self.profiler.add(trace, marks)
-            if self._weaver is not None and not self.profiler.measuring:
-                self._weaver.mark = None
 
     def submit(self, *, must: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker.
@@ -512,7 +381,7 @@ class Session:
                 label,
                 images,
                 encode=encode,
-                step=self._optimizer_step(step),
+                step=self._recomputing.take(step),
                 must=must,
                 variant=self.variant,
             )
@@ -532,12 +401,11 @@ class Session:
 
     def _current_images(self) -> LiveImages:
         signature = self.adapter.signature()
-        if self._gradients is not None and self._gradients.follow(self._kept_members()):
+        if self._recomputing.follow():
             self._images = None
         if self._images is None or self._images.signature != signature:
             replicated, owned = self.adapter.images()
-            gradients = self._gradients.images if self._gradients is not None else {}
-            self._images = LiveImages(replicated, owned, signature, gradients)
+            self._images = LiveImages(replicated, owned, signature, self._recomputing.images)
         return self._images
 
     def _stop(self, step: int) -> None:
@@ -573,8 +441,3 @@ class Session:
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.notify_skip(step, cause, self.stats.to_json())
         self.events.write("skip", step=step, cause=cause)
-
-
-def _flushes_denormals() -> bool:
-    """Whether this thread's processor takes denormals for zero: the thread that recomputes must do alike."""
-    return not float(torch.tensor(1e-40) * 1.0)

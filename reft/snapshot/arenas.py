@@ -153,7 +153,9 @@ class ArenaSet:
         hold nothing that is needed (P3), of which there is always at least one."""
         self._wanted = count
         kept = {self._slots.committed_slot, *self._slots.frozen} & {*range(self._count)}
-        order = sorted(range(self._count), key=lambda slot: (slot not in kept, slot))
+        # A slot that exists is not given up for one that would have to be made.
+        unused = self._unused
+        order = sorted(range(self._count), key=lambda slot: (slot not in kept, slot in unused, slot))
         self._unused = frozenset(order[max(count, len(kept) + 1) :])
         for slot in self._unused:
             arena = self._arenas.pop(slot, None)
@@ -169,6 +171,11 @@ class ArenaSet:
             self.use(self._wanted)
             self.reserve(layout)
             self._unsettled = False
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether memory is reserved behind the next commit, which takes a while."""
+        return self._unsettled
 
     # -- what it takes -----------------------------------------------------------------------------
 

@@ -42,6 +42,14 @@ class Filling:
         kept = tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED)
         return own + kept + mine.parity + mine.gradients
 
+    def device_bytes(self) -> dict[str, int]:
+        """What this rank copies from its own device, by section."""
+        found = Counter[str]()
+        for placed in self.local_blocks:
+            if placed.key.section is not Section.HOST:
+                found[placed.key.section.value] += placed.block.nbytes
+        return dict(found)
+
     def _peer_blocks(self, member: int) -> list[PlacedBlock]:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
         plan = self.layout.plan.members[self.layout.member]

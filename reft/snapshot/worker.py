@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,24 +25,23 @@ from reft.blocks import Section
 from reft.config import FaultPoint, Variant
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
+from reft.snapshot.agreement import LayoutAgreement
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import Ballot, ControlGroup
 from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
-from reft.snapshot.exchange import RingExchange
 from reft.snapshot.filling import Filling
 from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.has import Overflow
-from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
+from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
+from reft.snapshot.sealing import Sealer
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.snapshot.trace import ChunkRecord
-from reft.snapshot.traffic import Kind
 from reft.snapshot.votes import Votes
 from reft.store.protection import ProtectionRecord
 from reft.topology import Topology
@@ -88,10 +87,7 @@ class SnapshotWorker:
         staging: StagingArea | None = None,
         peer_optimizers: PeerOptimizers | None = None,
     ) -> None:
-        self._control = control
-        self._topology = topology
         self._arenas = arenas
-        self._options = options
         self._stats = stats
         self._faults = faults
         self._on_commit = on_commit
@@ -106,15 +102,26 @@ class SnapshotWorker:
         )
         self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes, staging)
         self.votes = Votes(control, self._advised_interval)
-        self._layout: GroupLayout | None = None
-        self._layout_signature: object = None
-        self._images: LiveImages | None = None
-        self._host_bytes = options.host_bytes
+        self._sealer = Sealer(
+            control=control,
+            topology=topology,
+            block_bytes=options.block_bytes,
+            stats=stats,
+            faults=faults,
+            peer_optimizers=peer_optimizers,
+        )
+        self._agreement = LayoutAgreement(
+            control=control,
+            topology=topology,
+            arenas=arenas,
+            options=options,
+            switch=self.switch,
+            faults=faults,
+            let_go=self._let_go,
+            adopted=self._adopted,
+        )
         self._records: list[ChunkRecord] = []
         self._plan_failed = False
-        self._ring = RingExchange(control, topology)
-        self._peer_optimizers = peer_optimizers
-        self._peer_traffic = PeerTraffic(control, options.block_bytes)
         self._queue: deque[SnapshotRequest] = deque()
         self._wake = threading.Condition()
         self._fence_waiting = False
@@ -243,7 +250,7 @@ class SnapshotWorker:
                 request = self._queue[0]
             try:
                 self._process(request)
-                self._switch_scheme(request)
+                self._agreement.switch(request)
             except TransferError as error:
                 # Peers are gone. The job will be restarted; training itself notices on its own.
                 self._break(str(error))
@@ -283,7 +290,7 @@ class SnapshotWorker:
         """Take one version through the whole protocol. Every path casts the same votes."""
         if request.idle:
             while self._vote(request, ok=False).relayout:
-                self._agree(request)
+                self._agreement.renew(request)
             return
         while True:
             filling, failure = self._try_copy(request)
@@ -298,7 +305,8 @@ class SnapshotWorker:
                 self._drop(filling)
                 self._end_drain(request)
                 request.cancelled = True
-            self._agree(request)
+                filling = None  # nor may its arena stay mapped (P9)
+            self._agreement.renew(request)
         if not verdict.ok:
             self._abort(request, filling, failure or "a peer skipped it")
             return
@@ -306,15 +314,14 @@ class SnapshotWorker:
         self._stats.taken += 1
         sealed, failure = self._try_drain(request, filling)
         if sealed:
-            sealed, failure = self._try_seal(request, filling)
+            sealed, failure = self._sealer.try_seal(request, filling)
         verdict = self._vote(request, ok=sealed)
         self._faults.reach(FaultPoint.BEFORE_COMMIT, request.label.step)
         if not verdict.ok:
             self._abort(request, filling, failure or "a peer could not seal it")
             return
         self._arenas.commit(filling)
-        if self._peer_optimizers is not None:
-            self._peer_optimizers.committed(filling)
+        self._sealer.committed(filling)
         self._faults.reach(FaultPoint.AFTER_COMMIT, request.label.step)
         self._stats.commit(request.label.step, filling.traffic)
         request.committed = True
@@ -335,13 +342,15 @@ class SnapshotWorker:
 
     def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
         wants_layout = not (ok or request.cancelled or request.idle)
-        order, rung = self.switch.newest_order(), self.switch.wish(self._layout, self._arenas)
+        order, rung = self.switch.newest_order(), self.switch.wish(self._agreement.layout, self._arenas)
         verdict = self.votes.cast(
             request.label.step,
             ok=ok,
-            relayout=wants_layout and self._layout_is_old(request),
-            # Memory for another scheme is reserved behind this version, before the next vote.
-            holds_up=bool(self.copier.staged) or self.switch.would_change(order, rung),
+            relayout=wants_layout and not self._agreement.fits(request),
+            # Memory may be reserved behind this version, before the next vote.
+            holds_up=bool(self.copier.staged)
+            or self._arenas.unsettled
+            or self.switch.would_change(order, rung),
             order=order,
             rung=rung,
         )
@@ -354,60 +363,13 @@ class SnapshotWorker:
         plan = self._pacer.plan if self._pacer is not None else None
         return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
 
-    def _layout_is_old(self, request: SnapshotRequest) -> bool:
-        return (
-            self._layout is None
-            or request.images is None
-            or self._layout_signature != request.images.signature
-            or len(request.host_blob) > self._host_bytes
-        )
+    def _let_go(self) -> None:
+        self.copier.cache.clear()
+        self._sealer.let_go()
 
-    def _agree(self, request: SnapshotRequest) -> None:
-        if len(request.host_blob) > self._host_bytes:
-            self._host_bytes = 2 * len(request.host_blob)
-        images = request.images or self._images
-        if images is None:
-            raise ReftError("peers agree on a layout, but this rank never captured its state")
-        self._images = images
-        layout = agree_on_layout(
-            self._control,
-            self._topology,
-            images,
-            scheme=self.switch.wanted.scheme,
-            block_bytes=self._options.block_bytes,
-            host_bytes=self._host_bytes,
-        )
-        self._layout_signature = images.signature
-        layout = self.switch.fit(request.label, layout, self._arenas)
-        self._adopt(layout)
-        self._arenas.reserve(layout)
-
-    def _adopt(self, layout: GroupLayout) -> None:
-        """Collective: the next version has this layout."""
-        self._layout = layout
+    def _adopted(self, layout: GroupLayout) -> None:
         self._stats.bytes_per_snapshot = layout.mine.data_bytes
-        self._peer_traffic.agree(layout.mine.data_bytes)
-        self.copier.cache.clear()
-        if self._peer_optimizers is not None:
-            self._peer_optimizers.forget()
-        logger.info("layout of the snapshots: %s", layout.plan)
-
-    def _switch_scheme(self, request: SnapshotRequest) -> None:
-        """Collective: carry out an order that the votes have brought, between two versions. The newest
-        committed version stays where it is (P3)."""
-        if not self.switch.due:
-            return
-        # What is given up must not stay mapped (P9).
-        self.copier.cache.clear()
-        step = request.label.step
-        layout = self.switch.carry_out(
-            request.label,
-            self._layout,
-            self._arenas,
-            before_record=lambda: self._faults.reach(FaultPoint.DURING_SWITCH, step),
-        )
-        if layout is not None and layout is not self._layout:
-            self._adopt(layout)
+        self._sealer.adopt(layout)
 
     # -- one version, local part -----------------------------------------------------------------
 
@@ -419,7 +381,7 @@ class SnapshotWorker:
         """
         if request.images is None:
             return None, "the state could not be captured"
-        if self._layout is None or self._layout_is_old(request):
+        if not self._agreement.fits(request):
             return None, "the layout changed"
         with self._wake:
             if request.cancelled:
@@ -436,9 +398,10 @@ class SnapshotWorker:
             began = time.perf_counter()
             try:
                 self._encode(request)
-                if self._layout_is_old(request):
+                layout = self._agreement.layout
+                if layout is None or not self._agreement.fits(request):  # the host state has grown
                     return None, "the layout changed"
-                filling = self._arenas.begin(request.label, self._layout, wait=request.must)
+                filling = self._arenas.begin(request.label, layout, wait=request.must)
             finally:
                 gate.release(permit, time.perf_counter() - began)
             self._copy(request.images, request, filling, gate)
@@ -524,7 +487,7 @@ class SnapshotWorker:
         if self._pacer is None or not request.paced:
             return
         try:
-            self._pacer.version_done(_bytes_by_section(filling), self._records)
+            self._pacer.version_done(filling.device_bytes(), self._records)
             if self.copier.staging is not None and self._pacer.plan is not None:
                 self.copier.staging.reserve(self._pacer.plan.staged_bytes)
         except Exception:
@@ -537,39 +500,3 @@ class SnapshotWorker:
             return self._pacer.gate
         waited_for = request.must or request.variant is Variant.BLOCKING
         return OpenGate(0 if waited_for else 2, lambda: self._fence_waiting)
-
-    def _try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
-        try:
-            filling.hash_rest()
-            self._exchange(request, filling)
-            if request.variant is Variant.INTER_NODE:
-                peer, nbytes = self._peer_traffic.send(filling.arena.data)
-                self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
-            self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
-            filling.seal()
-            self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
-            return True, None
-        except TransferError:
-            raise
-        except (ReftError, OSError, RuntimeError, MemoryError) as error:
-            return False, f"{type(error).__name__}: {error}"
-
-    def _exchange(self, request: SnapshotRequest, filling: Filling) -> None:
-        """Recompute what peers alone have, or take it from them."""
-        images, peers = request.images, self._peer_optimizers
-        if peers is not None and images is not None:
-            peers.recompute(filling, images, request.step)
-        self._ring.facts(filling)
-        if peers is not None and images is not None:
-            peers.compare(filling, images, request.step)
-        self._stats.peer_bytes += self._ring.blocks(filling)
-
-
-def _bytes_by_section(filling: Filling) -> dict[str, int]:
-    """What this rank copies from its own device."""
-    found: dict[str, int] = {}
-    for placed in filling.local_blocks:
-        section = placed.key.section
-        if section is not Section.HOST:
-            found[section.value] = found.get(section.value, 0) + placed.block.nbytes
-    return found

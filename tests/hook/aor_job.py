@@ -118,7 +118,7 @@ class Watched:
     @property
     def newest(self) -> Any:
         """The newest committed version in this rank's memory."""
-        return self.session.worker._peer_optimizers._base
+        return self.session.worker._sealer._peer_optimizers._base
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
@@ -153,7 +153,7 @@ def long_run(root: Path, number: int, case: dict[str, Any], protection: str) -> 
 def dropped_gradient(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """The capture of one step is lost on rank 0."""
     watched = Watched(root, "dropped", case, protection="arc+aor")
-    capture = watched.session._gradients
+    capture = watched.session._recomputing._capture
 
     def drop(step: int) -> None:
         original = type(capture).take
@@ -205,7 +205,7 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str, **aor: int) ->
     watched = Watched(root, name, case, protection="arc+aor", **({"aor": aor} if aor else {}))
 
     def other_kernel(step: int) -> None:
-        for replica in watched.session.worker._peer_optimizers._replicas.values():
+        for replica in watched.session.worker._sealer._peer_optimizers._replicas.values():
             for group in replica._optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
 

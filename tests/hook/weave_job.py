@@ -172,7 +172,7 @@ def staged(root: Path, name: str, steps: int) -> dict[str, Any]:
     engine = make()
     has = {"chunk_bytes": CHUNK_BYTES, "overflow": "staging", "compute_share": 0.0}
     session = reft.attach(engine, config=block(root, name, has=has))
-    session.traces = deque(maxlen=100)
+    session.tracer.traces = deque(maxlen=100)
     updates = note_updates(engine)
     losses = train(engine, 2)
     witness = Witness(session)
@@ -189,7 +189,7 @@ def staged(root: Path, name: str, steps: int) -> dict[str, Any]:
         "bytes": None if plan is None else plan.total_bytes,
         "updates": updates,
         "handed_over": [witness.handed_over_secs[step] for step in witness.compared],
-        "chunks": [t.to_json()["chunks"] for t in session.traces],
+        "chunks": [t.to_json()["chunks"] for t in session.tracer.traces],
     }
     session.close()
     return result
@@ -214,7 +214,7 @@ def traced(
     engine = make(gpipe, stages)
     has = {"has": {"chunk_bytes": CHUNK_BYTES, **options}} if variant == "has" else {}
     session = reft.attach(engine, config=block(root, name, variant=variant, **has))
-    session.traces = deque(maxlen=100)
+    session.tracer.traces = deque(maxlen=100)
     if link_secs:
         slow_link(session.copy_engine, link_secs)
     updates = note_updates(engine)
@@ -227,7 +227,7 @@ def traced(
     result = {
         "losses": losses,
         "evaluated": evaluated,
-        "traces": [t.to_json() for t in session.traces],
+        "traces": [t.to_json() for t in session.tracer.traces],
         "updates": updates,
         "fence_within": session._fence_within,
         "stats": stats,

@@ -1,0 +1,58 @@
+"""What the ranks of an incarnation agree on when they join: who is where, the memory's secret, a number."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from reft.config import ENV_SECRET, ReftConfig
+from reft.hook.job import JobRecord
+from reft.load.exchange import allgather_bytes
+from reft.snapshot.control import ControlGroup
+from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
+from reft.store.persisted import latest_persisted
+from reft.topology import Coordinate, Degrees, Topology
+
+
+def gather_topology(control: ControlGroup, coordinate: Coordinate, degrees: Degrees, node: str) -> Topology:
+    """Tell all ranks where this one is. Collective.
+
+    Raises:
+        LayoutError: the ranks do not form a pp x dp x tp grid.
+    """
+    mine = f"{coordinate.pp},{coordinate.dp},{coordinate.tp},{node}"
+    facts = [g.decode().split(",", 3) for g in allgather_bytes(mine.encode(), control.group)]
+    return Topology(
+        degrees=degrees,
+        coordinates=tuple(Coordinate(int(f[0]), int(f[1]), int(f[2])) for f in facts),
+        nodes=tuple(f[3] for f in facts),
+    )
+
+
+def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:
+    """Open the job's memory on this node under the secret that all nodes share. Collective.
+
+    The launcher hands it out (REFT_SECRET). Under plain ``torchrun`` the memory of a surviving
+    node has it, and a new job takes rank 0's.
+    """
+    secret = None
+    if not os.environ.get(ENV_SECRET):
+        path = config.job_memory_dir
+        known = read_secret(path) if (path / SECRET_FILE).exists() else b""
+        gathered = allgather_bytes(known, control.group)
+        fresh = allgather_bytes(secrets.token_bytes(SECRET_BYTES), control.group)[0]
+        secret = next((s for s in gathered if s), fresh)
+    return JobDir.open_or_create(config.memory_dir, job_id, node=node, secret=secret)
+
+
+def agree_on_incarnation(
+    config: ReftConfig, job_dir: JobDir, record: JobRecord, control: ControlGroup
+) -> int:
+    """One more than every incarnation that any node, the store or the disk has seen (P7). Collective."""
+    seen = job_dir.newest_incarnation()
+    if control.rank == 0:
+        seen = max(seen, record.next_incarnation() - 1)
+        if config.persist.dir is not None:
+            persisted = latest_persisted(config.persist.dir)
+            seen = max(seen, persisted.label.incarnation if persisted else 0)
+    return 1 + max(values[0] for values in control.gather_ints([seen]))

@@ -1,0 +1,95 @@
+"""The gradients that ring peers' partitions are recomputed from, captured beside the training (AOR)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from reft.config import ReftConfig
+from reft.protect.codes import Scheme
+from reft.protect.placement import place_group
+from reft.snapshot.recompute import OptimizerStep, PeerOptimizers, RecomputeOptions, RecomputeStats
+from reft.state.adapters import StateAdapter
+from reft.state.catalogue import SectionImage
+from reft.state.gradients import GradientCapture
+from reft.topology import Coordinate, Topology
+
+logger = logging.getLogger(__name__)
+
+
+class Recomputing:
+    """AOR in one session: nothing, unless it was asked for and there are partitions.
+
+    Args:
+        config: the block.
+        adapter: of the engine.
+        at: this rank's coordinate.
+        topology: placement of this incarnation.
+        scheme: returns the scheme in force: it decides whose partitions this rank keeps.
+        fence: waits until nobody copies what was captured before.
+
+    Raises:
+        UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
+            change.
+    """
+
+    def __init__(
+        self,
+        config: ReftConfig,
+        *,
+        adapter: StateAdapter,
+        at: Coordinate,
+        topology: Topology,
+        scheme: Callable[[], Scheme],
+        fence: Callable[[], None],
+    ) -> None:
+        self._options = config.aor
+        self._scheme = scheme
+        self._member = at.dp
+        self._nodes = topology.group_nodes(at.pp, at.tp)
+        self._capture: GradientCapture | None = None
+        if not config.recompute:
+            return
+        if not adapter.owned:
+            if topology.coordinates[0] == at:
+                logger.info(
+                    "reft: %s partitions nothing: all of its state is protected by %s, aor has nothing to do",
+                    type(adapter.wrapper).__name__,
+                    config.scheme,
+                )
+            return
+        sampled = config.aor.drift_ulps > 0
+        self._capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
+
+    def _kept_members(self) -> tuple[int, ...]:
+        """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+        scheme = self._scheme()
+        return place_group(self._nodes, scheme.copies, scheme.parities).kept_by(self._member)[1:]
+
+    def peer_optimizers(self, stats: RecomputeStats) -> PeerOptimizers | None:
+        """For the snapshot worker."""
+        if self._capture is None:
+            return None
+        options = RecomputeOptions(self._capture.recipe, self._options.drift_ulps, self._options.resync_steps)
+        return PeerOptimizers(options, stats)
+
+    def follow(self) -> bool:
+        """Capture for those members that are kept now. Returns whether they are others than before."""
+        return self._capture is not None and self._capture.follow(self._kept_members())
+
+    @property
+    def images(self) -> Mapping[int, SectionImage]:
+        """What is captured, by member."""
+        return {} if self._capture is None else self._capture.images
+
+    def take(self, step: int) -> OptimizerStep | None:
+        """What is known of the step that was just made."""
+        taken = self._capture.take(step) if self._capture is not None else None
+        return OptimizerStep(*taken, flush_denormal=_flushes_denormals()) if taken is not None else None
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor takes denormals for zero: the thread that recomputes must do alike."""
+    return not float(torch.tensor(1e-40) * 1.0)

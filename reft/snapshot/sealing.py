@@ -1,0 +1,96 @@
+"""The last part of a version on one rank: from copied bytes to a sealed arena, with what only peers have."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from reft.config import FaultPoint, Variant
+from reft.errors import ReftError, TransferError
+from reft.faults import FaultPlan
+from reft.snapshot.baselines import PeerTraffic
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.exchange import RingExchange
+from reft.snapshot.filling import Filling
+from reft.snapshot.layout import GroupLayout
+from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.traffic import Kind
+from reft.topology import Topology
+
+
+class Sealer:
+    """Seals the versions of one rank. Used by the worker thread.
+
+    Args:
+        control: carries what peers send.
+        topology: who is where.
+        block_bytes: most bytes of a message of the Gemini baseline.
+        stats: counters to update.
+        faults: injected faults.
+        peer_optimizers: recompute what ring peers alone have; without them it is always sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: ControlGroup,
+        topology: Topology,
+        block_bytes: int,
+        stats: SnapshotStats,
+        faults: FaultPlan,
+        peer_optimizers: PeerOptimizers | None,
+    ) -> None:
+        self._stats = stats
+        self._faults = faults
+        self._ring = RingExchange(control, topology)
+        self._peer_optimizers = peer_optimizers
+        self._peer_traffic = PeerTraffic(control, block_bytes)
+
+    def adopt(self, layout: GroupLayout) -> None:
+        """The next version has this layout. Collective."""
+        self._peer_traffic.agree(layout.mine.data_bytes)
+
+    def let_go(self) -> None:
+        """Keep no mapping of an arena: its memory may be given up."""
+        if self._peer_optimizers is not None:
+            self._peer_optimizers.forget()
+
+    def committed(self, filling: Filling) -> None:
+        """The version that the next one's partitions are recomputed from."""
+        if self._peer_optimizers is not None:
+            self._peer_optimizers.committed(filling)
+
+    def try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
+        """Complete a copied version and seal it. Collective in the group.
+
+        Returns:
+            Whether it is sealed, else the cause.
+
+        Raises:
+            TransferError: a peer is gone.
+        """
+        try:
+            filling.hash_rest()
+            self._exchange(request, filling)
+            if request.variant is Variant.INTER_NODE:
+                peer, nbytes = self._peer_traffic.send(filling.arena.data)
+                self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
+            self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
+            filling.seal()
+            self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
+            return True, None
+        except TransferError:
+            raise
+        except (ReftError, OSError, RuntimeError, MemoryError) as error:
+            return False, f"{type(error).__name__}: {error}"
+
+    def _exchange(self, request: SnapshotRequest, filling: Filling) -> None:
+        """Recompute what peers alone have, or take it from them."""
+        images, peers = request.images, self._peer_optimizers
+        if peers is not None and images is not None:
+            peers.recompute(filling, images, request.step)
+        self._ring.facts(filling)
+        if peers is not None and images is not None:
+            peers.compare(filling, images, request.step)
+        self._stats.peer_bytes += self._ring.blocks(filling)
