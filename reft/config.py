@@ -428,12 +428,9 @@ def _explain_errors(error: ValidationError) -> str:
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
-    if "persist" in path:
-        return list(PersistConfig.model_fields)
-    if "has" in path:
-        return list(HasConfig.model_fields)
-    if "profile" in path:
-        return list(ProfileConfig.model_fields)
+    for name, model in _NESTED.items():
+        if name in path:
+            return list(model.model_fields)
     if "faults" in path:
         return list(FaultConfig.model_fields)
     return list(ReftConfig.model_fields)
@@ -451,6 +448,7 @@ class KeyDoc:
 
 
 _NESTED: dict[str, type[_Block]] = {
+    "aor": AorConfig,
     "persist": PersistConfig,
     "has": HasConfig,
     "profile": ProfileConfig,

@@ -30,6 +30,7 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"protection": "aec", "aor": {"drift_ulps": 1}}, '"aec+aor"'),
         ({"copies": 0}, '"protection": "none"'),
         ({"protection": "auto", "copies": 2}, 'write "tolerance"'),
+        ({"protection": "aec+aor", "aor": {"drift_ulp": 1}}, 'mean "drift_ulps"'),
         ({"protection": "automatic"}, "found protection 'automatic'"),
         ({"tolerance": -1}, "greater than or equal to 0"),
         ({"arenas": 1}, "greater than or equal to 2"),
@@ -85,9 +86,12 @@ def test_combinations_that_make_no_sense_are_refused_with_what_to_write(block: d
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--explain", "--json"]) == 0
     keys = json.loads(capsys.readouterr().out)
-    assert {k["key"] for k in keys} >= {"enabled", "variant", "has.windows", "persist.dir", "faults[].point"}
+    named = {k["key"] for k in keys}
+    assert named >= {"enabled", "variant", "has.windows", "aor.drift_ulps", "persist.dir", "faults[].point"}
     assert all(k["meaning"] for k in keys)
     assert next(k for k in explain() if k.key.endswith("_secs")).unit == "seconds"
+    assert main(["config", "--explain"]) == 0
+    assert "drift_ulps" in capsys.readouterr().out
 
 
 def test_config_check(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from reft.snapshot.copying import (
     byte_views,
     into_buffer,
 )
+from reft.store.free_memory import cgroup_free_bytes
 
 STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
@@ -116,7 +117,8 @@ class CpuCopyEngine:
     @property
     def free_bytes(self) -> int:
         memory = psutil.virtual_memory()
-        return max(0, int(memory.available - MARGIN_PART * memory.total))
+        free = min([memory.available, *cgroup_free_bytes()])
+        return max(0, int(free - MARGIN_PART * memory.total))
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.free_bytes:

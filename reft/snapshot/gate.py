@@ -177,6 +177,8 @@ class HostGate:
                 return _HURRY
             permit = self._open
             if permit is not None:
+                if permit is _COMMUNICATION:
+                    self._core.release()  # training's core is at work then
                 return permit
             wait_secs = self._until_beside()
             if wait_secs <= 0:

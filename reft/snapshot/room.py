@@ -22,18 +22,21 @@ class Room:
         held: by those it has now.
         free: on its node, not taken by anybody.
         limit: most that this rank's arenas may take; negative: no limit.
+        margin: that must stay free on its node if more is taken.
     """
 
     needed: int
     held: int
     free: int
     limit: int
+    margin: int
 
     @classmethod
-    def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int) -> Room:
+    def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
         """What ``count`` arenas of a layout would take."""
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
-        return cls(arenas.needed_bytes(layout, count), arenas.held_bytes(), arenas.free_bytes(), limit)
+        needed = arenas.needed_bytes(layout, count)
+        return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
 
     @property
     def over_limit(self) -> bool:
@@ -50,14 +53,13 @@ class Room:
         return _NEVER if self.over_limit else self.needed - self.held
 
 
-def agree_on_room(control: ControlGroup, topology: Topology, room: Room, margin_bytes: int) -> str | None:
+def agree_on_room(control: ControlGroup, topology: Topology, room: Room) -> str | None:
     """Whether every rank and every node has room. Collective; the answer is the same on all ranks.
 
     Args:
         control: to agree by.
         topology: which ranks share a node's memory.
-        room: of this rank.
-        margin_bytes: memory that must stay free on a node that would be taken more from.
+        room: of this rank; nodes may differ in what must stay free.
 
     Returns:
         What is missing on the first rank or node that lacks it, in words; None where all have enough.
@@ -72,11 +74,11 @@ def agree_on_room(control: ControlGroup, topology: Topology, room: Room, margin_
     for node in dict.fromkeys(topology.nodes):
         there = [r for r, at in zip(rooms, topology.nodes, strict=True) if at == node]
         more = sum(r.needed - r.held for r in there)
-        free = min(r.free for r in there)
-        if more > 0 and more > free - margin_bytes:
+        free, margin = min(r.free for r in there), max(r.margin for r in there)
+        if more > 0 and more > free - margin:
             return (
                 f"needs {_mib(more)} more than now on node {node}, where {_mib(free)} are free, of which "
-                f"reft.memory_margin_bytes keeps {_mib(margin_bytes)}"
+                f"reft.memory_margin_bytes keeps {_mib(margin)}"
             )
     return None
 

@@ -2,7 +2,8 @@
 
 CheckFreq's GPU mode (REFERENCE 2): the fence waits for a copy within the device instead of one to host
 memory, and the windows of the following steps drain it. The memory is taken when a plan asks for it and
-device memory allows, keeps a margin for training, and is given back when plans have long not asked.
+device memory allows, keeps a margin for training, and is given back to torch's allocator when plans have
+long not asked.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class StagingArea:
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes
-        return self.capacity_bytes + self._engine.free_bytes
+        # Not their sum: what is given up stays in torch's cache, where free_bytes does not see it.
+        return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
         """Have room for what a plan stages; nothing must be staged meanwhile.

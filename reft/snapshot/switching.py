@@ -165,8 +165,7 @@ class SchemeSwitch:
             short = agree_on_room(
                 self._control,
                 self._topology,
-                Room.of(arenas, found, rung.arenas),
-                self._keeping.margin_bytes,
+                Room.of(arenas, found, rung.arenas, self._keeping.margin_bytes),
             )
             if short is None:
                 break
@@ -272,8 +271,8 @@ class SchemeSwitch:
         if layout is None:
             return None, None
         new = self._under(layout, rung)
-        room = Room.of(arenas, new, rung.arenas)
-        cause = agree_on_room(self._control, self._topology, room, self._keeping.margin_bytes)
+        room = Room.of(arenas, new, rung.arenas, self._keeping.margin_bytes)
+        cause = agree_on_room(self._control, self._topology, room)
         if cause is not None:
             return cause, None
         before = arenas.count
@@ -289,9 +288,8 @@ class SchemeSwitch:
 
     def _why_short(self, layout: GroupLayout, arenas: ArenaSet) -> str:
         room = Room.of(arenas, layout, arenas.count)
-        gathered = [values[0] for values in self._control.gather_ints([room.left_bytes])]
-        left, node = min(zip(gathered, self._topology.nodes, strict=True))
-        margin = self._keeping.margin_bytes
+        gathered = self._control.gather_ints([room.left_bytes, self._keeping.margin_bytes])
+        (left, margin), node = min(zip(gathered, self._topology.nodes, strict=True))
         return (
             f"node {node} has {max(0, left) / 2**20:.1f} MiB of memory left, "
             f"reft.memory_margin_bytes wants {margin / 2**20:.1f} MiB to stay free"

@@ -56,8 +56,8 @@ class Traffic:
 
     Attributes:
         to_host: copied from the device, or written by the host, to this rank's arena.
-        sent: sent to other nodes, once for each node that receives them. What goes to another rank of the
-            same node is not counted.
+        sent: sent to ranks on other nodes, once for each of them. What goes to another rank of the same node
+            is not counted, nor is the byte a block by which peers say what they lack (AOR).
     """
 
     to_host: Counter[Kind] = field(default_factory=Counter)

@@ -69,10 +69,6 @@ class HostBlob:
 
         return finish
 
-    def encode(self, engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes | late.LateBlob:
-        """One version's host block; arguments as for :meth:`prepare`."""
-        return self.prepare(engine, images, state)()
-
 
 def _template(engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes:
     from reft.state.deepspeed_format import capture_template

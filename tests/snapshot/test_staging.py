@@ -182,6 +182,14 @@ def test_the_area_is_given_back_when_plans_have_long_not_asked_for_it(engine: Co
     assert area.room() > free // 2
 
 
+def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(engine: CopyEngine) -> None:
+    """What the area gives up stays in the caching allocator."""
+    area = StagingArea(engine)
+    assert area.reserve(10_000)
+    room = area.room()
+    assert room <= max(area.capacity_bytes, engine.free_bytes)
+
+
 def test_what_fits_the_area_is_the_end_of_a_version(engine: CopyEngine) -> None:
     def chunk(nbytes: int) -> Chunk:
         block = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, nbytes), 0)

@@ -119,6 +119,21 @@ def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_
         found = {int(step): arenas for step, arenas in result["found"].items()}
         assert [scheme for _, scheme, _ in found[3]] == ["none"] * 2
         assert [scheme for _, scheme, _ in found[19]] == ["arc"] * 2, "a third version is given back"
+        # A version is given up by giving up its file: the others stay where they are.
+        assert {ino for step in range(16, 20) for ino in result["files"][str(step)]} <= {
+            *result["files"]["15"]
+        }
         assert [scheme for _, scheme, _ in found[24]] == ["none"] * 2
         assert sum(size for *_, size in found[24]) < 0.6 * sum(size for *_, size in found[19])
         assert [(step, scheme) for step, scheme, _ in found[40]] == [(n, "arc") for n in (38, 39, 40)]
+
+
+@pytest.mark.timeout(60)
+def test_p9_nodes_that_leave_different_margins_free_decide_alike(tmp_path: Path) -> None:
+    results = _launch(tmp_path, "margins")
+    assert all(result == results[0] for result in results)
+    assert results[0]["committed"] == [True, True]
+    (record,) = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
+    assert record.degraded is not None
+    assert record.degraded.scheme == "none"
+    assert "reft.memory_margin_bytes keeps" in record.degraded.cause

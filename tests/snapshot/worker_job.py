@@ -322,11 +322,19 @@ def scenario_staging(rank: int, root: Path) -> dict[str, object]:
     return result
 
 
+def scenario_margins(rank: int, root: Path) -> dict[str, object]:
+    """One node must leave more memory free than it has; the others nothing."""
+    me = Rank(rank, root, keeping=Keeping(margin_bytes=2**60 if rank == 2 else 0))
+    committed = [me.settle(me.snapshot(step, must=True)) for step in (1, 2)]
+    me.worker.close(10)
+    return {"committed": committed, "records": [record.to_json() for record in me.records]}
+
+
 def scenario_pressure(rank: int, root: Path) -> dict[str, object]:
     """One rank's memory is too short at the start; then there is enough, then less, still less, and enough."""
     me = Rank(rank, root, keeping=Keeping(versions=3, look_secs=0.0, calm_secs=0.1))
     limits: dict[int, int | None] = {1: 1_200_000, 4: None}
-    outcome, found = {}, {}
+    outcome, found, files = {}, {}, {}
     for step in range(1, 41):
         if step == 15:
             whole = sum(size for _, _, size in me.arenas_found().values())
@@ -338,5 +346,7 @@ def scenario_pressure(rank: int, root: Path) -> dict[str, object]:
         me.step(step)
         outcome[step] = me.settle(me.snapshot(step, must=True))
         found[step] = sorted(me.arenas_found().values())
+        files[step] = sorted(path.stat().st_ino for path in (root / f"node{rank}").glob("*.arena"))
     me.worker.close(10)
-    return {"outcome": outcome, "found": found, "records": [record.to_json() for record in me.records]}
+    records = [record.to_json() for record in me.records]
+    return {"outcome": outcome, "found": found, "files": files, "records": records}

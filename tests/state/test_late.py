@@ -27,7 +27,7 @@ def encode(state: dict, monkeypatch: pytest.MonkeyPatch) -> bytes | LateBlob:
     monkeypatch.setattr(blob_module, "_template", lambda *_: b"")
     images = LiveImages(SectionImage([]), SectionImage([]), "signature")
     rest = {"rng": None, "adapter": {"layout": [], "state": []}}
-    return HostBlob().encode(None, images, {**rest, **state})
+    return HostBlob().prepare(None, images, {**rest, **state})()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
