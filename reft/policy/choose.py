@@ -23,6 +23,9 @@ from reft.topology import Coordinate, Topology, ring_order
 GIB = 2**30
 _MOST_TESTS = 30_000
 """Sets of lost nodes times members: a scheme with more to test by rank is left to be set by hand."""
+_MOST_COMBINED = 16
+"""Losses above which copies and parities are not combined. Parities alone never move more: in place of a
+copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks."""
 
 
 @dataclass(frozen=True)
@@ -209,24 +212,30 @@ def _candidates(
     # Losing so many of its members at once, a group has nothing left to recover from.
     most = min(most, size)
     found, excluded = [Scheme()], []
-    family = [Scheme(a, t - a) for t in range(1, most + 1) for a in range(t, -1, -1)]
+    family = [
+        Scheme(a, t - a)
+        for t in range(1, most + 1)
+        for a in (range(t, -1, -1) if t <= _MOST_COMBINED else (t, 0))
+    ]
     for scheme in dict.fromkeys((*family, *also)):
         total = scheme.copies + scheme.parities
         if not total:
             continue
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
-        elif scheme.parities and scheme not in also and _tests(size, spread, total) > _MOST_TESTS:
+        elif together > 1 and scheme not in also and _tests(scheme, size, spread) > _MOST_TESTS:
             excluded.append((str(scheme), f"too many losses of {total} nodes to test; set it by hand"))
         else:
             found.append(scheme)
     return found, excluded
 
 
-def _tests(size: int, nodes: int, losses: int) -> int:
-    """How much there is to test: with a node each all losses look alike from the first member."""
-    alike = size == nodes
-    return size * comb(nodes - alike, min(losses - alike, nodes // 2))
+def _tests(scheme: Scheme, size: int, nodes: int) -> int:
+    """How much :func:`reft.protect.placement.fatal_nodes` has to test, at most, where members share nodes:
+    copies alone and parities alone need no test."""
+    if not (scheme.copies and scheme.parities):
+        return 0
+    return size * comb(nodes, min(scheme.copies + scheme.parities, nodes // 2))
 
 
 def _evaluate(

@@ -13,7 +13,8 @@ All schemes are one family with a copies and k parities per stripe (:class:`Sche
 
 ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1) (REFERENCE 1.4, 1.5, 1.7).
 Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none of which holds a
-parity of its stripes, so u unknown blocks of a stripe and p lost parities take at least u+a+p losses.
+parity of its stripes, so u unknown blocks of a stripe and p lost parities take at least u+a+p losses,
+and any u of a stripe's parities determine u of its blocks (:mod:`reft.protect.rs`).
 Putting ARC beside plain AEC lacks that and survives one loss only: ``naive``.
 """
 
@@ -99,6 +100,11 @@ class Scheme:
         """
         if why := self.why_no_room(size):
             raise ConfigError(f"protection {self} is not possible here: {why}")
+
+    @property
+    def certain_losses(self) -> int:
+        """Any loss of so many members is survived, in every group that has room: by the proof above."""
+        return self.copies + self.parities if self.designed else max(self.copies, self.parities)
 
     def share(self, size: int) -> Fraction:
         """What a member stores, as a part of the image: a shard, its copies, its parities.

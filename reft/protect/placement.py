@@ -72,13 +72,35 @@ def fatal_nodes(nodes: Sequence[str], placement: GroupPlacement) -> tuple[str, .
     """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4).
 
     Computed from the real nodes, not from the scheme's name. What a member alone owns is lost with all its
-    holders; replicated state under an erasure code by the rank of what is left.
+    holders; replicated state under an erasure code by the rank of what is left, except where that is known:
+
+    - With a node for each member nothing smaller is fatal than all holders of a member: those are one more
+      than the members that may be lost in any case (:attr:`reft.protect.codes.Scheme.certain_losses`).
+    - Under parities alone every member has a piece of every stripe, so that any loss of more members than
+      there are parities is fatal, and no other: the fewest nodes that hold so many.
+
+    Raises:
+        ConfigError: the group has no room for an erasure code.
     """
-    holders = [{nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes))]
-    fewest = min(holders, key=len)
-    fatal = tuple(sorted(fewest))
-    coded = fatal_loss(placement.code(), nodes) if placement.parities else fatal
-    return coded if len(coded) < len(fatal) else fatal
+    holders = ({nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes)))
+    lost = tuple(sorted(min(holders, key=lambda found: len(found))))
+    if not placement.parities:
+        return lost
+    placement.scheme.check_room(len(nodes))
+    if len(set(nodes)) == len(nodes):
+        return lost
+    coded = fatal_loss(placement.code(), nodes) if placement.copies else _fullest(nodes, placement.parities)
+    return coded if len(coded) < len(lost) else lost
+
+
+def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
+    """The fewest nodes that hold more than so many members, or all nodes."""
+    found: list[str] = []
+    for node in sorted(set(nodes), key=lambda n: (-nodes.count(n), nodes.index(n))):
+        found.append(node)
+        if sum(nodes.count(n) for n in found) > members:
+            break
+    return tuple(found)
 
 
 def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:

@@ -48,7 +48,8 @@ def fatal_loss(code: Code, nodes: Sequence[str] | None = None) -> tuple[str, ...
         for dead in combinations(distinct, count):
             if pinned not in (None, *dead):
                 continue
-            if not survives(code, [m for m in range(code.size) if where[m] in dead]):
+            lost = [m for m in range(code.size) if where[m] in dead]
+            if len(lost) > code.scheme.certain_losses and not survives(code, lost):
                 return dead
     return tuple(distinct)
 

@@ -221,6 +221,16 @@ def test_groups_beyond_the_field_are_left_to_copies_and_plain_parity() -> None:
     choice = choose(job(apart(300)), 1, beyond=1)
     assert choice.chosen.name == "aec"
     assert "more than 256" in dict(choice.excluded)["rs:2"]
+    assert choose(job(apart(300)), 2).chosen.name == "arc+aec"
+
+
+def test_only_what_takes_too_long_to_test_is_left_out() -> None:
+    """Combinations where members share nodes; copies alone and parities alone need no test."""
+    assert choose(job(apart(256)), 3).chosen.name == "rs:3"
+    for size, left_out in ((62, False), (64, True)):
+        choice = choose(job([f"n{d // 2}" for d in range(size)]), 1)
+        assert choice.chosen.name == "rs:2"
+        assert ("arc+aec" in dict(choice.excluded)) == left_out
 
 
 def test_a_wish_beyond_all_replicas_evaluates_no_more_than_these_could_hold() -> None:
