@@ -83,7 +83,8 @@ def fatal_nodes(nodes: Sequence[str], placement: GroupPlacement) -> tuple[str, .
         ConfigError: the group has no room for an erasure code.
     """
     holders = ({nodes[h] for h in placement.holders_of(m)} for m in range(len(nodes)))
-    lost = tuple(sorted(min(holders, key=lambda found: len(found))))
+    fewest = min(holders, key=len)
+    lost = tuple(sorted(fewest))
     if not placement.parities:
         return lost
     placement.scheme.check_room(len(nodes))
