@@ -27,7 +27,6 @@ import numpy as np
 
 from reft.errors import ConfigError
 from reft.policy.degrade import CALM_SECS, MemoryWatch, Rung, ladder
-from reft.protect.codes import Scheme
 from reft.protect.placement import tolerance
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.control import ControlGroup
@@ -218,7 +217,7 @@ class SchemeSwitch:
         new: GroupLayout | None = None
         try:
             scheme = parse_order(order.scheme)
-            refuse_too_small(scheme, self._topology.degrees.dp)
+            scheme.check_room(self._topology.degrees.dp)
         except ConfigError as error:
             cause = str(error)
         else:
@@ -336,16 +335,3 @@ class SchemeSwitch:
         newest = max(self._control.gather_ints([number, *words]))
         chosen = np.array(newest[1:], np.int64).tobytes().rstrip(b"\0").decode(errors="replace")
         return Order(newest[0], chosen)
-
-
-def refuse_too_small(scheme: Scheme, members: int) -> None:
-    """Refuse a scheme that a group of ``members`` has no room for.
-
-    Raises:
-        ConfigError: says how many members it needs.
-    """
-    if members < scheme.least_members:
-        raise ConfigError(
-            f"protection {scheme} needs at least {scheme.least_members} data-parallel members, found "
-            f"{members}"
-        )
