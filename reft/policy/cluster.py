@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reft.errors import ConfigError
+from reft.policy.json_file import read_object
 from reft.protect.survival import Weibull
 from reft.simulate.hardware import A100, GIB, H100, MI250X, V100, Machine
 
@@ -131,17 +131,7 @@ def load_cluster(name: str) -> Cluster:
             f"no cluster named {name!r}; {hint}known: {', '.join(CLUSTERS)}, or the path of a .json file "
             f"such as {_EXAMPLE}"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the cluster file {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the cluster file {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"the cluster file {path} holds a {type(values).__name__}; expected an object such as {_EXAMPLE}"
-        )
-    return _from_file(path, values)
+    return _from_file(path, read_object(path, "the cluster file", f"an object such as {_EXAMPLE}"))
 
 
 def _from_file(path: Path, values: Mapping[str, Any]) -> Cluster:

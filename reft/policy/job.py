@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,11 @@ from typing import Any
 from reft.config import BLOCK_NAME, ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
 from reft.policy.cluster import Cluster
-from reft.policy.loads import OPTIMIZER_BYTES, RankSections
+from reft.policy.json_file import read_object
+from reft.policy.loads import RankSections
 from reft.pretrain.layout import AXES, Layout, check_model, choose_order, parse_order
 from reft.pretrain.model_config import load_model
+from reft.simulate.footprint import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.simulate.training import Training
 from reft.topology import Degrees, Topology
 
@@ -92,7 +93,7 @@ class PlannedJob:
 
     def _sections(self, stage_id: int) -> RankSections:
         here = self.stage_parameters(stage_id)
-        model = 2 if self.half else 4
+        model = MODEL_BYTES if self.half else 4
         optimizer = OPTIMIZER_BYTES if self.half or self.owned else _MOMENT_BYTES
         host = self.block.host_state_bytes
         if self.owned:
@@ -107,17 +108,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read or is none.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the DeepSpeed configuration {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the DeepSpeed configuration {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} holds a {type(values).__name__}; expected a DeepSpeed configuration, an object"
-        )
-    return values
+    return read_object(path, "the DeepSpeed configuration", "an object")
 
 
 def plan_job(

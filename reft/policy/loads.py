@@ -9,13 +9,12 @@ from enum import StrEnum
 from reft.blocks import ALIGNMENT_BYTES
 from reft.protect.codes import Scheme
 from reft.protect.section import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
+from reft.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
 from reft.store.arena import reserved_bytes
 
 CHECKSUM_BYTES = 8
-OPTIMIZER_BYTES = 12
-"""Of an owned partition, per parameter: master weight and both moments of Adam in single precision."""
-GRADIENT_BYTES = 4
-"""Of a parameter, which a recomputed optimizer (AOR) reads in every step (REFERENCE 1.6)."""
+_BESIDE_GRADIENTS_BYTES = 4096
+"""Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its factor."""
 
 
 class OwnedBy(StrEnum):
@@ -124,7 +123,8 @@ def group_loads(
 
 
 def _gradient_bytes(sections: RankSections) -> int:
-    return _aligned(-(-sections.owned_bytes // OPTIMIZER_BYTES) * GRADIENT_BYTES)
+    """What a recomputed partition reads in every step (REFERENCE 1.6), in single precision."""
+    return _aligned(-(-sections.owned_bytes // OPTIMIZER_BYTES) * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES
 
 
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
