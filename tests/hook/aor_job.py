@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import reft
 from reft.errors import UnsupportedStateError
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
+from tests.hook.ranks import be_a_rank
 
 avoid_build_at_start()
 
@@ -221,10 +220,6 @@ def refused(case: dict[str, Any], root: Path) -> str:
 
 
 def main(root: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
-    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
     out: dict[str, Any] = {"long": {}}
     for number, (name, case) in enumerate(CASES.items()):
         protection = ("aec+aor", "arc:2+aor", "arc+aor", "arc+aec+aor")[number]
@@ -242,8 +237,4 @@ def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    result = main(where)
-    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
-    torch.distributed.barrier()
-    os._exit(0)
+    be_a_rank(main)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job script that writes ``result-RANK.json`` into the directory it is given."""
+"""Starts the ranks of a job script, each a node of its own, and is what such a script calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,20 @@ def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 240) 
     for r, log in zip(ranks, logs, strict=True):
         assert r.returncode == 0, log[-4000:]
     return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+def be_a_rank(main: Callable[[Path], dict[str, Any]]) -> None:
+    """The body of a job script: call ``main`` with the directory of the run, in a gloo job of single-threaded
+    processes, and leave what it returns to :func:`run_ranks`."""
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    deepspeed.init_distributed("gloo", verbose=False)
+    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
+    root = Path(sys.argv[1])
+    result = main(root)
+    (root / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    os._exit(0)

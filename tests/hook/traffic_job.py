@@ -3,9 +3,7 @@ by reft itself, and here at the calls that move the bytes."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import nn
 import reft
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
+from tests.hook.ranks import be_a_rank
 
 avoid_build_at_start()
 
@@ -130,10 +129,6 @@ def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
 
 
 def main(root: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
-    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
     out: dict[str, Any] = {}
     for zero in (0, 1):
         out[f"zero{zero}"] = {"plain": train(make(zero))}
@@ -145,8 +140,4 @@ def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    result = main(where)
-    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
-    torch.distributed.barrier()
-    os._exit(0)
+    be_a_rank(main)

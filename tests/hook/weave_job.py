@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from reft.hook.deepspeed import session_of
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
+from tests.hook.ranks import be_a_rank
 
 avoid_build_at_start()
 
@@ -250,10 +249,6 @@ def resumed(root: Path, name: str, variant: str, steps: int = STEPS + 3) -> dict
 
 
 def main(root: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
-    os.environ["REFT_NODE_ID"] = f"node{os.environ['RANK']}"
     plain = make()
     out: dict[str, Any] = {
         "reference": train(plain, STEPS + 3),
@@ -278,8 +273,4 @@ def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    result = main(where)
-    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
-    torch.distributed.barrier()
-    os._exit(0)
+    be_a_rank(main)

@@ -64,10 +64,12 @@ def test_a_closed_gate_lets_nobody_through_and_an_open_one_says_which_window(gat
     copying.end()
 
 
-def test_closing_waits_for_the_chunk_in_flight(gate: HostGate) -> None:
+@pytest.mark.parametrize(("window", "permit"), [(0, Permit(1, 0)), (None, Permit(3))], ids=["window", "send"])
+def test_closing_waits_for_the_chunk_in_flight(gate: HostGate, window: int | None, permit: Permit) -> None:
+    """Beside communication chunks are tier 3, and waited for too."""
     copying = Copying(gate, hold=True)
-    gate.open(0, 0, None)
-    copying.wait_for_one()
+    gate.open(window, 0, None)
+    assert copying.wait_for_one() == permit
     closed = threading.Event()
     thread = threading.Thread(target=lambda: (gate.close(), closed.set()))
     thread.start()
@@ -75,21 +77,6 @@ def test_closing_waits_for_the_chunk_in_flight(gate: HostGate) -> None:
     copying.let_go.set()
     assert closed.wait(LONG)
     # Whatever the thread was given after that, it was not the window.
-    count = len(copying.permits)
-    copying.end()
-    assert all(p.tier == 0 for p in copying.permits[count:])
-
-
-def test_beside_communication_chunks_are_tier_3_and_waited_for_too(gate: HostGate) -> None:
-    copying = Copying(gate, hold=True)
-    gate.open(None, 0, None)
-    assert copying.wait_for_one() == Permit(3)
-    closed = threading.Event()
-    thread = threading.Thread(target=lambda: (gate.close(), closed.set()))
-    thread.start()
-    assert not closed.wait(0.1)
-    copying.let_go.set()
-    assert closed.wait(LONG)
     count = len(copying.permits)
     copying.end()
     assert all(p.tier == 0 for p in copying.permits[count:])
