@@ -65,7 +65,7 @@ def plan_command(
         str | None, typer.Option(help="instead of CONFIG's: a scheme such as aec, or auto, which chooses")
     ] = None,
     aor: Annotated[
-        bool, typer.Option("--aor", help="let auto choose recomputed optimizers (ZeRO-1)")
+        bool, typer.Option("--aor", help="auto has ZeRO-1 partitions recomputed, as auto+aor")
     ] = False,
     host_memory_gb: Annotated[
         float | None,
@@ -125,7 +125,7 @@ def plan_command(
         protection=protection,
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
         max_overhead=max_overhead,
-        aor_available=aor,
+        recompute=aor,
         schedule=SCHEDULES[schedule],
     )
     if figure is not None:

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK_NAME = "reft"
 AUTO = "auto"
-_AOR = "+aor"
+AOR = "+aor"
+"""Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)."""
 ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
 ENV_JOB_ID = "REFT_JOB_ID"
 ENV_NODE_ID = "REFT_NODE_ID"
@@ -325,13 +326,18 @@ class ReftConfig(_Block):
         return Scheme(self.copies) if text == "arc" else Scheme.parse(text)
 
     @property
+    def chooses(self) -> bool:
+        """Whether the protection is chosen at the start."""
+        return self._replicated_protection == AUTO
+
+    @property
     def recompute(self) -> bool:
         """Whether ring peers recompute ZeRO partitions (AOR)."""
-        return self.protection.endswith(_AOR)
+        return self.protection.endswith(AOR)
 
     @property
     def _replicated_protection(self) -> str:
-        return self.protection.removesuffix(_AOR)
+        return self.protection.removesuffix(AOR)
 
     def _check_aor(self) -> None:
         if not self.recompute:

@@ -2,8 +2,9 @@
 
 From what every rank knows alike (placement, sizes, memory, the wished tolerance) comes the same choice
 on every rank. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
-and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.OwnedBy`). Chosen is the
-one that moves least among those that fit the memory and survive the wished number of lost nodes; if
+and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.OwnedBy`): recomputing
+them is chosen where it was asked for, and only there, since on a GPU it is not exact to the bit. Chosen is
+the one that moves least among those that fit the memory and survive the wished number of lost nodes; if
 none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
+from reft.config import AOR
 from reft.errors import ConfigError
 from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import Fit, Pace
@@ -63,7 +65,7 @@ class Alternative:
         limit_bytes: what it may; None where that is not known.
         fatal: a smallest set of nodes whose loss is not survived.
         fit: prediction for the step; None where windows or bandwidth are not known.
-        available: False for what this version of reft cannot do in a job.
+        available: False where it recomputes partitions unasked, or does not although that was asked for.
     """
 
     scheme: Scheme
@@ -78,7 +80,7 @@ class Alternative:
 
     @property
     def name(self) -> str:
-        return f"{self.scheme}+aor" if self.owned_by is OwnedBy.AOR else str(self.scheme)
+        return f"{self.scheme}{AOR}" if self.owned_by is OwnedBy.AOR else str(self.scheme)
 
     @property
     def tolerance(self) -> int:
@@ -100,9 +102,7 @@ class Alternative:
         return load.moved_bytes, self.memory_bytes, self.scheme.parities, self.scheme.copies, self.name
 
     def why_not(self, wished: int) -> str | None:
-        """Why it cannot be chosen; None if it can."""
-        if not self.available:
-            return "recomputing takes time on the host that is not counted yet; ask for it"
+        """Why it does not do; None if it does."""
         if not self.fits_memory:
             assert self.limit_bytes is not None
             return (
@@ -154,6 +154,8 @@ class Choice:
         """In words; empty for the chosen one."""
         if alternative is self.chosen:
             return ""
+        if not alternative.available:
+            return _why_unavailable(alternative)
         if why := alternative.why_not(self.wished):
             return why
         more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
@@ -172,7 +174,7 @@ def choose(
     wished: int,
     *,
     pace: Pace | None = None,
-    aor_available: bool = False,
+    recompute: bool = False,
     also: Sequence[Scheme] = (),
     beyond: int = 0,
 ) -> Choice:
@@ -182,13 +184,14 @@ def choose(
         situation: the job.
         wished: node losses that every sharding group should survive.
         pace: predicts the step, if windows and bandwidth are known.
-        aor_available: recomputed optimizers may be chosen; else they are only evaluated.
+        recompute: partitions are to be recomputed by ring peers (AOR), as ``auto+aor`` asks; the other way is
+            evaluated too.
         also: schemes to evaluate in any case.
         beyond: evaluate schemes that survive so many more losses than needed.
     """
     candidates, excluded = _candidates(situation, wished, also, beyond)
     alternatives = sorted(
-        _evaluate(situation, candidates, pace, aor_available), key=lambda alternative: alternative.cost
+        _evaluate(situation, candidates, pace, recompute), key=lambda alternative: alternative.cost
     )
     usable = [a for a in alternatives if a.available and a.fits_memory]
     best = max((a.tolerance for a in usable), default=0)
@@ -239,7 +242,7 @@ def _tests(scheme: Scheme, size: int, nodes: int) -> int:
 
 
 def _evaluate(
-    situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, aor_available: bool
+    situation: Situation, schemes: Sequence[Scheme], pace: Pace | None, recompute: bool
 ) -> Iterator[Alternative]:
     for scheme in schemes:
         lost = fatal(situation.topology, scheme.copies, scheme.parities)
@@ -256,7 +259,7 @@ def _evaluate(
                 limit_bytes=None if situation.memory_bytes is None else situation.memory_bytes[node],
                 fatal=lost,
                 fit=pace.fit(loads) if pace is not None else None,
-                available=aor_available or way is not OwnedBy.AOR,
+                available=way is None or recompute == (way is OwnedBy.AOR),
             )
 
 
@@ -285,6 +288,17 @@ def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dic
 
 # ---- words ----
 
+_PARTITIONS = {
+    OwnedBy.PEER: f'ZeRO partitions are sent to peers: recomputing them takes "{AOR}" in the protection',
+    OwnedBy.AOR: f'ZeRO partitions are recomputed by peers, as "{AOR}" asks',
+}
+
+
+def _why_unavailable(alternative: Alternative) -> str:
+    if alternative.owned_by is OwnedBy.AOR:
+        return f'recomputing is chosen only where "{AOR}" asks for it'
+    return f'"{AOR}" asks for recomputing'
+
 
 def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], situation: Situation) -> str:
     load = chosen.busiest
@@ -295,6 +309,8 @@ def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], sit
         f"{_memory(chosen.memory_bytes)} on the fullest node"
         + ("" if chosen.limit_bytes is None else f", {_memory(chosen.limit_bytes)} may be used"),
     ]
+    if chosen.owned_by is not None:
+        parts.append(_PARTITIONS[chosen.owned_by])
     if chosen.fit is not None:
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
@@ -321,7 +337,7 @@ def _needed(situation: Situation, wished: int, alternatives: Sequence[Alternativ
             f"enlarge the memory directory, keep fewer versions (arenas), or use more nodes"
         )
     for alternative in (a for a in reaching if not a.available and a.fits_memory):
-        yield f"{alternative.name} would do: {alternative.why_not(wished)}"
+        yield f"{alternative.name} would do: {_why_unavailable(alternative)}"
         break
     if reaching:
         return

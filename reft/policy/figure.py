@@ -100,7 +100,7 @@ def _draw_memory(axes: Any, plan: JobPlan) -> None:
         axes.set_xlim(0, 1.15 * max(*values, limit / GIB if near else 0.0))
         axes.set_xlabel(f"GiB per node; {limit / GIB:.0f} may be reserved{' (dashed)' if near else ''}")
     _names(axes, plan)
-    axes.set_title("host memory; red: impossible, grey: not in jobs yet", fontsize=10, loc="left")
+    axes.set_title("host memory; red: impossible, grey: only if asked for", fontsize=10, loc="left")
 
 
 def _draw_windows(axes: Any, plan: JobPlan) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AUTO, ReftConfig
+from reft.config import AOR, AUTO, ReftConfig
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, Alternative, Choice, Situation, choose
 from reft.policy.cluster import MEMORY_SHARE
 from reft.policy.forecast import SimulatedPace
 from reft.policy.job import PlannedJob
 from reft.policy.loads import Load
-from reft.policy.outlook import HOUR, TIMES_SECS, Outlook, outlook
+from reft.policy.outlook import HOUR, Outlook, outlook
 from reft.protect.codes import Scheme
 from reft.simulate.result import StageResult
 from reft.simulate.schedules import Schedule, one_f_one_b
@@ -156,6 +156,7 @@ class JobPlan:
             "chosen": alternative is self.choice.chosen,
             "planned": alternative is self.planned,
             "possible": alternative.why_not(self.choice.wished) is None,
+            "available": alternative.available,
             "why_not": self.choice.why_not_chosen(alternative),
             "tolerance": alternative.tolerance,
             "fatal_nodes": list(alternative.fatal),
@@ -196,7 +197,7 @@ def make_plan(
     protection: str | None = None,
     memory_bytes: int | None = None,
     max_overhead: float | None = None,
-    aor_available: bool = False,
+    recompute: bool = False,
     schedule: Callable[[int, int], Schedule] = one_f_one_b,
 ) -> JobPlan:
     """Plan a job.
@@ -208,7 +209,7 @@ def make_plan(
         protection: instead of the block's; ``auto`` takes the choice.
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
         max_overhead: instead of the block's.
-        aor_available: recomputed optimizers may be chosen.
+        recompute: ``auto`` recomputes partitions, as ``auto+aor`` does.
         schedule: of the pipeline.
 
     Raises:
@@ -219,6 +220,9 @@ def make_plan(
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
     pace = SimulatedPace(job.training, Variant(block.variant.value), schedule)
     configured, recomputed = _configured(block, protection)
+    if recomputed and not job.owned:
+        recomputed = False
+        job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
     choice = choose(
         Situation(
             job.topology,
@@ -229,18 +233,18 @@ def make_plan(
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,
-        aor_available=aor_available,
+        recompute=recompute or recomputed,
         also=() if configured is None else (configured,),
         beyond=1,
     )
-    name = None if configured is None else f"{configured}{'+aor' if recomputed else ''}"
-    planned = choice.chosen if name is None else choice.of(name)
+    name = f"{AUTO if configured is None else configured}{AOR if recomputed else ''}"
+    planned = choice.chosen if configured is None else choice.of(name)
     causes = [failure.weibull for failure in job.cluster.failures]
     return JobPlan(
         job=job,
         choice=choice,
         planned=planned,
-        configured=name or AUTO,
+        configured=name,
         pace=pace,
         outlook=outlook(job.topology, planned, causes, target),
         max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
@@ -248,12 +252,12 @@ def make_plan(
 
 
 def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:
-    """The scheme that is asked for, None for the choice; and whether optimizers are recomputed."""
-    if AUTO in (protection, block.protection if protection is None else ""):
-        return None, False
+    """The scheme that is asked for, None for the choice; and whether partitions are recomputed."""
     if protection is None:
-        return block.scheme, False
-    text = protection.removesuffix("+aor")
+        return None if block.chooses else block.scheme, block.recompute
+    text = protection.removesuffix(AOR)
+    if text == AUTO:
+        return None, text != protection
     scheme = Scheme.parse(text)
     if not scheme.designed:
         raise ConfigError(
@@ -268,6 +272,3 @@ def duration(secs: float) -> str:
         if secs >= 2 * scale:
             return f"{secs / scale:.1f} {unit}"
     return f"{secs:.3g} s"
-
-
-__all__ = ["TIMES_SECS", "JobPlan", "StagePlan", "duration", "make_plan"]

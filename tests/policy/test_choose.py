@@ -128,7 +128,7 @@ def protects(situation: Situation, alternative: Alternative) -> int:
 def test_p4_the_choice_fits_survives_what_any_alternative_does_and_is_the_cheapest(
     situation: Situation, wished: int, aor: bool
 ) -> None:
-    choice = choose(situation, wished, aor_available=aor)
+    choice = choose(situation, wished, recompute=aor)
     chosen = choice.chosen
     assert chosen.available
     assert all(a.tolerance == protects(situation, a) for a in choice.alternatives)
@@ -205,13 +205,26 @@ def test_memory_decides_and_what_is_missing_is_named() -> None:
     assert "aec would survive 1 node, with 42." in str(hopeless)
 
 
-def test_aor_is_chosen_only_where_it_can_run() -> None:
+def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> None:
     situation = job(apart(4), replicated=2 * MIB, owned=12 * MIB)
-    without, with_aor = (choose(situation, 1, aor_available=aor) for aor in (False, True))
-    assert without.chosen.name == "aec"
-    assert "ask for it" in without.why_not_chosen(without.of("aec+aor"))
-    assert with_aor.chosen.name == "aec+aor"
-    assert choose(situation, 2, aor_available=True).chosen.name == "rs:2+aor"
+    without, with_aor = (choose(situation, 1, recompute=aor) for aor in (False, True))
+    assert (without.chosen.name, with_aor.chosen.name) == ("aec", "aec+aor")
+    assert 'only where "+aor" asks' in without.why_not_chosen(without.of("aec+aor"))
+    assert '"+aor" asks for recomputing' in with_aor.why_not_chosen(with_aor.of("aec"))
+    assert "ZeRO partitions are sent to peers" in without.reason
+    assert "ZeRO partitions are recomputed by peers" in with_aor.reason
+    assert choose(situation, 2, recompute=True).chosen.name == "rs:2+aor"
+    # To ask is to want it, even where sending moves less.
+    small = choose(job(["a", "b"], owned=12), 1, recompute=True)
+    assert small.chosen.name == "arc+aor"
+    assert small.chosen.busiest.moved_bytes > small.of("arc").busiest.moved_bytes
+
+
+def test_where_nothing_is_partitioned_there_is_nothing_to_recompute() -> None:
+    for recompute in (False, True):
+        choice = choose(job(apart(4)), 1, recompute=recompute)
+        assert choice.chosen.name == "aec"
+        assert "partitions" not in choice.reason
 
 
 def test_a_protection_without_room_is_refused_with_the_reason() -> None:

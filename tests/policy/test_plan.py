@@ -111,6 +111,12 @@ def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: P
     assert run(path, *SMALL, *QUICK, "--protection", "arc:2").json["protection"]["planned"] == "arc:2"
     chosen = run(path, *SMALL, *QUICK, "--protection", "auto").json["protection"]
     assert chosen["planned"] == chosen["auto_would_choose"]
+    config = json.loads(Path(BF16_ZERO1).read_text())
+    config["reft"]["protection"] = "rs:2+aor"
+    recomputed = run(write(tmp_path / "aor.json", config), *LARGE, *QUICK)
+    assert recomputed.json["protection"]["planned"] == "rs:2+aor"
+    assert recomputed.json["protection"]["auto_would_choose"] == "aec+aor"
+    assert recomputed.code == cli.EXIT_WELL
 
 
 def test_the_block_can_ask_for_a_choice_and_a_tolerance(run: Run, tmp_path: Path) -> None:
@@ -213,9 +219,24 @@ def test_a_model_that_exceeds_the_device_is_not_well(run: Run) -> None:
 def test_recomputed_optimizers_are_shown_and_chosen_only_when_allowed(run: Run) -> None:
     arguments = (BF16_ZERO1, *LARGE, "--protection", "auto", *QUICK)
     assert run(*arguments).json["protection"]["planned"] == "aec"
-    assert run(*arguments, "--aor").json["protection"]["planned"] == "aec+aor"
-    refused = run(BF16_ZERO1, *LARGE, "--protection", "arc+aor", *QUICK)
-    assert refused.code == cli.EXIT_NOT_WELL
+    for asked in (run(*arguments, "--aor"), run(BF16_ZERO1, *LARGE, "--protection", "auto+aor", *QUICK)):
+        assert asked.code == cli.EXIT_WELL
+        assert asked.json["protection"]["planned"] == "aec+aor"
+
+
+def test_p4_who_asks_for_recomputed_optimizers_gets_a_plan_with_them(run: Run) -> None:
+    asked = run(BF16_ZERO1, *LARGE, "--protection", "arc+aor", *QUICK)
+    assert asked.code == cli.EXIT_WELL
+    assert asked.json["problems"] == []
+    found = asked.json["protection"]
+    assert (found["configured"], found["planned"], found["auto_would_choose"]) == (
+        *("arc+aor", "arc+aor", "aec+aor"),
+    )
+    # What is not partitioned is protected by the scheme, as in the job.
+    whole = run(FP16, *SMALL, "--protection", "arc+aor", *QUICK)
+    assert whole.code == cli.EXIT_WELL
+    assert whole.json["protection"]["planned"] == "arc"
+    assert any('"+aor" has nothing to do' in note for note in whole.json["notes"])
 
 
 @pytest.mark.parametrize(
@@ -312,7 +333,7 @@ def test_a_wrong_cluster_file_is_explained(run: Run, tmp_path: Path, values: Any
         ([FP16, *SMALL, "--protection", "prayer"], "found protection 'prayer'"),
         ([FP16, *SMALL, "--protection", "rs:8"], "needs at least 9 data-parallel members"),
         ([FP16, *SMALL, "--protection", "naive:arc+aec"], "leave 'naive:' out"),
-        ([FP16, *SMALL, "--protection", "arc+aor"], "protection arc+aor is not possible here"),
+        ([BF16_ZERO1, *LARGE, "--protection", "none+aor"], "protection none+aor is not possible here"),
         ([FP16, *SMALL, "--target-survival", "1"], "above 0 and below 1"),
         ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
         ([FP16, *SMALL, "--parameters", "-1"], "write a number such as 1.3e9"),
