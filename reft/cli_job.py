@@ -112,6 +112,8 @@ def _show_status(node: dict[str, Any]) -> None:
         table.add_row("persist", _staleness(persist.get("stale_since_step"), persist.get("error")))
     for name, said in _traffic(status.get("trainers") or {}).items():
         table.add_row(name, said)
+    if said := _recomputed(status.get("trainers") or {}):
+        table.add_row("recomputed", said)
     if updated := status.get("updated_unix_secs"):
         table.add_row("as of", f"{max(0.0, time.time() - updated):.0f} s ago")
     Console().print(table, markup=False)
@@ -127,6 +129,18 @@ def _traffic(trainers: dict[str, dict[str, Any]]) -> dict[str, str]:
         if counted:
             rows[name] = f"{_size(total.total())} ({parts})" if total else "nothing"
     return rows
+
+
+def _recomputed(trainers: dict[str, dict[str, Any]]) -> str | None:
+    """How often ring peers' partitions were recomputed on this node, and how often and why copied; None where
+    that was not asked for."""
+    stats = [t["stats"] for t in trainers.values() if t.get("stats")]
+    made = sum(s.get("recomputed", 0) for s in stats)
+    copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
+    if not made and not copied:
+        return None
+    causes = ", ".join(f"{n}x {cause}" for cause, n in copied.items())
+    return f"{made} partitions; copied from their owners: {causes or 'none'}"
 
 
 def _size(nbytes: int) -> str:

@@ -13,7 +13,7 @@ from reft.store.label import Label
 from reft.store.status import NodeStatus
 
 
-def test_traffic_of_all_ranks_of_the_node_is_summed_by_kind(tmp_path: Path) -> None:
+def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: Path) -> None:
     job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
     status = NodeStatus(job_dir.path, {})
     status.committed(Label(1, 3))
@@ -28,3 +28,11 @@ def test_traffic_of_all_ranks_of_the_node_is_summed_by_kind(tmp_path: Path) -> N
     assert "and sends to other nodes │ 2.0 KiB (host state 2.0 KiB)" in shown
     told = json.loads(CliRunner().invoke(app, [*ask, "--json"]).output)
     assert told[0]["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
+    assert "recomputed" not in shown
+    status.trainer(0, stats={"traffic": {"to_host": {}, "sent": {}}, "recomputed": 5})
+    resynced = {"recomputed": 4, "resynced": {"it is not what its owner has": 1}}
+    status.trainer(1, stats={"traffic": {"to_host": {}, "sent": {}}, **resynced})
+    status.write_if_changed()
+    shown = " ".join(CliRunner().invoke(app, ask, env={"COLUMNS": "200"}).output.split())
+    said = "9 partitions; copied from their owners: 1x it is not what its owner has"
+    assert f"recomputed │ {said}" in shown
