@@ -7,7 +7,8 @@ unit has one step that is not timed, at whose end the first version is submitted
 each holds a whole snapshot, the rest of the version before included.
 
 Settings: PP2 and PP4, few and many micro-batches, states that fit into the bubbles and one that does not.
-With fewer cores than ranks no rank ever waits idle, so there every variant pays for its copies.
+With fewer cores than ranks no rank ever waits idle, so there every variant pays for its copies. What a core
+loses while its neighbour copies (neighbour.py) is measured in the same run: no schedule can hide that.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from common import (
     scratch,
     write_result,
 )
+from neighbour import measure
 from results import estimate, facts, run_lines
 from training import build_engine
 
@@ -236,6 +238,13 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{name:14}{o['median']:12.2%}  [{low:.2%}, {high:.2%}]".ljust(44)
                 + f"{stall:10.2f}{cpu:9.1f}   {t['1']:.0%} / {t['2']:.0%} / {t['0']:.0%}"
             )
+    if (beside := result["neighbour"]) is not None:
+        lines += [
+            "",
+            f"while one core copies, another computes {beside['slowdown']['median']:.1%} more slowly: "
+            f"{beside['bytes'] / MIB:.1f} MiB in the idle time of a stage cost the stage that computes "
+            f"meanwhile {beside['extra_secs'] * 1e3:.1f} ms",
+        ]
     return "\n".join([*lines, "", *(f"{goal}: {met}" for goal, met in result["goals"].items())])
 
 
@@ -294,6 +303,7 @@ def main() -> int:
     del result["model"], result["layout"]  # every setting has its own
     result |= {"dp": options.dp, "zero": options.zero, "dtype": options.dtype, "rounds": options.rounds}
     result |= {"steps_per_unit": options.span, "settings": measured, "goals": goals(measured)}
+    result["neighbour"] = measure(measured[0]["bytes_per_rank"], rounds=3 if options.quick else 60)
     print(json.dumps(result, indent=2) if options.json else table(result))
     return 0
 

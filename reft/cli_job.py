@@ -112,8 +112,8 @@ def _show_status(node: dict[str, Any]) -> None:
         table.add_row("persist", _staleness(persist.get("stale_since_step"), persist.get("error")))
     for name, said in _traffic(status.get("trainers") or {}).items():
         table.add_row(name, said)
-    if said := _recomputed(status.get("trainers") or {}):
-        table.add_row("recomputed", said)
+    if recomputed := _recomputed(status.get("trainers") or {}):
+        table.add_row("recomputed", recomputed)
     if updated := status.get("updated_unix_secs"):
         table.add_row("as of", f"{max(0.0, time.time() - updated):.0f} s ago")
     Console().print(table, markup=False)
