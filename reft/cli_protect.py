@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from reft.cli_memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
+from reft.config import AOR
 from reft.errors import ReftError
 from reft.protect.codes import Scheme
 from reft.store.arena import Arena
@@ -116,6 +117,8 @@ def describe(record: dict[str, Any]) -> list[str]:
     degraded = record.get("degraded")
     since = f" since step {record['step']}" if record["step"] else ""
     scheme = degraded["scheme"] if degraded else record["scheme"]
+    if record.get("aor") and scheme != "none":
+        scheme += AOR
     lines = [f"{scheme}{since}, survives the loss of {record['tolerance']} node(s) per sharding group"]
     if degraded:
         lines.append(

@@ -63,7 +63,9 @@ class Protection:
         self._keeping = Keeping(
             config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
         )
-        self.record = replace(self._last_switch(configured, str(config.scheme)), incarnation=incarnation)
+        self.record = replace(
+            self._last_switch(configured, str(config.scheme)), incarnation=incarnation, aor=config.recompute
+        )
         """What is in force, the same on all ranks."""
 
     def _last_switch(self, configured: str, scheme: str) -> ProtectionRecord:

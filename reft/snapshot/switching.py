@@ -216,7 +216,7 @@ class SchemeSwitch:
         cause: str | None
         new: GroupLayout | None = None
         try:
-            scheme = parse_order(order.scheme)
+            scheme = parse_order(order.scheme, aor=self.record.aor)
             scheme.check_room(self._topology.degrees.dp)
         except ConfigError as error:
             cause = str(error)

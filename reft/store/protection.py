@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from reft.config import AOR
 from reft.errors import ConfigError
 from reft.protect.codes import Scheme
 from reft.store.jobdir import read_json, write_json
@@ -78,6 +79,7 @@ class ProtectionRecord:
         refused: the newest order, if it could not be carried out.
         degraded: what is in force, if memory is too short for what is wanted.
         ordered: the scheme came by order, not from the block.
+        aor: the job was started with partitions recomputed by their owners' peers; no order changes that.
     """
 
     scheme: str
@@ -89,6 +91,7 @@ class ProtectionRecord:
     refused: Refusal | None = None
     degraded: Degradation | None = None
     ordered: bool = False
+    aor: bool = False
 
     @property
     def parsed(self) -> Scheme:
@@ -113,13 +116,28 @@ class ProtectionRecord:
         )
 
 
-def parse_order(text: str) -> Scheme:
+def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
     """The scheme that an order names.
 
+    Args:
+        text: as in the block, also with ``+aor``.
+        aor: whether the job recomputes partitions; None where that is not known.
+
     Raises:
-        ConfigError: there is no such scheme, or it is one that must not be used.
+        ConfigError: there is no such scheme, it must not be used, or it asks for recomputing in a job that
+            was started without.
     """
-    scheme = Scheme.parse(text)
+    plain = text.removesuffix(AOR)
+    scheme = Scheme.parse(plain)
+    if plain != text and not scheme.certain_losses:
+        raise ConfigError(
+            f"protection {text!r} keeps nothing of a peer that it could recompute; order {plain!r}"
+        )
+    if plain != text and aor is False:
+        raise ConfigError(
+            f"protection {text!r} cannot be ordered: recomputing is fixed at the start, and this job was "
+            f"started without; order {plain!r}, or write {text!r} into the block for its next start"
+        )
     if not scheme.designed:
         raise ConfigError(
             f"protection {text!r} survives no more than one of its parts; give "
@@ -134,12 +152,13 @@ def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
     """Order a switch, on every node given; one of them is enough.
 
     Raises:
-        ConfigError: there is no such scheme.
+        ConfigError: there is no such scheme, or the job, as far as these nodes know, cannot follow.
         OSError: the order cannot be written.
     """
-    parse_order(scheme)
+    records = [r for d in job_dirs if (r := read_record(d))]
+    parse_order(scheme, aor=any(r.aor for r in records) if records else None)
     known = [o.number for d in job_dirs if (o := read_order(d))]
-    known += [r.number for d in job_dirs if (r := read_record(d))]
+    known += [r.number for r in records]
     order = Order(max([time.time_ns() // 1_000_000, *(n + 1 for n in known)]), scheme)
     for directory in job_dirs:
         write_json(directory / REQUEST_FILE, asdict(order))

@@ -194,7 +194,7 @@ def switched(root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     def switch(step: int) -> None:
         if step == 3 and os.environ["RANK"] == "0":
-            watched.session.protect("arc:2")
+            watched.session.protect("arc:2+aor")
 
     return watched.result(train(watched.engine, 2 * SHORT_STEPS, switch))
 

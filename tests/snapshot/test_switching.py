@@ -8,11 +8,22 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
+from reft.cli_protect import describe
+from reft.errors import ConfigError
 from reft.load.inventory import take_inventory
 from reft.load.plan import RecoveryPlan, plan_recovery
+from reft.protect.codes import Scheme
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
-from reft.store.protection import ProtectionRecord, read_record, resume
+from reft.store.protection import (
+    ProtectionRecord,
+    parse_order,
+    read_order,
+    read_record,
+    resume,
+    write_order,
+    write_record,
+)
 from tests.snapshot.test_worker import _launch, _versions
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
 
@@ -35,14 +46,16 @@ def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(
         assert [scheme for _, scheme, _ in found[12]] == ["aec", "aec"]
         _check_content_of_parity(tmp_path, rank)
     records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
-    assert [r.scheme for r in records] == ["aec", "none", "none", "none", "aec"]
-    assert [r.tolerance for r in records] == [1, 0, 0, 0, 1]
-    assert [r.step for r in records] == [2, 4, 4, 4, 10]
+    assert [r.scheme for r in records] == ["aec", "none", "none", "none", "none", "aec"]
+    assert [r.tolerance for r in records] == [1, 0, 0, 0, 0, 1]
+    assert [r.step for r in records] == [2, 4, 4, 4, 4, 10]
     assert records[2].refused is not None
     assert "memory_limit_bytes" in records[2].refused.cause
     assert records[3].refused is not None
     assert "at least 3 data-parallel members, found 2" in records[3].refused.cause
-    assert records[4].refused is None
+    assert records[4].refused is not None
+    assert "recomputing is fixed at the start" in records[4].refused.cause
+    assert records[5].refused is None
 
 
 def _check_content_of_parity(root: Path, rank: int) -> None:
@@ -84,6 +97,24 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
             if header is not None and header.state.whole:
                 assert header.scheme == ("arc" if header.label.step <= 3 else "aec")
                 assert all(arena.verify(entry) for entry in header.entries)
+
+
+def test_an_order_that_asks_for_recomputing_needs_a_job_that_was_started_with_it(tmp_path: Path) -> None:
+    assert write_order([tmp_path], "arc+aor").scheme == "arc+aor", "not known yet: the ranks will see to it"
+    write_record(tmp_path, ProtectionRecord("arc", "arc", aor=True))
+    assert write_order([tmp_path], "rs:2+aor").scheme == "rs:2+aor"
+    assert parse_order("rs:2+aor", aor=True) == parse_order("rs:2", aor=True) == Scheme(0, 2)
+    record = read_record(tmp_path)
+    assert record is not None
+    assert describe(record.to_json())[0].startswith("arc+aor, survives")
+    with pytest.raises(ConfigError, match=r"'none\+aor' keeps nothing of a peer .*; order 'none'"):
+        write_order([tmp_path], "none+aor")
+    write_record(tmp_path, ProtectionRecord("arc", "arc"))
+    with pytest.raises(ConfigError, match=r"fixed at the start, .* order 'aec', or write 'aec\+aor' into"):
+        write_order([tmp_path], "aec+aor")
+    newest = read_order(tmp_path)
+    assert newest is not None
+    assert newest.scheme == "rs:2+aor"
 
 
 def test_the_block_counts_again_once_it_is_edited() -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint, Variant
+from reft.errors import ConfigError
 from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
@@ -31,8 +33,16 @@ from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
+from reft.store.jobdir import write_json
 from reft.store.label import Label
-from reft.store.protection import OrderWatch, ProtectionRecord, write_order, write_record
+from reft.store.protection import (
+    REQUEST_FILE,
+    Order,
+    OrderWatch,
+    ProtectionRecord,
+    write_order,
+    write_record,
+)
 from reft.topology import Degrees, Topology
 
 SECRET = b"s" * 32
@@ -94,7 +104,13 @@ class Rank:
         write_record(self.root / f"node{self.rank}", record)
 
     def order(self, scheme: str) -> None:
-        write_order([self.root / f"node{self.rank}"], scheme)
+        directory = self.root / f"node{self.rank}"
+        try:
+            write_order([directory], scheme)
+        except ConfigError:
+            # Whoever wrote it knew less of the job than this node: the ranks have to see to it.
+            order = Order(time.time_ns() // 1_000_000, scheme)
+            write_json(directory / REQUEST_FILE, asdict(order))
 
     def arenas_found(self) -> dict[str, tuple[int, str, int]]:
         """Step, scheme and memory of every arena file; step 0 for an empty one."""
@@ -244,7 +260,7 @@ def scenario_interval(rank: int, root: Path) -> dict[str, object]:
 def scenario_switch(rank: int, root: Path) -> dict[str, object]:
     """Schemes ordered on one node each, some of which nobody can follow."""
     me = Rank(rank, root)
-    orders = {2: (3, "aec"), 4: (0, "none"), 6: (1, "arc"), 8: (2, "rs:2"), 10: (3, "aec")}
+    orders = {2: (3, "aec"), 4: (0, "none"), 6: (1, "arc"), 8: (2, "rs:2"), 9: (1, "arc+aor"), 10: (3, "aec")}
     outcome, found = {}, {}
     for step in range(1, 13):
         who, scheme = orders.get(step, (None, ""))
