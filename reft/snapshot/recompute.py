@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reft.errors import ReftError, UnsupportedStateError
+from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
@@ -71,11 +71,13 @@ class RecomputeStats:
         versions: partitions recomputed for a version, equal to their owner's or accepted.
         resynced: partitions of which the owner had to send something, by cause.
         secs: seconds spent on recomputing, all together.
+        cpu_secs: processor time of that, of the one thread.
     """
 
     versions: int = 0
     resynced: dict[str, int] = field(default_factory=dict)
     secs: float = 0.0
+    cpu_secs: float = 0.0
 
 
 class PeerOptimizers:
@@ -92,19 +94,20 @@ class PeerOptimizers:
         self._base: Filling | None = None
         self._replicas: dict[int, AdamReplica] = {}
         self._accepted_steps: dict[int, int] = {}
-        self._told: set[str] = set()
+        self._told: set[object] = set()
 
     def recompute(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
         """Write the kept partitions of a version whose gradients have been copied. What could not be made
         stays as it is: it is asked for from its owner."""
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         for member in _kept(filling, images):
             try:
                 self._recompute(member, filling, images, step)
                 filling.hash_partition(member)
-            except (ReftError, RuntimeError, ValueError) as error:
-                self._give_up(member, filling, str(error))
+            except Exception as error:
+                self._failed(member, filling, error)
         self.stats.secs += time.perf_counter() - began
+        self.stats.cpu_secs += time.thread_time() - cpu
 
     def compare(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
         """The owners' checksums are known: accept what is near enough, count the rest."""
@@ -112,7 +115,11 @@ class PeerOptimizers:
             replica = self._replicas.get(member)
             if replica is None or replica.stale or replica.number != filling.label.step or step is None:
                 continue
-            cause = self._refusal(member, replica, filling, gradients, step)
+            try:
+                cause = self._refusal(member, replica, filling, gradients, step)
+            except Exception as error:
+                self._failed(member, filling, error)
+                continue
             if cause is None:
                 self.stats.versions += 1
             else:
@@ -134,11 +141,11 @@ class PeerOptimizers:
     ) -> None:
         base, number = self._base, filling.label.step
         if step is None:
-            raise ReftError(f"nothing is known of how the optimizer made step {number}")
+            raise ReftError("nothing is known of how the optimizer made this step")
         if base is None or base.layout is not filling.layout:
             raise ReftError("there is no version yet to recompute from")
         if base.label.step != number - 1 or base.label.incarnation != filling.label.incarnation:
-            raise ReftError(f"the gradients between step {base.label.step} and {number} are missing")
+            raise ReftError("the gradients of steps since the newest version are missing")
         partition = filling.partition(member)
         partition.copy_(base.partition(member))
         tensors = _replica_tensors(partition, images.owned)
@@ -196,7 +203,29 @@ class PeerOptimizers:
         self._accepted_steps[member] = since + 1
         return None
 
-    def _give_up(self, member: int, filling: Filling, cause: str) -> None:
+    def _failed(self, member: int, filling: Filling, error: Exception) -> None:
+        """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave here. What is
+        no error of ours, and so perhaps a mistake, is told with where it came from, once per class."""
+        if isinstance(error, StaleReplicaError):
+            self._give_up(member, filling, "its optimizer cannot follow", detail=str(error))
+        elif isinstance(error, ReftError):
+            self._give_up(member, filling, str(error))
+        else:
+            unknown = type(error) not in self._told
+            self._told.add(type(error))
+            if unknown:
+                logger.warning("[step %d] recomputing failed", filling.label.step, exc_info=error)
+            self._give_up(member, filling, type(error).__name__, detail=str(error))
+
+    def _give_up(self, member: int, filling: Filling, cause: str, detail: str = "") -> None:
+        """Have the owner send the partition.
+
+        Args:
+            member: whose.
+            filling: the version.
+            cause: one of few, it is counted by.
+            detail: what of it may be another one every time.
+        """
         replica = self._replicas.get(member)
         if replica is not None:
             replica.mark_stale(cause)
@@ -205,10 +234,11 @@ class PeerOptimizers:
         self._told.add(cause)
         logger.log(
             logging.INFO if first else logging.DEBUG,
-            "[step %d] the partition of member %d is copied from its owner: %s",
+            "[step %d] the partition of member %d is copied from its owner: %s%s",
             filling.label.step,
             member,
             cause,
+            f" ({detail})" if detail else "",
         )
 
 

@@ -83,6 +83,7 @@ class SnapshotStats:
             "recomputed": self.recompute.versions,
             "resynced": dict(self.recompute.resynced),
             "recompute_secs": self.recompute.secs,
+            "recompute_cpu_secs": self.recompute.cpu_secs,
             "tier_bytes": {str(tier): self.tier_bytes[tier] for tier in range(4)},
             "staged": self.staged,
             "staged_bytes": self.staged_bytes,
