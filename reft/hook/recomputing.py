@@ -84,6 +84,16 @@ class Recomputing:
         """What is captured, by member."""
         return {} if self._capture is None else self._capture.images
 
+    @property
+    def partition_bytes(self) -> int:
+        """Of what is captured for one member; 0 where nothing is ever recomputed."""
+        return 0 if self._capture is None else self._capture.partition_bytes
+
+    def close(self) -> None:
+        """Leave nothing in the optimizer. No version is being copied any more."""
+        if self._capture is not None:
+            self._capture.close()
+
     def take(self, step: int) -> OptimizerStep | None:
         """What is known of the step that was just made."""
         taken = self._capture.take(step) if self._capture is not None else None

@@ -276,6 +276,7 @@ class Session:
         self.preemption.uninstall()
         if self.worker is not None:
             self.worker.close(self.config.grace_secs)
+        self._recomputing.close()
         self.daemon.close()
         self.events.write("closed", **self.stats.to_json())
 
@@ -405,7 +406,8 @@ class Session:
             self._images = None
         if self._images is None or self._images.signature != signature:
             replicated, owned = self.adapter.images()
-            self._images = LiveImages(replicated, owned, signature, self._recomputing.images)
+            gradients, nbytes = self._recomputing.images, self._recomputing.partition_bytes
+            self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
         return self._images
 
     def _stop(self, step: int) -> None:

@@ -23,17 +23,15 @@ class LiveImages:
         owned: this rank's ZeRO partition.
         signature: changes when the images would have other tensors.
         gradients: of the newest step, by member whose partition is recomputed here.
+        gradient_bytes: of one partition, if partitions are recomputed at all; the same on all members, and
+            whether or not this rank keeps any under the scheme in force.
     """
 
     replicated: SectionImage
     owned: SectionImage
     signature: Hashable
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of a partition; all are of one size."""
-        return max((image.nbytes for image in self.gradients.values()), default=0)
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ wrapper                        gradients are taken               and are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,11 +65,26 @@ class GradientCapture:
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
         self.images: dict[int, SectionImage] = {}
         """By member; other objects once other members are followed."""
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
         self.follow(members)
+        known = next(iter(self.images.values()), None)
+        self.partition_bytes = (known or SectionImage(list(self._make_staging(0).items()))).nbytes
+        """Of what is captured for one member, whether or not any is followed now."""
         self._install()
+
+    def close(self) -> None:
+        """Capture nothing any more: remove the hooks, put back the methods that were replaced, let go of
+        the memory. Nobody copies what was captured by then."""
+        self._closed = True
+        while self._undo:
+            self._undo.pop()()
+        self._staged, self.images, self._record = {}, {}, None
 
     def follow(self, members: Sequence[int]) -> bool:
         """Capture for these members from the next step on. Returns whether they are others than before."""
+        if self._closed:
+            members = ()
         if tuple(members) == tuple(self._staged):
             return False
         self._staged = {m: self._make_staging(m) for m in members}
@@ -89,7 +105,8 @@ class GradientCapture:
         record, self._record = self._record, None
         optimizer = self._adapter.state.optimizer
         if record is None:
-            if not self._wrapper.overflow:
+            # Up to 0.18 BF16_Optimizer knows no overflow, and no attribute of that name.
+            if not getattr(self._wrapper, "overflow", False):
                 return None
             record = step_of(optimizer, number, skipped=True)
         starts = self._take_samples()
@@ -144,11 +161,14 @@ class GradientCapture:
 
     def _install(self) -> None:
         if isinstance(self._adapter, BF16Adapter):
-            self._adapter.state.optimizer.register_step_pre_hook(self._before_bf16_step)
+            hook = self._adapter.state.optimizer.register_step_pre_hook(self._before_bf16_step)
+            self._undo.append(hook.remove)
             return
         _check_zero(self._wrapper)
-        _before(self._wrapper, "_release_ipg_buffers", self._when_reduced)
-        _before(self._wrapper, "unscale_and_clip_grads", self._when_unscaled)
+        self._undo += [
+            _before(self._wrapper, "_release_ipg_buffers", self._when_reduced),
+            _before(self._wrapper, "unscale_and_clip_grads", self._when_unscaled),
+        ]
 
     # -- BF16_Optimizer ----------------------------------------------------------------------------
 
@@ -165,14 +185,14 @@ class GradientCapture:
     def _when_reduced(self) -> None:
         """All gradients are averaged, those of other partitions are about to be dropped."""
         wrapper = self._wrapper
-        if not _at_boundary(wrapper):
+        if self._closed or not _at_boundary(wrapper):
             return
         self._fence()
         for g, params in enumerate(wrapper.round_robin_bit16_groups):
-            size, start = self._weights[g][0].numel(), 0
+            size = self._weights[g][0].numel()
             for member in self._staged:
                 self._staged[member][f"gradient.{g}"].zero_()
-            for param in params:
+            for param, start in zip(params, _offsets(wrapper, g), strict=True):
                 stop = start + param.numel()
                 gradient = wrapper.get_gradient_for_reduction(param)
                 for member in self._staged if gradient is not None else ():
@@ -181,11 +201,10 @@ class GradientCapture:
                         target = self._staged[member][f"gradient.{g}"]
                         flat = gradient.reshape(-1)[begin - start : end - start]
                         target[begin - member * size : end - member * size].copy_(flat)
-                start = stop
 
     def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
         """What the wrapper multiplies the gradients by, found by letting it do so to a one."""
-        if self._record is not None:
+        if self._closed or self._record is not None:
             return  # further groups of the same step
         factors = [tensors["multiplier"].fill_(1.0) for tensors in self._staged.values()]
         type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
@@ -210,15 +229,37 @@ def _at_boundary(wrapper: Any) -> bool:
     return bool(boundary() if callable(boundary) else boundary)
 
 
-def _before(wrapper: Any, name: str, call: Callable[..., None]) -> None:
-    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only."""
-    original = getattr(wrapper, name)
+def _offsets(wrapper: Any, group: int) -> list[int]:
+    """Where each parameter begins in the flat group: since 0.19 there may be padding between them."""
+    known = vars(wrapper).get("round_robin_bit16_offsets")
+    if known is not None:
+        return list(known[group])
+    counts = [param.numel() for param in wrapper.round_robin_bit16_groups[group]]
+    return list(accumulate(counts[:-1], initial=0))
+
+
+def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], None]:
+    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only.
+
+    Returns:
+        What puts the method back as it was, unless somebody has replaced it once more since.
+    """
+    original, own = getattr(wrapper, name), vars(wrapper).get(name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call(*args, **kwargs)
         return original(*args, **kwargs)
 
+    def undo() -> None:
+        if vars(wrapper).get(name) is not wrapped:
+            return
+        if own is None:
+            delattr(wrapper, name)
+        else:
+            setattr(wrapper, name, own)
+
     setattr(wrapper, name, wrapped)
+    return undo
 
 
 def _applied(optimizer: Any) -> int | None:

@@ -241,6 +241,32 @@ class Told(logging.Handler):
             self.tracebacks.append(record.exc_info[0].__name__)
 
 
+def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
+    """A session is closed and its engine goes on training."""
+    watched = Watched(root, f"closed-{number}", case, protection="arc+aor")
+    wrapper = watched.engine.optimizer
+    inner = watched.session.adapter.state.optimizer
+    capture = watched.session._recomputing._capture
+    assert capture is not None
+    losses = train(watched.engine, 3)
+    hooks = len(inner._optimizer_step_pre_hooks)
+    replaced = sorted(set(vars(wrapper)) & set(METHODS))
+    watched.session.close()
+    losses += train(watched.engine, 3)
+    return {
+        "losses": losses,
+        "plain": train(make(case, None), 6),
+        "replaced": replaced,
+        "replaced_after": sorted(set(vars(wrapper)) & set(METHODS)),
+        "hooks_removed": hooks - len(inner._optimizer_step_pre_hooks),
+        "captured": bool(capture.images or capture._staged or capture._record is not None),
+    }
+
+
+METHODS = ("_release_ipg_buffers", "unscale_and_clip_grads")
+"""Of DeepSpeedZeroOptimizer, seen by the capture."""
+
+
 def switched(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """From one kept peer to two, while the job runs."""
     watched = Watched(root, "switched", case, protection="arc+aor")
@@ -278,6 +304,7 @@ def main(root: Path) -> dict[str, Any]:
         protection = ("aec+aor", "arc:2+aor", "arc+aor", "arc+aec+aor")[number]
         out["long"][name] = long_run(root, number, case, protection)
     usual = USUAL
+    out["closed"] = {name: closed(root, n, case) for n, (name, case) in enumerate(CASES.items())}
     out["missing"] = missing_tensor(root, usual)
     out["dropped"] = dropped_gradient(root, usual)
     out["missed"] = missed_version(root, usual)

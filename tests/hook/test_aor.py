@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.hook.aor_job import BF16_OPTIMIZER, CASES, SHORT_STEPS, STEPS
+from tests.hook.aor_job import BF16_OPTIMIZER, CASES, METHODS, SHORT_STEPS, STEPS
 from tests.hook.ranks import run_ranks
 
 JOB = Path(__file__).with_name("aor_job.py")
@@ -114,6 +114,18 @@ def test_p6_a_mistake_on_one_rank_costs_that_partition_only_and_nobody_waits(ran
     assert [list(s) for s in sent] == [[0], [0, 3, 4, 6], [0]]
     assert sent[1][6] == 4096
     assert_whole(ranks, "missing", SHORT_STEPS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: str) -> None:
+    for r in ranks:
+        run = r["closed"][case]
+        replaced, hooks = ([], 1) if case == BF16_OPTIMIZER else (sorted(METHODS), 0)
+        assert run["replaced"] == replaced
+        assert run["replaced_after"] == []
+        assert run["hooks_removed"] == hooks
+        assert not run["captured"]
+        assert run["losses"] == run["plain"]
 
 
 def test_after_a_switch_the_new_peers_partitions_are_recomputed_too(ranks: Ranks) -> None:
