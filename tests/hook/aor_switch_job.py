@@ -5,22 +5,20 @@ is restored from what is left."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
 from reft.hook.deepspeed import session_of
 from tests.faults.memory import fill_up
 from tests.hook.aor_job import USUAL, Watched, make, train
+from tests.hook.ranks import be_a_rank
 
 RANK = int(os.environ.get("RANK", "0"))
 ORDERS = ("aec", "arc:2", "none", "arc")
@@ -157,10 +155,6 @@ def short_of_memory(root: Path) -> dict[str, Any] | None:
 
 
 def main(root: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    deepspeed.init_distributed("gloo", verbose=False)
-    os.environ["REFT_NODE_ID"] = f"node{RANK}"
     return {
         "order": by_order(root),
         "nothing": from_nothing(root),
@@ -169,8 +163,4 @@ def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    result = main(where)
-    (where / f"result-{RANK}.json").write_text(json.dumps(result))
-    dist.barrier()
-    os._exit(0)
+    be_a_rank(main)
