@@ -50,6 +50,8 @@ class Recomputing:
         self._member = at.dp
         self._nodes = topology.group_nodes(at.pp, at.tp)
         self._capture: GradientCapture | None = None
+        self.paused = False
+        """Set: partitions are sent by their owners, as without AOR, from the next version on."""
         if not config.recompute:
             return
         if not adapter.owned:
@@ -65,6 +67,8 @@ class Recomputing:
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+        if self.paused:
+            return ()
         scheme = self._scheme()
         return place_group(self._nodes, scheme.copies, scheme.parities).kept_by(self._member)[1:]
 

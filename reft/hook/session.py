@@ -154,6 +154,11 @@ class Session:
         """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
         self.variant = Variant(variant)
 
+    def pause_recomputing(self, paused: bool) -> None:
+        """Have partitions sent instead of recomputed (AOR) from the next version on, or recomputed again.
+        Call it between steps, on all ranks."""
+        self._recomputing.paused = paused
+
     def woven(self, weaver: Weaver) -> None:
         """The engine's schedules are woven: windows are known from there."""
         self.tracer.weaver = weaver
