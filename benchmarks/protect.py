@@ -2,8 +2,10 @@
 
 One trial encodes the parities of a whole sharding group from one replica, or decodes everything that lost
 members held. The bound is measured in the same round: a copy that moves as many bytes through as many
-streams. Rounds alternate between bound and schemes, so that a busy machine disturbs both alike; ratios are
-of one round. ``cpu`` figures count the thread's processor time instead of the clock's.
+streams. A decoding is also compared with the sum of that copy and of its XORs in the cache, measured there:
+NumPy does one XOR of two buffers at a time, so none is hidden behind another. Rounds alternate between bounds
+and schemes, so that a busy machine disturbs all alike; ratios are of one round. ``cpu`` figures count the
+thread's processor time instead of the clock's.
 
     python benchmarks/protect.py [--json] [--quick] [--members 8] [--image-mib 768] [--rounds 15]
 """
@@ -16,7 +18,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -29,12 +31,16 @@ import numpy as np
 from common import MIB, progress
 from results import estimate, machine, run_lines
 
+from reft.blocks import BlockKey
 from reft.errors import ConfigError
-from reft.load.parity import Accumulator, find_lost
+from reft.load.parity import LostBlock, find_lost, stripes_of
+from reft.load.stripe import Pool, Stripe, equations
 from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, numpy_backend
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code
+from reft.protect.rs import PACKETS
 from reft.protect.section import CodedSection
+from reft.protect.solve import solve_program
 
 CASES = (
     ("encode", "aec", ()),
@@ -44,6 +50,7 @@ CASES = (
     ("decode", "aec", (1,)),
     ("decode", "rs:2", (1,)),
     ("decode", "rs:2", (1, 2)),
+    ("add up", "rs:2", (1, 2)),
 )
 _CHUNK_BYTES = 512 * 2**10
 _BLOCK_BYTES = 4 * 2**20
@@ -99,11 +106,20 @@ def places() -> list[Place]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One thing to time: what it does and the bytes it reads and writes."""
+    """One thing to time.
+
+    Attributes:
+        name: what it does.
+        run: does it.
+        nbytes: bytes that it has to read and to write.
+        xored_bytes: of a decoding, bytes of the XORs whose operands were all read before: the parts of a
+            stripe are added up more than once, and solved, in the cache.
+    """
 
     name: str
     run: Callable[[], None]
     nbytes: int
+    xored_bytes: int = 0
 
 
 def encoding(place: Place, image: Buffer, code: Code) -> Trial:
@@ -125,15 +141,15 @@ def encoding(place: Place, image: Buffer, code: Code) -> Trial:
     return Trial(f"encode {code.scheme}", run, moved)
 
 
-def decoding(image: np.ndarray, code: Code, lost: tuple[int, ...]) -> Trial | None:
-    """Decode every block of the lost members, on the host and block by block as a recovery does, and check
+def decoding(what: str, image: np.ndarray, code: Code, lost_members: tuple[int, ...]) -> Trial | None:
+    """Decode every block of the lost members, on the host and stripe by stripe as a recovery does, and check
     the bytes once; None where copies are left of all of them. What has to be moved: every block of the
-    stripes read once, every lost one written."""
+    stripes read once, every lost one written. "add up": no room for what arrives, it is added at once."""
     blocks = BlockCode(code, len(image), _BLOCK_BYTES)
     data = {b.key: b for member in range(code.size) for b in blocks.data(member)}
     left = {key: image[b.start_bytes : b.start_bytes + b.nbytes] for key, b in data.items()}
-    alive = set(range(code.size)) - set(lost)
-    for key in [k for k in left if k.member in lost]:
+    alive = set(range(code.size)) - set(lost_members)
+    for key in [k for k in left if k.member in lost_members]:
         if not any(blocks.stores_copy(member, key) for member in alive):
             del left[key]
     for member in alive:
@@ -148,27 +164,46 @@ def decoding(image: np.ndarray, code: Code, lost: tuple[int, ...]) -> Trial | No
         raise SystemExit(why)
     if not missing:
         return None
-    memory = np.zeros(sum(block.padded_bytes for block in missing), np.uint8)
+    stripes = stripes_of(missing)
+    memory = [np.zeros(sum(lost.padded_bytes for lost in stripe), np.uint8) for stripe in stripes]
     read = {key for block in missing for key, _ in block.terms}
     moved = sum(len(left[key]) for key in read) + sum(block.nbytes for block in missing)
 
-    def run() -> None:
-        memory[:] = 0
-        at = 0
-        for block in missing:
-            decoded = Accumulator(block, memory[at : at + block.padded_bytes])
-            at += block.padded_bytes
-            for key, _ in block.terms:
-                decoded.add(key, left[key])
+    stays = what == "decode"
 
-    run()
-    at = 0
-    for block in missing:
-        expected = image[block.start_bytes : block.start_bytes + block.nbytes]
-        if not np.array_equal(memory[at : at + block.nbytes], expected):
-            raise SystemExit(f"{block.key} of {code.scheme} came back wrong")
-        at += block.padded_bytes
-    return Trial(f"decode {code.scheme}, {len(lost)} lost", run, moved)
+    def run() -> None:
+        decode(stripes, memory, left, stays=stays)
+
+    for lost, data in decode(stripes, memory, left, stays=stays):
+        if not np.array_equal(data, image[lost.start_bytes : lost.start_bytes + lost.nbytes]):
+            raise SystemExit(f"{lost.key} of {code.scheme} came back wrong")
+    extra = sum(map(xored, stripes)) if stays else 0
+    return Trial(f"{what} {code.scheme}, {len(lost_members)} lost", run, moved, extra)
+
+
+def decode(
+    stripes: Sequence[tuple[LostBlock, ...]],
+    memory: Sequence[np.ndarray],
+    left: Mapping[BlockKey, np.ndarray],
+    *,
+    stays: bool,
+) -> list[tuple[LostBlock, np.ndarray]]:
+    """Every lost block with its bytes. Terms may stay where they are, as those in the node's own arenas and
+    those received in their room do."""
+    decoded: list[tuple[LostBlock, np.ndarray]] = []
+    for blocks, out in zip(stripes, memory, strict=True):
+        stripe = Stripe(blocks, out, Pool(0))
+        for key in stripe.keys:
+            stripe.add(key, left[key], stays=stays)
+        decoded += zip(stripe.blocks, stripe.results(), strict=True)
+    return decoded
+
+
+def xored(stripe: tuple[LostBlock, ...]) -> int:
+    """Bytes of all XORs of a stripe but those that first read a term."""
+    keys, rows, matrix = equations(stripe)
+    packets = sum(step.count for step in solve_program(rows, matrix))
+    return stripe[0].padded_bytes * max(0, packets - PACKETS * len(keys)) // PACKETS
 
 
 def copying(place: Place, image: Buffer, streams: int) -> Trial:
@@ -188,6 +223,17 @@ def copying(place: Place, image: Buffer, streams: int) -> Trial:
     return Trial("copy (bound)", run, 2 * pairs * length)
 
 
+def xoring(nbytes: int) -> Trial:
+    """XORs of buffers that stay in the cache, as the arithmetic of a decoding does: ``nbytes`` of results."""
+    result, other = (np.zeros(_CHUNK_BYTES, np.uint8) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(nbytes // _CHUNK_BYTES):
+            np.bitwise_xor(result, other, out=result)
+
+    return Trial("xor in the cache", run, nbytes)
+
+
 def timed(trial: Trial) -> tuple[float, float]:
     """Bytes per second by the clock and by the thread's processor time."""
     wall, cpu = time.perf_counter(), time.thread_time()
@@ -201,6 +247,8 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
     data = np.random.default_rng(0).integers(0, 256, image_bytes, dtype=np.uint8)
     image = place.put(data)
     trials = [copying(place, image, members)]
+    if place.name == "numpy":
+        trials.append(xoring(image_bytes))
     for what, text, lost in CASES:
         scheme = Scheme.parse(text)
         if scheme.least_members > members:
@@ -208,7 +256,7 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
         code = make_code(scheme, range(members))
         if what == "encode":
             trials.append(encoding(place, image, code))
-        elif place.name == "numpy" and (trial := decoding(data, code, lost)):
+        elif place.name == "numpy" and (trial := decoding(what, data, code, lost)):
             trials.append(trial)  # on the host only: there recovery decodes, whatever encoded
     for trial in trials:
         trial.run()
@@ -217,8 +265,8 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
         progress(f"{place.name}: round {at + 1} of {rounds}")
         for trial in trials:
             seen[trial.name].append(timed(trial))
-    bound, xor = seen["copy (bound)"], seen["encode aec"]
-    return [
+    bound, xor, cached = seen["copy (bound)"], seen["encode aec"], seen.get("xor in the cache")
+    rows = [
         {
             "backend": place.name,
             "what": name,
@@ -232,6 +280,17 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
         }
         for name, values in seen.items()
     ]
+    for row, trial in zip(rows, trials, strict=True):
+        if cached and trial.name.startswith("decode"):
+            # Nothing overlaps: every byte moved at the copy's speed, every XOR done at the cache's.
+            row["xored_bytes"] = trial.xored_bytes
+            for suffix, which in (("", 0), ("_cpu", 1)):
+                serial = [
+                    (trial.nbytes / b[which] + trial.xored_bytes / c[which]) * v[which] / trial.nbytes
+                    for v, b, c in zip(seen[trial.name], bound, cached, strict=True)
+                ]
+                row["of_serial_bound" + suffix] = estimate(serial).to_json()
+    return rows
 
 
 def _ratio(values: list[tuple[float, float]], base: list[tuple[float, float]], which: int) -> dict[str, Any]:
@@ -264,13 +323,15 @@ def table(result: Mapping[str, Any]) -> str:
         f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} rounds; "
         f"median and 95 % interval; traffic read and written",
         "",
-        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}  of the bound",
+        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}{'  of the bound':<24}"
+        f"  of copy + xor",
     ]
     for row in result["results"]:
         wall, cpu = row["of_bound"], row["of_bound_cpu"]
         lines.append(
             f"{row['backend']:<13}{row['what']:<22}{row['bytes_per_sec']['median'] / 1e9:7.2f}"
-            f"  {_part(wall):<22}{row['bytes_per_cpu_sec']['median'] / 1e9:9.2f}  {_part(cpu)}"
+            f"  {_part(wall):<22}{row['bytes_per_cpu_sec']['median'] / 1e9:9.2f}  {_part(cpu):<22}"
+            + (f"  {_part(row['of_serial_bound_cpu'])}" if "of_serial_bound_cpu" in row else "")
         )
     if result["device_to_host_bytes_per_sec"]:
         lines.append(f"device to host {result['device_to_host_bytes_per_sec']['median'] / 1e9:.2f} GB/s")

@@ -6,18 +6,13 @@ checksum that its owner took when it was copied, which the owner's ring peers ke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from reft.blocks import BlockKey
+from reft.blocks import BlockKey, Section
 from reft.errors import UnrecoverableError
-from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.decode import Combination, plan_decode
-from reft.protect.rs import CELL_BYTES
 
 
 @dataclass(frozen=True)
@@ -40,48 +35,24 @@ class LostBlock:
     position: int
     terms: tuple[tuple[BlockKey, int], ...]
 
-
-class Accumulator:
-    """Sums up the terms of one lost block as they arrive, in any order.
-
-    Args:
-        lost: the block.
-        out: where it is summed up: zeros, ``lost.padded_bytes`` of them.
-    """
-
-    def __init__(self, lost: LostBlock, out: NDArray[np.uint8]) -> None:
-        self.lost = lost
-        self._sum = out
-        self._coefficients = dict(lost.terms)
-        self._backend = numpy_backend()
-
-    def add(self, key: BlockKey, data: NDArray[np.uint8]) -> None:
-        """Add one term's bytes; a term that arrives twice would cancel itself, and is refused.
-
-        Raises:
-            KeyError: the block is not, or no longer, a term.
-        """
-        coefficient = self._coefficients.pop(key)
-        if coefficient == 1:
-            part = self._sum[: len(data)]
-            np.bitwise_xor(part, data, out=part)
-            return
-        # A cell at a time, so that the product stays in the cache.
-        product = np.empty(min(CELL_BYTES, len(self._sum)), np.uint8)
-        for start in range(0, len(data), CELL_BYTES):
-            part = self._sum[start : start + CELL_BYTES]
-            cell = data[start : start + len(part)]
-            combine_ragged(self._backend, ((coefficient,),), [cell], (product[: len(part)],))
-            np.bitwise_xor(part, product[: len(part)], out=part)
-
     @property
-    def complete(self) -> bool:
-        return not self._coefficients
+    def parities(self) -> frozenset[BlockKey]:
+        """The parities among its terms."""
+        return frozenset(key for key, _ in self.terms if key.section is Section.PARITY)
 
-    def result(self) -> NDArray[np.uint8]:
-        """The block's bytes, true length; only once complete."""
-        assert self.complete
-        return self._sum[: self.lost.nbytes]
+
+def stripes_of(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]:
+    """Blocks that are decoded from the same parities together, in order of their first ones: they share
+    nearly all of their terms."""
+    stripes: list[list[LostBlock]] = []
+    stripe_of: dict[BlockKey, list[LostBlock]] = {}
+    for lost in blocks:
+        stripe = next((stripe_of[key] for key in sorted(lost.parities) if key in stripe_of), None)
+        if stripe is None:
+            stripes.append(stripe := [])
+        stripe.append(lost)
+        stripe_of.update(dict.fromkeys(lost.parities, stripe))
+    return tuple(map(tuple, stripes))
 
 
 def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBlock, ...], str | None]:

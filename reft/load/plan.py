@@ -19,7 +19,7 @@ from typing import NamedTuple
 from reft.blocks import BlockKey, Section
 from reft.errors import LayoutError, ReftError, UnrecoverableError
 from reft.load.inventory import ArenaRecord, Inventory
-from reft.load.parity import LostBlock
+from reft.load.parity import LostBlock, stripes_of
 from reft.load.sift import LayoutSpec, Sifted, sift
 from reft.load.sources import GroupSources, SourceBlock, collect_group
 from reft.store.arena_files import is_decoded
@@ -349,19 +349,17 @@ def _build_plan(
 def _choose_decoders(
     groups: Mapping[tuple[int, int], GroupSources], topology: Topology, records: Sequence[ArenaRecord]
 ) -> dict[Coordinate, Rebuild]:
-    """Give every lost block to a member of its group whose node holds a parity of it; of those to the one
-    that decodes the fewest bytes so far."""
+    """Give the lost blocks of every stripe, decoded from the same others, to a member of their group whose
+    node holds a parity of it; of those to the one that decodes the fewest bytes so far."""
     rebuilds: dict[Coordinate, Rebuild] = {}
     for (pp, tp), group in sorted(groups.items()):
         members = [c for c in topology.degrees.coordinates() if (c.pp, c.tp) == (pp, tp)]
         work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
-        for lost in group.lost:
-            parities = {
-                n for k, _ in lost.terms if k.section is Section.PARITY for n in group.stored[k].nodes
-            }
+        for stripe in stripes_of(group.lost):
+            parities = {n for lost in stripe for k in lost.parities for n in group.stored[k].nodes}
             near = [c for c in members if topology.node_of(c) in parities] or members
             chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
-            work[chosen].append(lost)
+            work[chosen] += stripe
         header = next(
             r.header for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == (pp, tp)
         )

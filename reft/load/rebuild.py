@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from reft.blocks import BlockKey, Section
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, matches, stored_bytes
-from reft.load.parity import Accumulator, LostBlock
+from reft.load.parity import LostBlock, stripes_of
 from reft.load.plan import BlockSource, Fetch, Rebuild, RecoveryPlan
+from reft.load.stripe import Bytes, Pool, Stripe
 from reft.protect.coded_blocks import unpack_checksums
 from reft.store.arena import Arena
 from reft.store.arena_files import decoded_name
@@ -35,8 +34,8 @@ _NOTHING = Rebuild((), 0, "", ())
 
 
 class Decoder:
-    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes them where they are to
-    stay: there is no second copy of them (P9).
+    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes from them what was lost
+    where it is to stay: there is no second copy of it (P9).
 
     Args:
         plan: names the version and what it needs decoded.
@@ -44,9 +43,20 @@ class Decoder:
         directory: for the arena.
         node: where that is.
         secret: the job's secret.
+        kept_bytes: most memory for blocks from other nodes that wait until all that are read together are
+            there. With less than a few stripes' worth decoding is slower.
     """
 
-    def __init__(self, plan: RecoveryPlan, at: Coordinate, directory: Path, node: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        plan: RecoveryPlan,
+        at: Coordinate,
+        directory: Path,
+        node: str,
+        secret: bytes,
+        *,
+        kept_bytes: int = 0,
+    ) -> None:
         self._plan = plan
         self._at = at
         self._directory = directory
@@ -54,8 +64,9 @@ class Decoder:
         self._secret = secret
         self._rebuild = plan.rebuilds.get(at, _NOTHING)
         self._arena: Arena | None = None
-        self._sums: list[tuple[int, Accumulator]] = []
-        self._uses: dict[BlockKey, list[Accumulator]] = defaultdict(list)
+        self._pool = Pool(kept_bytes)
+        self._stripes: list[tuple[int, Stripe]] = []
+        self._uses: dict[BlockKey, Stripe] = {}
         self._checksums: dict[int, tuple[int, ...]] = {}
         self._sealed = False
         self._lock = threading.Lock()
@@ -69,26 +80,37 @@ class Decoder:
         blocks = self._rebuild.blocks
         if not blocks:
             return
+        stripes = stripes_of(blocks)
         # Padded lengths are multiples of the alignment.
-        offsets = list(accumulate((lost.padded_bytes for lost in blocks), initial=0))
+        offsets = list(accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0))
         path = _new_path(self._directory, self._at)
         self._arena = Arena.create(path, offsets[-1], len(blocks), self._secret)
         self._arena.begin(self._header())
         memory = np.frombuffer(self._arena.data, np.uint8)
-        for lost, offset in zip(blocks, offsets, strict=False):
-            accumulator = Accumulator(lost, memory[offset : offset + lost.padded_bytes])
-            self._sums.append((offset, accumulator))
-            for key, _ in lost.terms:
-                self._uses[key].append(accumulator)
+        for lost, (start, stop) in zip(stripes, pairwise(offsets), strict=True):
+            stripe = Stripe(lost, memory[start:stop], self._pool)
+            self._stripes.append((start, stripe))
+            self._uses.update(dict.fromkeys(stripe.keys, stripe))
 
-    def take(self, fetch: Fetch, data: torch.Tensor) -> None:
-        """A verified block has arrived; the sink of a transfer."""
-        with self._lock:
-            if fetch.key.section is Section.CHECKSUMS:
-                self._checksums[fetch.key.member] = unpack_checksums(data.numpy().data)
-                return
-            for accumulator in self._uses[fetch.key]:
-                accumulator.add(fetch.key, data.numpy())
+    def room_for(self, fetch: Fetch) -> Bytes | None:
+        """Where to receive a block, so that it need not be copied; None: anywhere."""
+        stripe = self._uses.get(fetch.key)
+        return None if stripe is None else stripe.room_for(fetch.key, fetch.nbytes)
+
+    def take(self, fetch: Fetch, data: Bytes, *, stays: bool) -> None:
+        """A verified block has arrived. Several threads may bring blocks at once.
+
+        Args:
+            fetch: which block.
+            data: its bytes.
+            stays: whether they may be read until :meth:`close`, as those received in their room do anyway; if
+                not, they are copied, or used at once.
+        """
+        if fetch.key.section is Section.CHECKSUMS:
+            with self._lock:
+                self._checksums[fetch.key.member] = unpack_checksums(data.data)
+        else:
+            self._uses[fetch.key].add(fetch.key, data, stays=stays)
 
     def store(self) -> frozenset[BlockSource]:
         """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose owner's
@@ -98,15 +120,18 @@ class Decoder:
             Parities that cannot be used: what was decoded from them, with other verified blocks, is not what
             its owner copied. Planning again without them falls down the ladder (P5).
         """
-        done: list[tuple[int, Accumulator]] = []
+        done: list[Entry] = []
         wrong: list[LostBlock] = []
-        for offset, decoded in self._sums:
-            if not decoded.complete or decoded.lost.key.member not in self._checksums:
+        for lost, offset, data in self._decoded():
+            known = self._checksums.get(lost.key.member)
+            if known is None:
                 continue
-            if self._is_what_was_copied(decoded):
-                done.append((offset, decoded))
+            digest = checksum(data.data)
+            # Beyond what the owner has told, no checksum is right.
+            if lost.position < len(known) and digest == known[lost.position]:
+                done.append(self._entry(lost, offset, digest))
             else:
-                wrong.append(decoded.lost)
+                wrong.append(lost)
         refused = self._parities_of(wrong)
         if refused:
             logger.warning(
@@ -115,35 +140,34 @@ class Decoder:
                 *(self._node, self._plan.label.step, len(wrong)),
             )
         if done and self._arena is not None:
-            self._arena.seal([self._entry(a.lost, offset, self._checksum_of(a.lost)) for offset, a in done])
+            self._arena.seal(done)
             self._sealed = True
             logger.warning(
                 "[node %s - step %d] decoded %d lost blocks of pp%d.tp%d from parity (%.1f MiB)",
                 *(self._node, self._plan.label.step, len(done), self._at.pp, self._at.tp),
-                sum(a.lost.nbytes for _, a in done) / 2**20,
+                sum(entry.nbytes for entry in done) / 2**20,
             )
         return refused
 
+    def _decoded(self) -> Iterator[tuple[LostBlock, int, Bytes]]:
+        """Blocks of which all terms arrived, where they lie in the arena, and their bytes."""
+        for start, stripe in self._stripes:
+            if stripe.complete:
+                for at, (lost, data) in enumerate(zip(stripe.blocks, stripe.results(), strict=True)):
+                    yield lost, start + at * lost.padded_bytes, data
+
     def _parities_of(self, blocks: Sequence[LostBlock]) -> frozenset[BlockSource]:
-        keys = {key for lost in blocks for key, _ in lost.terms if key.section is Section.PARITY}
+        keys = {key for lost in blocks for key in lost.parities}
         return frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
 
     def close(self) -> None:
         """Let go of the arena, which stays if anything was sealed in it."""
-        self._sums.clear()
+        self._stripes.clear()
         self._uses.clear()
         if self._arena is not None:
             self._arena.close()
             if not self._sealed:
                 self._arena.path.unlink(missing_ok=True)
-
-    def _is_what_was_copied(self, accumulator: Accumulator) -> bool:
-        return checksum(accumulator.result().data) == self._checksum_of(accumulator.lost)
-
-    def _checksum_of(self, lost: LostBlock) -> int:
-        """What the owner took when it copied the block; -1, which no checksum is, if it is not known."""
-        known = self._checksums.get(lost.key.member, ())
-        return known[lost.position] if lost.position < len(known) else -1
 
     def _entry(self, lost: LostBlock, offset: int, digest: int) -> Entry:
         image_bytes = self._rebuild.image_bytes
@@ -189,7 +213,6 @@ def rebuild_offline(
                 if (fetch.node, fetch.arena) not in arenas or not matches(fetch, arenas):
                     bad.add(fetch.source)
                     continue
-                data = np.frombuffer(stored_bytes(fetch, arenas), np.uint8).copy()
-                decoder.take(fetch, torch.from_numpy(data))
+                decoder.take(fetch, np.frombuffer(stored_bytes(fetch, arenas), np.uint8), stays=True)
             bad |= decoder.store()
     return take_inventory(directory, node, secret), frozenset(bad)

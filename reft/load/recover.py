@@ -32,7 +32,14 @@ from reft.load.plan import (
 )
 from reft.load.rebuild import Decoder
 from reft.load.sift import LayoutSpec, listing
-from reft.load.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute, verify_sources
+from reft.load.transfer import (
+    DEFAULT_WINDOW_BYTES,
+    RoomFor,
+    Sink,
+    TransferStats,
+    execute,
+    verify_sources,
+)
 from reft.store.label import Label
 from reft.topology import Topology
 
@@ -149,9 +156,17 @@ class _Courier:
             return verify_sources(part, self.topology, self.rank, self.arenas)
 
         def move() -> frozenset[BlockSource]:
-            return self._move(part, decoder.take, None, counted=False)
+            return self._move(part, take, None, room_for=room_for, counted=False)
 
-        with closing(Decoder(plan, at, job_dir, self.topology.nodes[self.rank], secret)) as decoder:
+        def room_for(fetch: Fetch) -> torch.Tensor | None:
+            room = decoder.room_for(fetch)
+            return None if room is None else torch.from_numpy(room)
+
+        def take(fetch: Fetch, data: torch.Tensor) -> None:
+            decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
+
+        node = self.topology.nodes[self.rank]
+        with closing(Decoder(plan, at, job_dir, node, secret, kept_bytes=self.window_bytes)) as decoder:
             if not ledger.share(part, verify, Flaw.STORED):
                 ledger.share(part, move, Flaw.IN_TRANSIT)
                 ledger.share(part, decoder.store, Flaw.OTHER_DATA)
@@ -187,7 +202,13 @@ class _Courier:
         return not any(ledger.share(plan, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
 
     def _move(
-        self, plan: RecoveryPlan, sink: Sink, faults: FaultPlan | None, *, counted: bool = True
+        self,
+        plan: RecoveryPlan,
+        sink: Sink,
+        faults: FaultPlan | None,
+        *,
+        room_for: RoomFor = lambda fetch: None,
+        counted: bool = True,
     ) -> frozenset[BlockSource]:
         result = execute(
             plan,
@@ -196,6 +217,7 @@ class _Courier:
             self.arenas,
             sink,
             group=self.group,
+            room_for=room_for,
             window_bytes=self.window_bytes,
             faults=faults,
             timeout_secs=self.timeout_secs,

@@ -44,9 +44,14 @@ DEFAULT_WINDOW_BYTES = 64 * 2**20
 _MAX_THREADS = 8
 
 Sink = Callable[[Fetch, torch.Tensor], None]
-"""Takes a verified block (1-D uint8, CPU) and copies it into place. It must not keep the tensor, which
-is a reused buffer or the arena itself, may be called again for the same block, and by several threads at once
-for different blocks."""
+"""Takes a verified block (1-D uint8, CPU) and copies it into place. The tensor is a buffer that is used again
+and must not be kept, unless it is the room given for the block, or of a local one the arena itself, which
+stays until it is closed. May be called again for the same block, and by several threads at once for
+different blocks."""
+
+RoomFor = Callable[[Fetch], torch.Tensor | None]
+"""Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length), or None: a
+buffer that is used again will do."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ def execute(
     arenas: ArenaSet,
     sink: Sink,
     *,
+    room_for: RoomFor = lambda fetch: None,
     group: dist.ProcessGroup | None = None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
@@ -113,6 +119,7 @@ def execute(
     Args:
         arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
+        room_for: where blocks arrive that are to stay there, beside the window.
         group: gloo group of all ranks; the default group if None.
         window_bytes: receive buffers of this rank, and most bytes it sends ahead. A block larger than
             half of it still passes, alone.
@@ -129,6 +136,7 @@ def execute(
         rank,
         arenas,
         sink,
+        room_for=room_for,
         group=group,
         faults=faults or FaultPlan(),
         timeout_secs=timeout_secs,
@@ -155,6 +163,7 @@ class _Transfer:
         arenas: ArenaSet,
         sink: Sink,
         *,
+        room_for: RoomFor,
         group: dist.ProcessGroup | None,
         faults: FaultPlan,
         timeout_secs: float | None,
@@ -165,6 +174,7 @@ class _Transfer:
         self._rank = rank
         self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
         self._sink = sink
+        self._room_for = room_for
         self._group = group
         self._faults = faults
         self._timeout = None if timeout_secs is None else timedelta(seconds=timeout_secs)
@@ -213,8 +223,10 @@ class _Transfer:
         for move in wave:
             fetch = move.fetch
             if move.dst == self._rank:
-                into = buffer[offset : offset + fetch.nbytes]
-                offset += move.buffer_bytes
+                into = self._room_for(fetch)
+                if into is None:
+                    into = buffer[offset : offset + fetch.nbytes]
+                    offset += move.buffer_bytes
                 with network_errors(f"receiving {fetch} from rank {move.src}"):
                     posted.receives.append((move, into, _work(dist.irecv(into, move.src, self._group))))
             else:

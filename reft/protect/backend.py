@@ -9,7 +9,7 @@ dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -146,7 +146,8 @@ def combine_ragged(
         raise ValueError(
             f"found sources of {[len(s) for s in sources]} bytes, targets of {nbytes}; expected none longer"
         )
-    for start, stop in _ranges({len(s) for s in sources}, nbytes, CELL_BYTES if needs_packets(rows) else 1):
+    step = CELL_BYTES if needs_packets(rows) else 1
+    for start, stop in pairwise(ragged_cuts({len(s) for s in sources}, nbytes, step)):
         columns = [j for j, s in enumerate(sources) if len(s) > start]
         backend.combine(
             [tuple(row[j] for j in columns) for row in rows],
@@ -155,13 +156,12 @@ def combine_ragged(
         )
 
 
-def _ranges(lengths: set[int], nbytes: int, step: int) -> Iterator[tuple[int, int]]:
-    """Ranges between which no source ends, but in ranges of one step."""
+def ragged_cuts(lengths: set[int], nbytes: int, step: int) -> list[int]:
+    """Ends of ranges, ascending, in which no source of these lengths ends, but in ranges of one step."""
     cuts = {0, nbytes}
     for length in lengths - {nbytes}:
         cuts |= {length // step * step, min(nbytes, -(-length // step) * step)}
-    ordered = sorted(cuts)
-    return pairwise(ordered)
+    return sorted(cuts)
 
 
 def _padded(backend: Backend, source: Buffer, start: int, stop: int, like: Buffer) -> Buffer:

@@ -82,6 +82,18 @@ def test_every_loss_within_the_tolerance_is_restored_bit_for_bit(tmp_path, dp, c
     assert fatal or survives + 1 >= dp, "no loss beyond the tolerance was fatal: it is not tight"
 
 
+def test_the_lost_blocks_of_a_stripe_are_decoded_by_one_member(tmp_path):
+    """What they are decoded from is brought together once."""
+    fleet = written(tmp_path, 5, 0, 2, block_bytes=128, scale=9)
+    plan, _, _ = recovered(fleet, tmp_path, ("n1", "n2"), tmp_path / "scratch")
+    readers = {}
+    for coordinate, rebuild in plan.rebuilds.items():
+        for parity in set().union(*(block.parities for block in rebuild.blocks)):
+            readers.setdefault(parity, set()).add(coordinate)
+    assert {len(found) for found in readers.values()} == {1}
+    assert len(plan.rebuilds) == 3, "every member that is left decodes a part"
+
+
 def test_p5_a_corrupt_block_is_decoded_where_nothing_is_lost(tmp_path):
     fleet = written(tmp_path, 3, 0, 1)
     with Arena.open(tmp_path / "n1" / "rank0-slot0.arena", SECRET, writable=True) as arena:

@@ -213,6 +213,8 @@ def test_execute_alone_moves_all_sections_and_refuses_what_a_server_cannot_read(
         if rank != 1 and not result["bad"]:
             assert result["moved"] == result["planned"]
         assert sum(result["seen"].values()) == sum(result["moved"].values())
+        assert all(result["in_room"])
+    assert results["whole_plan_executed"][2]["in_room"]  # what was given a room of its own arrives there
     assert results["whole_plan_executed"][2]["bad"] == ["n1"]
     assert results["whole_plan_executed"][2]["seen"][Section.REPLICATED] > 0  # what others serve arrives
     assert results["whole_plan_executed"][0]["seen"][Section.HOST] > 0

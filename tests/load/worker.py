@@ -233,19 +233,30 @@ def no_room_for_files() -> Iterator[None]:
 
 
 def execute_whole(me: Rank) -> dict[str, object]:
-    """``execute`` alone, host section included; a missing arena of a server must not hang its peers."""
+    """``execute`` alone, host section included; a missing arena of a server must not hang its peers. Half of the
+    replicated blocks arrive in rooms of their own."""
     found = me.inventories()
     plan = plan_recovery(found, me.topology, job_id=JOB)
     seen: dict[Section, int] = dict.fromkeys(Section, 0)
+    rooms: dict[object, torch.Tensor] = {}
+    in_room: list[bool] = []
+
+    def room_for(fetch) -> torch.Tensor | None:
+        if fetch.key.section is not Section.REPLICATED or fetch.key.index % 2:
+            return None
+        return rooms.setdefault(fetch.key, torch.zeros(fetch.nbytes, dtype=torch.uint8))
 
     def sink(fetch, data: torch.Tensor) -> None:
         seen[fetch.key.section] += fetch.nbytes
+        if fetch.key in rooms:
+            in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
 
     here = [i for i in found if i.node == me.node and me.node != "n1"]
     arenas = {k: a for i in here for k, a in open_arenas(me.job_dir, i, SECRET).items()}
-    result = execute(plan, me.topology, me.rank, arenas, sink, window_bytes=10**6)
+    result = execute(plan, me.topology, me.rank, arenas, sink, room_for=room_for, window_bytes=10**6)
     close_arenas(arenas)
     return {
+        "in_room": in_room,
         "seen": {str(k): v for k, v in seen.items()},
         "bad": sorted({source.node for source in result.bad}),
         "moved": result.stats.bytes_from,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from reft.blocks import BlockKey
 from reft.errors import ConfigError, UnrecoverableError
-from reft.load.parity import Accumulator, find_lost
+from reft.load.parity import find_lost, stripes_of
+from reft.load.stripe import Pool, Stripe
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code, place_code, schemes_for
 from reft.protect.decode import plan_decode, recoverable
@@ -98,11 +99,12 @@ def restore(code: BlockCode, stored: Stored, lost: tuple[int, ...]) -> np.ndarra
         for block in code.data(member):
             if block.key in left:
                 image[block.start_bytes : block.start_bytes + block.nbytes] = left[block.key]
-    for block in missing:
-        decoded = Accumulator(block, np.zeros(block.padded_bytes, np.uint8))
-        for key, _ in block.terms:
-            decoded.add(key, left[key])
-        image[block.start_bytes : block.start_bytes + block.nbytes] = decoded.result()
+    for blocks in stripes_of(missing):
+        stripe = Stripe(blocks, np.full(sum(b.padded_bytes for b in blocks), 0x33, np.uint8), Pool(0))
+        for key in sorted(stripe.keys):
+            stripe.add(key, left[key], stays=True)
+        for block, data in zip(blocks, stripe.results(), strict=True):
+            image[block.start_bytes : block.start_bytes + block.nbytes] = data
     return image
 
 
