@@ -15,6 +15,7 @@ from reft.errors import ConfigError
 
 if TYPE_CHECKING:
     from reft.policy.plan import JobPlan
+    from reft.profile.result import ProfileResult
 
 _EXIT_NOT_WELL = 1
 _WIDTH = 150
@@ -81,6 +82,10 @@ def plan_command(
         float | None,
         typer.Option(min=0, help="part of the time that snapshots may cost; by default CONFIG's"),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="measured windows, as 'reft profile --json FILE' wrote them, instead of simulated"),
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="draw the plan (png, svg, pdf)")] = None,
     print_cluster: Annotated[
         str | None,
@@ -127,6 +132,7 @@ def plan_command(
         max_overhead=max_overhead,
         recompute=aor,
         schedule=SCHEDULES[schedule],
+        profile=None if profile is None else _load(profile),
     )
     if figure is not None:
         from reft.policy.figure import draw_plan
@@ -138,6 +144,15 @@ def plan_command(
         _show(plan, figure)
     if plan.problems:
         raise typer.Exit(_EXIT_NOT_WELL)
+
+
+def _load(path: Path) -> ProfileResult:
+    from reft.profile.result import ProfileError, ProfileResult
+
+    try:
+        return ProfileResult.load(path)
+    except ProfileError as error:
+        raise ConfigError(f"--profile: {error}") from error
 
 
 def _show(plan: JobPlan, figure: Path | None) -> None:
@@ -185,10 +200,8 @@ def _alternatives(plan: JobPlan) -> Table:
     from reft.policy.choose import GIB
 
     full = max(plan.job.state_bytes(p) for p in range(plan.job.training.stages))
-    table = Table(
-        title=f"GB of the busiest rank per snapshot; unsharded it would be {full / 1e9:.3f} GB (simulated)",
-        title_justify="left",
-    )
+    title = f"GB of the busiest rank per snapshot; unsharded it would be {full / 1e9:.3f} GB ({plan.source})"
+    table = Table(title=title, title_justify="left")
     table.add_column("protection", no_wrap=True)
     gradients = any(a.busiest.gradient_bytes for a in plan.choice.alternatives)
     parts = [
@@ -231,17 +244,18 @@ def _gb(nbytes: int) -> str:
 
 
 def _stages(plan: JobPlan) -> Table:
-    table = Table(title=f"windows of each stage, with {plan.planned.name} (simulated)", title_justify="left")
+    title = f"windows of each stage, with {plan.planned.name} ({plan.source})"
+    table = Table(title=title, title_justify="left")
     for column in ("stage", "idle s", "GB that fit", "GB to copy"):
         table.add_column(column, justify="right")
     table.add_column("windows, ms")
     for s in plan.stages:
         windows: dict[str, list[str]] = {}
-        for w in s.result.windows:
+        for w in s.windows:
             windows.setdefault(w.kind.value.replace("_", "-"), []).append(f"{w.length_secs * 1e3:.3g}")
         table.add_row(
             str(s.stage_id),
-            f"{s.result.idle_secs:.3f}",
+            f"{s.idle_secs:.3f}",
             f"{s.window_bytes / 1e9:.3f}",
             _gb(s.load.to_host_bytes),
             "; ".join(f"{kind} {_lengths(lengths)}" for kind, lengths in windows.items()),

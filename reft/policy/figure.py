@@ -40,8 +40,8 @@ def draw_plan(plan: JobPlan, path: Path) -> None:
     _draw_survival(survival, plan)
     training = plan.job.training
     figure.suptitle(
-        f"{training.name}, {plan.outlook.nodes} nodes: planned {plan.planned.name}; simulated, "
-        f"nothing was measured"
+        f"{training.name}, {plan.outlook.nodes} nodes: planned {plan.planned.name}; "
+        + ("simulated, nothing was measured" if plan.pace.measured is None else plan.source)
     )
     save_figure(figure, path)
 
@@ -104,10 +104,9 @@ def _draw_memory(axes: Any, plan: JobPlan) -> None:
 
 
 def _draw_windows(axes: Any, plan: JobPlan) -> None:
-    rate = plan.job.cluster.machine.copy_bytes_per_sec
     for stage in plan.stages:
         left = 0.0
-        for window in stage.result.windows:
+        for window in stage.windows:
             width = window.length_secs * 1e3
             axes.barh(
                 stage.stage_id - 0.18,
@@ -120,7 +119,7 @@ def _draw_windows(axes: Any, plan: JobPlan) -> None:
                 label=window.kind.value.replace("_", "-"),
             )
             left += width
-        needed = stage.load.to_host_bytes / rate * 1e3
+        needed = stage.load.to_host_bytes / stage.bytes_per_sec * 1e3
         axes.barh(stage.stage_id + 0.2, needed, 0.22, color="#d94801", label="copying takes")
     axes.set_yticks(
         [s.stage_id for s in plan.stages], [f"stage {s.stage_id}" for s in plan.stages], fontsize=8

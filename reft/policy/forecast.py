@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reft.policy.loads import Load
-from reft.policy.pace import Fit
+from reft.policy.pace import Fit, WindowPace
 from reft.simulate.copying import Tier
 from reft.simulate.pipeline import simulate
 from reft.simulate.result import Simulation, StageResult
@@ -24,11 +24,13 @@ class SimulatedPace:
         training: the job.
         variant: how snapshots are taken.
         schedule: makes the pipeline schedule from stages and micro-batches.
+        measured: says what copying costs instead, if the job was profiled.
     """
 
     training: Training
     variant: Variant = Variant.HAS
     schedule: Callable[[int, int], Schedule] = one_f_one_b
+    measured: WindowPace | None = None
 
     @cached_property
     def pipeline(self) -> Schedule:
@@ -50,14 +52,18 @@ class SimulatedPace:
 
     def fit(self, loads: Mapping[int, Load]) -> Fit:
         """Copies to the host, and, if peers are sent anything, transfers that share the network with that."""
-        copies = self.with_copies(loads)
+        found = self._to_host(loads) if self.measured is None else self.measured.fit(loads)
         sent = [loads[p].sent_bytes for p in range(self.training.stages)]
-        secs = copies.makespan_secs - self.step_secs
-        if any(sent):
-            sending = simulate_copying(Variant.INTER_NODE, self.training, self.plain, sent, self.pipeline)
-            secs += sending.makespan_secs - self.step_secs
+        if not any(sent):
+            return found
+        sending = simulate_copying(Variant.INTER_NODE, self.training, self.plain, sent, self.pipeline)
+        secs = sending.makespan_secs - self.step_secs
+        return replace(found, overhead=found.overhead + secs / self.step_secs)
+
+    def _to_host(self, loads: Mapping[int, Load]) -> Fit:
+        copies = self.with_copies(loads)
         return Fit(
-            overhead=secs / self.step_secs,
+            overhead=(copies.makespan_secs - self.step_secs) / self.step_secs,
             in_windows=min(map(_part_in_windows, copies.stages)),
             left_over_secs=max(stage.fence_secs for stage in copies.stages),
             source="simulated",

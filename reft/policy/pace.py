@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from reft.errors import ConfigError
 from reft.policy.loads import Load
+from reft.profile.activity import Activity
+from reft.profile.result import ProfileResult
 from reft.snapshot.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
 from reft.snapshot.windows import Window
+from reft.topology import Degrees
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,47 @@ class WindowPace:
             left_over_secs=waits,
             source=self.estimator,
         )
+
+
+def measured_pace(profile: ProfileResult, degrees: Degrees, compute_share: float) -> WindowPace:
+    """The pace of a job that ``reft profile`` has measured.
+
+    Args:
+        profile: of a job with the same stages and tensor-parallel degree.
+        degrees: of the job that is planned.
+        compute_share: most of the computing time that copies may run beside (tier 2), 0 to 1.
+
+    Raises:
+        ConfigError: it is of another layout, or knows no bandwidth into host memory.
+    """
+    pp, _, tp = profile.degrees
+    if (pp, tp) != (degrees.pp, degrees.tp):
+        raise ConfigError(
+            f"the profile is of {pp} pipeline stages and a tensor-parallel degree of {tp}, the plan of "
+            f"{degrees.pp} and {degrees.tp}; profile the job with the layout that it is to have"
+        )
+    rate = profile.bandwidth_bytes_per_sec
+    if not rate:
+        raise ConfigError(
+            "the profile knows no bandwidth into host memory; profile the job with snapshots, without "
+            "--without-snapshots"
+        )
+    ranks = {rank.stage_id: rank for rank in profile.median_timeline().ranks}
+    stages = {
+        stage.stage_id: StageWindows(
+            windows=profile.windows(stage.stage_id),
+            bandwidth=Bandwidth(window=rate, compute=rate),
+            step_secs=stage.step_secs.p50,
+            computing=[
+                Interval(s.begin_secs, s.end_secs)
+                for s in ranks[stage.stage_id].segments
+                if s.activity in (Activity.FORWARD, Activity.BACKWARD)
+            ],
+            limits=Limits(compute_share=compute_share),
+        )
+        for stage in profile.stages
+    }
+    return WindowPace(stages, f"windows measured in job {profile.job_id}")
 
 
 def _part(nbytes: int, total: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,10 +15,12 @@ from reft.policy.forecast import SimulatedPace
 from reft.policy.job import PlannedJob
 from reft.policy.loads import Load
 from reft.policy.outlook import HOUR, Outlook, outlook
+from reft.policy.pace import WindowPace, measured_pace
+from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
-from reft.simulate.result import StageResult
 from reft.simulate.schedules import Schedule, one_f_one_b
 from reft.simulate.variants import Variant
+from reft.snapshot.windows import Window
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,24 @@ class StagePlan:
     """One pipeline stage under the planned protection.
 
     Attributes:
-        stage_id: 0-based. load: of its busiest rank. result: its step without snapshots.
-        window_bytes: what could be copied while it waits.
+        stage_id: 0-based. load: of its busiest rank.
+        windows: of a step without snapshots: where the device waits.
+        bytes_per_sec: at which is copied there.
     """
 
     stage_id: int
     load: Load
-    result: StageResult
-    window_bytes: float
+    windows: Sequence[Window]
+    bytes_per_sec: float
+
+    @property
+    def idle_secs(self) -> float:
+        return sum(window.length_secs for window in self.windows)
+
+    @property
+    def window_bytes(self) -> float:
+        """What could be copied while it waits."""
+        return self.bytes_per_sec * self.idle_secs
 
 
 @dataclass(frozen=True)
@@ -66,11 +78,19 @@ class JobPlan:
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
+        loads, measured = self.planned.loads, self.pace.measured
+        if measured is not None:
+            found = sorted(measured.stages.items())
+            return tuple(StagePlan(p, loads[p], s.windows, s.bandwidth.window) for p, s in found)
         rate = self.job.cluster.machine.copy_bytes_per_sec
         return tuple(
-            StagePlan(p, self.planned.loads[p], result, rate * result.idle_secs)
-            for p, result in enumerate(self.pace.plain.stages)
+            StagePlan(p, loads[p], result.windows, rate) for p, result in enumerate(self.pace.plain.stages)
         )
+
+    @property
+    def source(self) -> str:
+        """Where windows and overhead come from."""
+        return "simulated" if self.pace.measured is None else self.pace.measured.estimator
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
@@ -131,6 +151,7 @@ class JobPlan:
                 "wished_tolerance": self.choice.wished,
                 "tolerance": self.planned.tolerance,
                 "overhead": self.overhead,
+                "overhead_source": self.source,
             },
             "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
             "alternatives": [self._alternative_json(a) for a in self.choice.alternatives],
@@ -140,8 +161,8 @@ class JobPlan:
                     "stage_id": s.stage_id,
                     "to_host_bytes": s.load.to_host_bytes,
                     "window_bytes": s.window_bytes,
-                    "idle_secs": s.result.idle_secs,
-                    "windows": [w.to_json() for w in s.result.windows],
+                    "idle_secs": s.idle_secs,
+                    "windows": [w.to_json() for w in s.windows],
                 }
                 for s in self.stages
             ],
@@ -199,6 +220,7 @@ def make_plan(
     max_overhead: float | None = None,
     recompute: bool = False,
     schedule: Callable[[int, int], Schedule] = one_f_one_b,
+    profile: ProfileResult | None = None,
 ) -> JobPlan:
     """Plan a job.
 
@@ -211,14 +233,15 @@ def make_plan(
         max_overhead: instead of the block's.
         recompute: ``auto`` recomputes partitions, as ``auto+aor`` does.
         schedule: of the pipeline.
+        profile: measured windows, instead of simulated ones.
 
     Raises:
-        ConfigError: a protection that is none, or has no room in the groups.
+        ConfigError: a protection that is none, or has no room in the groups; a profile of something else.
     """
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
-    pace = SimulatedPace(job.training, Variant(block.variant.value), schedule)
+    pace = SimulatedPace(job.training, Variant(block.variant.value), schedule, _measured(job, profile))
     configured, recomputed = _configured(block, protection)
     if recomputed and not job.owned:
         recomputed = False
@@ -249,6 +272,15 @@ def make_plan(
         outlook=outlook(job.topology, planned, causes, target),
         max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
     )
+
+
+def _measured(job: PlannedJob, profile: ProfileResult | None) -> WindowPace | None:
+    if profile is None:
+        return None
+    if job.block.variant.value != Variant.HAS.value:
+        raise ConfigError(f'"variant": "{job.block.variant.value}" copies in no windows; leave --profile out')
+    share = job.block.has.compute_share
+    return measured_pace(profile, job.topology.degrees, 1.0 if share is None else share)
 
 
 def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,15 @@ from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
 from reft.policy.cluster import CLUSTERS, load_cluster
+from reft.policy.job import Layouting, plan_job, read_config
+from reft.profile.activity import Activity
+from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
+from reft.simulate.pipeline import simulate as simulate_step
+from reft.simulate.schedules import one_f_one_b
 from reft.topology import Degrees, Topology
+from tests.profile.test_simulated import profile as profile_of
 
 ROOT = Path(__file__).parents[2]
 FP16, BF16_ZERO1 = (str(ROOT / "configs" / name) for name in ("fp16.json", "bf16-zero1.json"))
@@ -379,6 +386,60 @@ def test_what_was_assumed_is_noted(run: Run, tmp_path: Path) -> None:
     assert any("names no optimizer" in note for note in notes)
     assert any("one micro-batch" in note for note in notes)
     assert any("half precision" in note for note in notes)
+
+
+# ---- measured windows ----
+
+STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
+
+
+@pytest.fixture
+def profiled() -> ProfileResult:
+    """Of that job, as if its simulated step had been run and profiled."""
+    layouting = Layouting(pp=4, dp=8, micro_batches=4)
+    training = plan_job(read_config(Path(FP16)), CLUSTERS["v100"], "1.3b", layouting).training
+    result = profile_of(simulate_step(one_f_one_b(4, 4), training.costs()))
+    return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
+
+
+def test_measured_windows_replace_simulated_ones(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
+    profiled.save(tmp_path / "profile.json")
+    simulated = run(FP16, *STAGES, *QUICK).json
+    measured = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "profile.json")).json
+    assert simulated["protection"]["overhead_source"] == "simulated"
+    assert measured["protection"]["overhead_source"] == "windows measured in job simulated"
+    for stage in measured["stages"]:
+        assert stage["idle_secs"] == sum(w.length_secs for w in profiled.windows(stage["stage_id"]))
+    assert measured["stages"][0]["idle_secs"] == pytest.approx(simulated["stages"][0]["idle_secs"])
+
+    replace(profiled, bandwidth_bytes_per_sec=1e8).save(tmp_path / "slow.json")
+    slow = run(FP16, *STAGES, "--profile", str(tmp_path / "slow.json"), "--micro-batches", "4")
+    assert slow.code == cli.EXIT_NOT_WELL
+    assert "measured in job simulated" in slow.out
+    waits = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "slow.json")).json
+    stage = profiled.stages[0]
+    computing = sum(stage.secs[a].p50 for a in (Activity.FORWARD, Activity.BACKWARD))
+    room = waits["stages"][0]["idle_secs"] + computing
+    needed = waits["stages"][0]["to_host_bytes"] / 1e8
+    assert waits["protection"]["overhead"] >= (needed - room) / stage.step_secs.p50 - 1e-6 > 0
+
+
+def test_a_profile_of_something_else_is_refused(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
+    path = tmp_path / "profile.json"
+    profiled.save(path)
+    config = json.loads(Path(FP16).read_text())
+    config["reft"] = {"variant": "host"}
+    unknown = tmp_path / "unknown.json"
+    replace(profiled, bandwidth_bytes_per_sec=None).save(unknown)
+    for arguments, says in (
+        ((FP16, *SMALL, "--profile", str(path)), "the profile is of 4 pipeline stages and a tensor-parallel"),
+        ((FP16, *STAGES, "--profile", str(unknown)), "without --without-snapshots"),
+        ((FP16, *STAGES, "--profile", FP16), "--profile: found format None"),
+        ((write(tmp_path / "ds.json", config), *STAGES, "--profile", str(path)), "leave --profile out"),
+    ):
+        result = run(*arguments)
+        assert result.code == cli.EXIT_WRONG_USE
+        assert says in result.err
 
 
 # ---- figure ----
