@@ -159,11 +159,11 @@ def _show(plan: JobPlan, figure: Path | None) -> None:
     from reft.policy.plan import duration
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    order, rate = "-".join(plan.job.layout.order), plan.job.cluster.machine.copy_bytes_per_sec
+    order, rate = "-".join(plan.job.layout.order), plan.stages[0].bytes_per_sec
     console.print(
         f"{plan.job.training.name}, {plan.outlook.nodes} nodes, rank order {order}: a step takes "
-        f"{plan.pace.step_secs:.3g} s, bubble {plan.pace.plain.bubble_fraction:.0%}, copies run at "
-        f"{rate / 1e9:.3g} GB/s (simulated)",
+        f"{plan.pace.step_secs:.3g} s, bubble {plan.bubble_fraction:.0%}, copies run at "
+        f"{rate / 1e9:.3g} GB/s ({plan.source})",
         markup=False,
     )
     for table in (_alternatives(plan), _stages(plan), _survival(plan)):

@@ -127,10 +127,9 @@ def _draw_windows(axes: Any, plan: JobPlan) -> None:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("ms of a step")
-    step = plan.pace
     axes.set_title(
-        f"idle windows against copying ({plan.planned.name}); step {step.step_secs:.3g} s, "
-        f"bubble {step.plain.bubble_fraction:.0%}",
+        f"idle windows against copying ({plan.planned.name}); step {plan.pace.step_secs:.3g} s, "
+        f"bubble {plan.bubble_fraction:.0%}",
         fontsize=10,
         loc="left",
     )

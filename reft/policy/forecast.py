@@ -43,7 +43,7 @@ class SimulatedPace:
 
     @property
     def step_secs(self) -> float:
-        return self.plain.makespan_secs
+        return self.plain.makespan_secs if self.measured is None else self.measured.step_secs
 
     def with_copies(self, loads: Mapping[int, Load]) -> Simulation:
         """The step with them."""
@@ -57,13 +57,13 @@ class SimulatedPace:
         if not any(sent):
             return found
         sending = simulate_copying(Variant.INTER_NODE, self.training, self.plain, sent, self.pipeline)
-        secs = sending.makespan_secs - self.step_secs
+        secs = sending.makespan_secs - self.plain.makespan_secs
         return replace(found, overhead=found.overhead + secs / self.step_secs)
 
     def _to_host(self, loads: Mapping[int, Load]) -> Fit:
         copies = self.with_copies(loads)
         return Fit(
-            overhead=(copies.makespan_secs - self.step_secs) / self.step_secs,
+            overhead=(copies.makespan_secs - self.plain.makespan_secs) / self.plain.makespan_secs,
             in_windows=min(map(_part_in_windows, copies.stages)),
             left_over_secs=max(stage.fence_secs for stage in copies.stages),
             source="simulated",

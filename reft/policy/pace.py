@@ -82,11 +82,15 @@ class WindowPace:
     stages: Mapping[int, StageWindows]
     estimator: str
 
+    @property
+    def step_secs(self) -> float:
+        return max(stage.step_secs for stage in self.stages.values())
+
     def fit(self, loads: Mapping[int, Load]) -> Fit:
         plans = [self.stages[p].plan(load.to_host_bytes, self.estimator) for p, load in loads.items()]
         waits = max(plan.left_over_secs for plan in plans)
         return Fit(
-            overhead=waits / max(plan.step_secs for plan in plans),
+            overhead=waits / self.step_secs,
             in_windows=min(_part(plan.tier_bytes[1], plan.total_bytes) for plan in plans),
             left_over_secs=waits,
             source=self.estimator,

@@ -88,8 +88,15 @@ class JobPlan:
         )
 
     @property
+    def bubble_fraction(self) -> float:
+        """Share of a step in which the devices wait."""
+        if self.pace.measured is None:
+            return self.pace.plain.bubble_fraction
+        return sum(s.idle_secs for s in self.stages) / (len(self.stages) * self.pace.step_secs)
+
+    @property
     def source(self) -> str:
-        """Where windows and overhead come from."""
+        """Where the step, its windows and what copies cost come from. Transfers to peers are simulated."""
         return "simulated" if self.pace.measured is None else self.pace.measured.estimator
 
     @cached_property
@@ -115,7 +122,7 @@ class JobPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, labelled as simulated."""
-        job, training, machine = self.job, self.job.training, self.job.cluster.machine
+        job, training = self.job, self.job.training
         return {
             "simulated": True,
             "well": not self.problems,
@@ -139,8 +146,9 @@ class JobPlan:
             },
             "step": {
                 "secs": self.pace.step_secs,
-                "bubble_fraction": self.pace.plain.bubble_fraction,
-                "copy_bytes_per_sec": machine.copy_bytes_per_sec,
+                "bubble_fraction": self.bubble_fraction,
+                "copy_bytes_per_sec": self.stages[0].bytes_per_sec,
+                "source": self.source,
             },
             "protection": {
                 "configured": self.configured,
@@ -151,7 +159,6 @@ class JobPlan:
                 "wished_tolerance": self.choice.wished,
                 "tolerance": self.planned.tolerance,
                 "overhead": self.overhead,
-                "overhead_source": self.source,
             },
             "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
             "alternatives": [self._alternative_json(a) for a in self.choice.alternatives],

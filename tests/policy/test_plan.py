@@ -17,7 +17,7 @@ from reft.errors import ConfigError
 from reft.policy.cluster import CLUSTERS, load_cluster
 from reft.policy.job import Layouting, plan_job, read_config
 from reft.profile.activity import Activity
-from reft.profile.result import ProfileResult
+from reft.profile.result import ProfileResult, Spread
 from reft.protect.codes import Scheme
 from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
 from reft.simulate.pipeline import simulate as simulate_step
@@ -406,8 +406,9 @@ def test_measured_windows_replace_simulated_ones(run: Run, tmp_path: Path, profi
     profiled.save(tmp_path / "profile.json")
     simulated = run(FP16, *STAGES, *QUICK).json
     measured = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "profile.json")).json
-    assert simulated["protection"]["overhead_source"] == "simulated"
-    assert measured["protection"]["overhead_source"] == "windows measured in job simulated"
+    assert simulated["step"]["source"] == "simulated"
+    assert measured["step"]["source"] == "windows measured in job simulated"
+    assert measured["step"]["secs"] == max(stage.step_secs.p50 for stage in profiled.stages)
     for stage in measured["stages"]:
         assert stage["idle_secs"] == sum(w.length_secs for w in profiled.windows(stage["stage_id"]))
     assert measured["stages"][0]["idle_secs"] == pytest.approx(simulated["stages"][0]["idle_secs"])
@@ -422,6 +423,14 @@ def test_measured_windows_replace_simulated_ones(run: Run, tmp_path: Path, profi
     room = waits["stages"][0]["idle_secs"] + computing
     needed = waits["stages"][0]["to_host_bytes"] / 1e8
     assert waits["protection"]["overhead"] >= (needed - room) / stage.step_secs.p50 - 1e-6 > 0
+
+    longer = [replace(s, step_secs=Spread(*(2 * secs for secs in s.step_secs))) for s in profiled.stages]
+    replace(profiled, stages=tuple(longer)).save(tmp_path / "longer.json")
+    half = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "longer.json")).json
+    for once, twice in zip(measured["alternatives"], half["alternatives"], strict=True):
+        assert twice["overhead"] == pytest.approx(once["overhead"] / 2), (
+            "transfers too are a part of that step"
+        )
 
 
 def test_a_profile_of_something_else_is_refused(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
