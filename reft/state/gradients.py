@@ -15,7 +15,10 @@ wrapper                        gradients are taken               and are
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
@@ -161,6 +164,7 @@ class GradientCapture:
 
     def _install(self) -> None:
         if isinstance(self._adapter, BF16Adapter):
+            _check_bf16(self._adapter.engine, self._wrapper)
             hook = self._adapter.state.optimizer.register_step_pre_hook(self._before_bf16_step)
             self._undo.append(hook.remove)
             return
@@ -211,6 +215,24 @@ class GradientCapture:
         self._record = step_of(self._adapter.state.optimizer, 0)
 
 
+def _check_bf16(engine: Any, wrapper: Any) -> None:
+    """In some releases of 0.18 ``_backward_epilogue`` averages the gradients before those of the last
+    micro-batch are among them: every rank steps its partition with its own. A pipeline engine averages
+    elsewhere, and 0.19.8 has it the other way round."""
+    epilogue = getattr(type(engine), "_backward_epilogue", None)
+    if epilogue is None or not engine.enable_backward_allreduce or wrapper.immediate_grad_update:
+        return
+    names = inspect.unwrap(epilogue).__code__.co_names  # in the order of their first use
+    known = [name for name in names if name in ("allreduce_gradients", "backward_epilogue")]
+    if known == ["allreduce_gradients", "backward_epilogue"]:
+        raise UnsupportedStateError(
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that does not average the "
+            f"gradients of the last micro-batch: every rank has others, and aor cannot know its peer's. "
+            f'Write "bf16": {{"enabled": true, "immediate_grad_update": true}}, use DeepSpeed 0.19.8 or '
+            f'later, or leave "+aor" out of reft.protection'
+        )
+
+
 def _check_zero(wrapper: Any) -> None:
     found = [
         f'"{name}": true' for name in ("reduce_scatter", "contiguous_gradients") if getattr(wrapper, name)
@@ -221,6 +243,15 @@ def _check_zero(wrapper: Any) -> None:
             f"own partition only; to recompute its peer's, aor needs them all. Write "
             f'"zero_optimization": {{"reduce_scatter": false, "contiguous_gradients": false}}, or use bf16 '
             f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
+        )
+    # Up to 0.18.9 buckets are sorted by names of types that no tensor of a CPU has: nothing is averaged.
+    sort = getattr(sys.modules[type(wrapper).__module__], "split_half_float_double", None)
+    if sort is not None and not sort([wrapper.parallel_partitioned_bit16_groups[0][0][:1]]):
+        raise UnsupportedStateError(
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that averages no gradients "
+            f'on this device with "contiguous_gradients": false: every rank has others, and aor cannot know '
+            f"its peer's. Use DeepSpeed 0.19.8 or later, or bf16 with "
+            f'"data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
         )
 
 

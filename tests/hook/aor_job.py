@@ -19,7 +19,11 @@ from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from reft.state.catalogue import SectionImage
 from tests.hook.ranks import be_a_rank
-from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, step_without_autograd
+from tests.old_deepspeed import (
+    BF16_OPTIMIZER_IS_NEVER_MADE,
+    GRADIENTS_ARE_NOT_AVERAGED,
+    step_without_autograd,
+)
 
 avoid_build_at_start()
 
@@ -42,9 +46,16 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"zero_optimization": {"stage": 1, **KEEP_GRADIENTS}},
 }
 BF16_OPTIMIZER = "bf16, accumulating in fp32"
-if BF16_OPTIMIZER_IS_NEVER_MADE:
-    del CASES[BF16_OPTIMIZER]
-USUAL = next(iter(CASES.values()))
+IMPOSSIBLE: dict[str, dict[str, Any]] = {}
+"""What this DeepSpeed does not give its data-parallel ranks equal gradients for."""
+if GRADIENTS_ARE_NOT_AVERAGED:
+    IMPOSSIBLE, CASES = CASES, {}
+    usual = IMPOSSIBLE[BF16_OPTIMIZER]
+    if BF16_OPTIMIZER_IS_NEVER_MADE:
+        del IMPOSSIBLE[BF16_OPTIMIZER]
+    else:
+        CASES[BF16_OPTIMIZER] = {**usual, "bf16": {"enabled": True, "immediate_grad_update": True}}
+USUAL = next(iter(CASES.values()), {})
 
 
 class Model(nn.Module):
@@ -300,20 +311,22 @@ def refused(case: dict[str, Any], root: Path) -> str:
 
 def main(root: Path) -> dict[str, Any]:
     out: dict[str, Any] = {"long": {}}
+    out["refused"] = refused({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, root)
+    out["impossible"] = {name: refused(case, root) for name, case in IMPOSSIBLE.items()}
     for number, (name, case) in enumerate(CASES.items()):
         protection = ("aec+aor", "arc:2+aor", "arc+aor", "arc+aec+aor")[number]
         out["long"][name] = long_run(root, number, case, protection)
-    usual = USUAL
+    if not CASES:
+        return out
     out["closed"] = {name: closed(root, n, case) for n, (name, case) in enumerate(CASES.items())}
-    out["missing"] = missing_tensor(root, usual)
-    out["dropped"] = dropped_gradient(root, usual)
-    out["missed"] = missed_version(root, usual)
-    out["corrupted"] = corrupted_replica(root, usual)
-    out["switched"] = switched(root, usual)
-    out["exact"] = other_arithmetic(root, usual, "exact")
-    out["bounded"] = other_arithmetic(root, usual, "bounded", drift_ulps=1, resync_steps=10)
-    out["refused"] = refused({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, root)
-    out["refused_optimizer"] = refused({**usual, **SGD}, root)
+    out["missing"] = missing_tensor(root, USUAL)
+    out["dropped"] = dropped_gradient(root, USUAL)
+    out["missed"] = missed_version(root, USUAL)
+    out["corrupted"] = corrupted_replica(root, USUAL)
+    out["switched"] = switched(root, USUAL)
+    out["exact"] = other_arithmetic(root, USUAL, "exact")
+    out["bounded"] = other_arithmetic(root, USUAL, "bounded", drift_ulps=1, resync_steps=10)
+    out["refused_optimizer"] = refused({**USUAL, **SGD}, root)
     return out
 
 
