@@ -46,8 +46,12 @@ class Pool:
                 self._room += len(self._free[size].pop())
             if nbytes > self._room:
                 return None
+            try:
+                buffer = np.empty(nbytes, np.uint8)
+            except MemoryError:  # slower, but nobody else waits in vain
+                return None
             self._room -= nbytes
-        return np.empty(nbytes, np.uint8)
+            return buffer
 
     def give_back(self, buffer: Bytes) -> None:
         with self._lock:

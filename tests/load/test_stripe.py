@@ -95,6 +95,11 @@ def test_p9_the_pool_is_bounded_and_used_again() -> None:
     assert pool.take(600) is None
 
 
+def test_p6_memory_that_is_not_there_is_no_room() -> None:
+    """An error between sends and receives would leave peers waiting."""
+    assert Pool(2**62).take(2**60) is None
+
+
 def test_a_term_that_arrives_twice_is_refused() -> None:
     stripe = made(STRIPES[0], Pool(10**6))
     key = min(stripe.keys)
