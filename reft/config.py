@@ -209,7 +209,8 @@ class ReftConfig(_Block):
         "survives as many lost nodes per sharding group as copies and parities together. ZeRO partitions "
         "and host state are copied to that many ring peers; with '+aor' added, as in 'aec+aor', the peers "
         "recompute the partitions from the gradients instead. 'auto' chooses at the start: what moves least "
-        "of all that fits the memory and survives 'tolerance' lost nodes, given who sits where",
+        "of all that fits the memory and survives 'tolerance' lost nodes, given who sits where; it never "
+        "recomputes, 'auto+aor' does",
     )
     tolerance: int = Field(
         1,
@@ -278,12 +279,12 @@ class ReftConfig(_Block):
             )
         from reft.protect.codes import Scheme
 
-        scheme = Scheme() if self.protection == AUTO else Scheme.parse(self._replicated_protection)
+        scheme = Scheme() if self.chooses else Scheme.parse(self._replicated_protection)
         self._check_aor()
-        if "copies" in self.model_fields_set and self.protection == AUTO:
+        if "copies" in self.model_fields_set and self.chooses:
             raise ValueError(
-                '"protection": "auto" chooses the number of copies itself; remove "copies", and write '
-                '"tolerance": the node losses to survive'
+                f'"protection": "{self.protection}" chooses the number of copies itself; remove "copies", '
+                'and write "tolerance": the node losses to survive'
             )
         if "copies" in self.model_fields_set and self._replicated_protection not in ("arc", "none"):
             raise ValueError(

@@ -31,6 +31,9 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"copies": 0}, '"protection": "none"'),
         ({"protection": "auto", "copies": 2}, 'write "tolerance"'),
         ({"protection": "aec+aor", "aor": {"drift_ulp": 1}}, 'mean "drift_ulps"'),
+        ({"protection": "auto+aor", "copies": 2}, '"protection": "auto+aor" chooses the number of copies'),
+        ({"protection": "auto+aor", "interval_steps": 2}, "the gradients of every step"),
+        ({"protection": "auto", "aor": {"drift_ulps": 1}}, 'Write "auto+aor"'),
         ({"protection": "automatic"}, "found protection 'automatic'"),
         ({"tolerance": -1}, "greater than or equal to 0"),
         ({"arenas": 1}, "greater than or equal to 2"),
@@ -45,6 +48,17 @@ def test_bad_blocks_are_refused_with_a_message_that_helps(block: dict, said: str
         parse_block(block)
     assert said in str(caught.value)
     assert "reft config --explain" in str(caught.value)
+
+
+def test_a_protection_can_be_chosen_with_recomputing_and_without() -> None:
+    without, with_aor = (parse_block({"protection": text}) for text in ("auto", "auto+aor"))
+    assert (without.chooses, without.recompute) == (True, False)
+    assert (with_aor.chooses, with_aor.recompute) == (True, True)
+    assert not parse_block({"protection": "aec+aor"}).chooses
+    block = {"protection": "auto+aor", "tolerance": 2, "aor": {"drift_ulps": 1}}
+    assert parse_block(block).as_block() == block
+    chosen = parse_block(block).model_copy(update={"protection": "rs:2+aor"})
+    assert parse_block(chosen.as_block()) == chosen
 
 
 def test_a_block_that_is_no_object_is_refused() -> None:

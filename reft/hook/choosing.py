@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from reft.config import ReftConfig
+from reft.config import AOR, AorConfig, ReftConfig
 from reft.events import EventLog
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.degrade import LEAST_ARENAS
@@ -31,7 +31,8 @@ def choose_protection(
 
     What a rank alone knows, the bytes of its state and the memory of its node, is gathered first; the rest
     is pure, so that all ranks choose the same. Windows are not measured yet: the choice needs none, since
-    it takes what moves least.
+    it takes what moves least. Partitions are recomputed by peers where the block says ``auto+aor``, and
+    only there.
 
     Args:
         config: the block.
@@ -47,7 +48,7 @@ def choose_protection(
         memory[node] = min(nbytes, memory.get(node, nbytes))
     sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
     choice = _choose(Situation(topology, sections, config.arena_count, config.block_bytes, memory), config)
-    chosen = choice.chosen
+    chosen, scheme = choice.chosen, choice.chosen.scheme
     events.write(
         "protection_chosen",
         scheme=chosen.name,
@@ -59,14 +60,17 @@ def choose_protection(
     )
     if control.rank == 0:
         _say(choice)
-    return config.model_copy(update={"protection": chosen.name})
+    if not (config.recompute and scheme.certain_losses):
+        return config.model_copy(update={"protection": str(scheme), "aor": AorConfig()})
+    # Also where nothing is partitioned, as in a block that names the scheme.
+    return config.model_copy(update={"protection": f"{scheme}{AOR}"})
 
 
 def _choose(situation: Situation, config: ReftConfig) -> Choice:
     """Versions are given up before the tolerance is, as when memory runs short later."""
     best: Choice | None = None
     for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1):
-        choice = choose(replace(situation, arenas=arenas), config.tolerance)
+        choice = choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
         if best is None or choice.chosen.tolerance > best.chosen.tolerance:
             best = choice
         if best.reached:

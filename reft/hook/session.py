@@ -84,7 +84,7 @@ class Session:
         )
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
-        self._chosen = config.protection == AUTO
+        self._chosen = config.chooses
         if self._chosen:
             self.config = config = self._choose_protection(config)
         self.protection = Protection(

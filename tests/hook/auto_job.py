@@ -12,6 +12,8 @@ from typing import Any
 import deepspeed
 import torch
 
+from reft.config import parse_block
+from reft.errors import ConfigError
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from tests.hook.traffic_job import make, train
@@ -27,7 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
     "tight": {"memory_limit_bytes": 3 * 2**20},
     "versions": {"arenas": 3, "memory_limit_bytes": 5 * 2**20},
     "by_hand": {"protection": "arc", "tolerance": 2},
+    "recomputed": {"protection": "auto+aor"},
+    "unpartitioned": {"protection": "auto+aor", "tolerance": 2},
+    "no-room": {"protection": "auto+aor", "aor": {"drift_ulps": 1}, "memory_limit_bytes": 3 * 2**20},
 }
+ZERO1 = ("zero1", "recomputed")
 
 
 AGAIN: tuple[tuple[str, dict[str, Any]], ...] = (("one", {}), ("one", {"tolerance": 2}))
@@ -45,9 +51,11 @@ class Lines(logging.Handler):
 
 def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
     lines.texts.clear()
-    engine = make(1 if name == "zero1" else 0, block)
+    kept = {"reduce_scatter": False, "contiguous_gradients": False} if name == "recomputed" else {}
+    engine = make(int(name in ZERO1), block, **kept)
     session = session_of(engine)
     assert session is not None
+    assert parse_block(session.config.as_block()) == session.config, "the daemon reads it so"
     expected = session.adapter.expected_bytes()
     path, _ = engine.load_checkpoint(str(Path(block["memory_dir"]) / "none"))
     losses = train(engine)
@@ -60,9 +68,22 @@ def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
         "path": path,
         "said": [text for level, text in lines.texts if level >= logging.WARNING],
         "losses": losses,
+        "ordered": ordered(session, "aec+aor"),
     }
     session.close()
-    return {**result, "committed": session.stats.committed_step}
+    copied = session.stats.traffic.to_json()["to_host"]
+    return {**result, "committed": session.stats.committed_step, "gradients": copied.get("gradients", 0)}
+
+
+def ordered(session: Any, scheme: str) -> str:
+    """What an order that recomputes is told; it comes too late to be followed."""
+    if "+aor" in session.config.protection:
+        return ""
+    try:
+        session.protect(scheme)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def main(root: Path) -> dict[str, Any]:

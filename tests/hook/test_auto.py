@@ -28,15 +28,33 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("tight", "none", 0),
         ("versions", "aec", 1),
         ("by_hand", "arc", 1),
+        ("recomputed", "aec+aor", 1),
+        ("unpartitioned", "rs:2+aor", 2),
+        ("no-room", "none", 0),
     ],
 )
 def test_all_ranks_choose_alike_and_keep_what_was_chosen(
     results: list[dict[str, Any]], name: str, scheme: str, tolerance: int
 ) -> None:
+    in_force = scheme.removesuffix("+aor")
     for result in results:
         found = result[name]
-        assert (found["scheme"], found["in_force"], found["tolerance"]) == (scheme, scheme, tolerance)
+        assert (found["scheme"], found["in_force"], found["tolerance"]) == (scheme, in_force, tolerance)
         assert found["committed"] == 3
+
+
+def test_auto_recomputes_partitions_where_the_block_asks_for_it_and_only_there(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        recomputing = [name for name, found in result.items() if found["gradients"]]
+        assert recomputing == ["recomputed"]
+        assert result["recomputed"]["losses"] == result["zero1"]["losses"]
+        assert "fixed at the start" in result["zero1"]["ordered"]
+    said = {name: " ".join(results[0][name]["said"]) for name in ("zero1", "recomputed", "one")}
+    assert "ZeRO partitions are sent to peers" in said["zero1"]
+    assert "ZeRO partitions are recomputed by peers" in said["recomputed"]
+    assert "partitions" not in said["one"]
 
 
 def test_p9_the_state_is_known_before_the_optimizer_has_made_it(results: list[dict[str, Any]]) -> None:

@@ -38,12 +38,12 @@ class Model(nn.Module):
         return nn.functional.mse_loss(self.second(self.first(x).relu()), x)
 
 
-def make(zero: int, block: dict[str, Any] | None = None) -> Any:
+def make(zero: int, block: dict[str, Any] | None = None, **zero_options: Any) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "steps_per_print": None,
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": zero, **zero_options},
     }
     if zero:
         config["bf16"] = {"enabled": True}

@@ -124,6 +124,9 @@ def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: P
     assert recomputed.json["protection"]["planned"] == "rs:2+aor"
     assert recomputed.json["protection"]["auto_would_choose"] == "aec+aor"
     assert recomputed.code == cli.EXIT_WELL
+    config["reft"]["protection"] = "auto+aor"
+    chosen = run(write(tmp_path / "auto.json", config), *LARGE, *QUICK).json["protection"]
+    assert (chosen["configured"], chosen["planned"]) == ("auto+aor", "aec+aor")
 
 
 def test_the_block_can_ask_for_a_choice_and_a_tolerance(run: Run, tmp_path: Path) -> None:
