@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from reft.blocks import ALIGNMENT_BYTES
+from reft.blocks import ALIGNMENT_BYTES, BlockKey
 from reft.errors import TransferError
-from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind
+from reft.load.parity import stripes_of
+from reft.load.plan import BlockSource, Fetch, Rebuild, RecoveryPlan, SourceKind
 from reft.topology import Topology
 
 
@@ -115,14 +116,24 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 
 def _in_rotation(plan: RecoveryPlan, topology: Topology) -> list[Move]:
-    """All moves, dealt out so that at any time every rank talks to a different peer."""
+    """All moves, dealt out so that at any time every rank talks to a different peer, and that what is decoded
+    together arrives together."""
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
+    stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
     turn: Counter[tuple[int, int]] = Counter()
     order: list[tuple[int, int, int, Move]] = []
     for at, fetch in _network_fetches(plan):
         src, dst = servers[fetch.source], receivers[at]
         distance = (dst - src) % topology.world_size
-        order.append((turn[src, dst], distance, src, Move(src, dst, fetch)))
+        number = stripes[at].get(fetch.key, turn[src, dst])
+        order.append((number, distance, src, Move(src, dst, fetch)))
         turn[src, dst] += 1
     return [move for *_, move in sorted(order, key=lambda item: item[:3])]
+
+
+def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
+    """For every block that is read in order to decode, which stripe of the rebuild it belongs to. A peer has
+    hardly more than one block of a stripe, so that these are turns of its own."""
+    stripes = () if rebuild is None else stripes_of(rebuild.blocks)
+    return {key: number for number, stripe in enumerate(stripes) for lost in stripe for key, _ in lost.terms}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import TransferError
+from reft.load.parity import stripes_of
 from reft.load.plan import RecoveryPlan, SourceKind, plan_recovery
 from reft.load.waves import make_waves, serving_ranks
 from reft.topology import Degrees, Topology
@@ -82,3 +84,31 @@ def test_a_source_on_a_node_without_ranks_is_a_clear_error():
     elsewhere = Topology(topology.degrees, topology.coordinates, tuple(f"x{n}" for n in topology.nodes))
     with pytest.raises(TransferError, match="where no rank runs"):
         make_waves(plan, elsewhere, 4096)
+
+
+def test_p9_what_is_decoded_together_arrives_together():
+    """Blocks wait for the others of their stripe in memory: what waits at a time is less than a window."""
+    block, window = 4096, 8 * 4096
+    degrees = Degrees(1, 8, 1)
+    fleet = Fleet(place(degrees, "single"), copies=0, parities=2, scale=6000, block_bytes=block)
+    lost = ("n1", "n2")
+    topology = without(fleet.topology, lost)
+    records = [record for record in fleet.records(NEW) if record.node not in lost]
+    plan = plan_recovery(inventories(records, lost, topology.nodes), topology, job_id=JOB)
+    assert plan.rebuilds
+    plan = replace(
+        plan, fetches={c: plan.rebuilds[c].fetches if c in plan.rebuilds else () for c in plan.fetches}
+    )
+    waves = make_waves(plan, topology, window // 2)
+    for coordinate, rebuild in plan.rebuilds.items():
+        coming = {f.key: f.nbytes for f in rebuild.fetches if f.kind is not SourceKind.LOCAL}
+        stripes = [
+            {key for b in stripe for key, _ in b.terms} & set(coming) for stripe in stripes_of(rebuild.blocks)
+        ]
+        arrived = set()
+        most = 0
+        for wave in waves:
+            arrived |= {m.fetch.key for m in wave if m.dst == topology.rank_of(coordinate)}
+            most = max(most, sum(coming[k] for keys in stripes if keys - arrived for k in keys & arrived))
+        assert arrived >= set().union(*stripes)
+        assert most <= window
