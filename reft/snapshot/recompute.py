@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ from reft.snapshot.layout import LiveImages
 from reft.state.catalogue import SectionImage, TensorSpec
 
 logger = logging.getLogger(__name__)
+
+_IN_VAIN = 20
+"""Versions in a row of which nothing that was recomputed could be kept, after which that is said."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class PeerOptimizers:
         self._replicas: dict[int, AdamReplica] = {}
         self._accepted_steps: dict[int, int] = {}
         self._told: set[object] = set()
+        self._refused_steps: Counter[int] = Counter()
+        self._in_vain = False
 
     def recompute(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
         """Write the kept partitions of a version whose gradients have been copied. What could not be made
@@ -122,8 +128,11 @@ class PeerOptimizers:
                 continue
             if cause is None:
                 self.stats.versions += 1
+                self._refused_steps[member] = 0
             else:
                 self._give_up(member, filling, cause)
+                self._refused_steps[member] += 1
+                self._warn_if_in_vain(member, filling, cause)
 
     def committed(self, filling: Filling) -> None:
         """The version that the next one is made from."""
@@ -133,6 +142,21 @@ class PeerOptimizers:
         """The layout changed: begin anew."""
         self._base = None
         self._replicas.clear()
+
+    def _warn_if_in_vain(self, member: int, filling: Filling, cause: str) -> None:
+        """Nothing wrong is kept, but everything is paid for twice."""
+        if self._refused_steps[member] < _IN_VAIN or self._in_vain:
+            return
+        self._in_vain = True
+        logger.warning(
+            "[step %d] recomputing is in vain: the partition of member %d was copied from its owner %d times "
+            'in a row (%s). Leave "+aor" out of reft.protection; or, if the owner runs other kernels than '
+            "this host, say with reft.aor.drift_ulps how far a replica may be from it",
+            filling.label.step,
+            member,
+            _IN_VAIN,
+            cause,
+        )
 
     # -- one partition -----------------------------------------------------------------------------
 

@@ -212,7 +212,6 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     recompute, then one that is needed to compare."""
     watched = Watched(root, "missing", case, protection="arc+aor", aor={"drift_ulps": 1})
     session, told = watched.session, Told()
-    logging.getLogger("reft.snapshot.recompute").addHandler(told)
 
     def rename(old: str) -> None:
         capture = session._recomputing._capture
@@ -235,19 +234,28 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
         else:
             rename("nothing")
 
-    out = watched.result(train(watched.engine, SHORT_STEPS, spoil))
-    logging.getLogger("reft.snapshot.recompute").removeHandler(told)
+    with told:
+        out = watched.result(train(watched.engine, SHORT_STEPS, spoil))
     return {**out, "tracebacks": told.tracebacks}
 
 
 class Told(logging.Handler):
-    """Collects the classes of the exceptions that were logged with their tracebacks."""
+    """Collects the warnings about recomputing, and the classes of what was logged with its traceback."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.tracebacks: list[str] = []
+        self.warnings: list[str] = []
+
+    def __enter__(self) -> Told:
+        logging.getLogger("reft.snapshot.recompute").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("reft.snapshot.recompute").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
         if record.exc_info and record.exc_info[0] is not None:
             self.tracebacks.append(record.exc_info[0].__name__)
 
@@ -290,15 +298,24 @@ def switched(root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_arithmetic(root: Path, case: dict[str, Any], name: str, **aor: int) -> dict[str, Any]:
-    """The replica runs another kernel than its owner, as the host of a GPU does."""
+    """The replica runs another kernel than its owner, as the host of a GPU does: masters are off by one bit."""
     watched = Watched(root, name, case, protection="arc+aor", **({"aor": aor} if aor else {}))
+    told, optimizers = Told(), set[int]()
+
+    def nudge(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.copy_(torch.nextafter(param.data, torch.tensor(torch.inf)))
 
     def other_kernel(step: int) -> None:
         for replica in watched.session.worker._sealer._peer_optimizers._replicas.values():
-            for group in replica._optimizer.param_groups:
-                group["fused"], group["foreach"] = True, False
+            if id(replica) not in optimizers:
+                optimizers.add(id(replica))
+                replica._optimizer.register_step_post_hook(nudge)
 
-    return watched.result(train(watched.engine, 3 * SHORT_STEPS, other_kernel))
+    with told:
+        out = watched.result(train(watched.engine, 3 * SHORT_STEPS, other_kernel))
+    return {**out, "warnings": told.warnings}
 
 
 def refused(case: dict[str, Any], root: Path) -> str:
