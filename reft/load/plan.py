@@ -355,9 +355,11 @@ def _choose_decoders(
     for (pp, tp), group in sorted(groups.items()):
         members = [c for c in topology.degrees.coordinates() if (c.pp, c.tp) == (pp, tp)]
         work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
-        for stripe in stripes_of(group.lost):
-            parities = {n for lost in stripe for k in lost.parities for n in group.stored[k].nodes}
-            near = [c for c in members if topology.node_of(c) in parities] or members
+        stripes = [
+            (_members_near(stripe, group, topology, members), stripe) for stripe in stripes_of(group.lost)
+        ]
+        # Those with the fewest choices first, so that the others even out the load.
+        for near, stripe in sorted(stripes, key=lambda choice: len(choice[0])):
             chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
             work[chosen] += stripe
         header = next(
@@ -369,6 +371,14 @@ def _choose_decoders(
                 fetches = _rebuild_fetches(group, blocks, coordinate, topology.node_of(coordinate))
                 rebuilds[coordinate] = Rebuild(tuple(blocks), image_bytes, header.layout, fetches)
     return rebuilds
+
+
+def _members_near(
+    stripe: Sequence[LostBlock], group: GroupSources, topology: Topology, members: Sequence[Coordinate]
+) -> list[Coordinate]:
+    """Those whose node holds a parity of the stripe; all of them where there is none."""
+    parities = {node for lost in stripe for key in lost.parities for node in group.stored[key].nodes}
+    return [c for c in members if topology.node_of(c) in parities] or list(members)
 
 
 def _replicated_bytes(group: GroupSources) -> int:

@@ -409,3 +409,15 @@ def test_empty_inventories_are_a_new_job():
     assert isinstance(refused, NotRecoverable)
     assert refused.empty
     assert "no arena of job 'job-a'" in str(refused)
+
+
+@pytest.mark.parametrize("lost", [("n1", "n2"), ("n1", "n5")])
+def test_decoding_is_shared_evenly_among_those_near_a_parity(lost):
+    """Recovery goes on when the last has decoded: some stripes leave no choice, the others make up for it."""
+    fleet = Fleet(place(Degrees(1, 8, 1), "single"), copies=0, parities=2, scale=3000, block_bytes=4096)
+    topology = without(fleet.topology, lost)
+    records = [record for record in fleet.records(NEW) if record.node not in lost]
+    plan = plan_recovery(inventories(records, lost, topology.nodes), topology, job_id=JOB)
+    work = [rebuild.nbytes for rebuild in plan.rebuilds.values()]
+    assert len(work) == 8 - len(lost)
+    assert max(work) <= 1.3 * sum(work) / len(work)
