@@ -151,7 +151,7 @@ class _Packets:
         self._sources = sources
         self._bits: list[list[Operand | None]] = [[None] * PACKETS for _ in range(targets)]
         self._made = [0] * targets
-        self._groups: list[list[Step]] = []  # the steps of a group may be done in any order
+        self._groups: list[list[Step]] = []  # no step of a group reads what another of it writes
 
     def add_source(self, target: int, source: int) -> None:
         self._group([(target, i, (source, i)) for i in range(PACKETS)])
@@ -228,13 +228,11 @@ def _merge(group: list[Step]) -> list[Step]:
 
 
 def _follows(last: Step, step: Step) -> bool:
-    """Whether all packets of ``step`` are the next of ``last``, and it reads nothing that ``last`` writes."""
+    """Whether the packets of ``step`` are the next of ``last``."""
 
     def after(operand: Operand | None) -> Operand | None:
         return None if operand is None else (operand[0], operand[1] + last.count)
 
-    if step.right is not None and step.right[0] == step.target[0]:
-        return False
     nexts = after(last.target), after(last.left), after(last.right)
     return nexts == (step.target, step.left, step.right)
 
