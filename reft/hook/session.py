@@ -325,7 +325,7 @@ class Session:
         second call for the same step does nothing.
         """
         step = int(self.engine.global_steps)
-        if step == self._last_step or self.worker is None:
+        if step == self._last_step or self.worker is None or self._closed:
             return
         now = time.perf_counter()
         began, self._boundary_secs = self._boundary_secs, now

@@ -279,6 +279,7 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
         "replaced_after": sorted(set(vars(wrapper)) & set(METHODS)),
         "hooks_removed": hooks - len(inner._optimizer_step_pre_hooks),
         "captured": bool(capture.images or capture._staged or capture._record is not None),
+        "given_up": dict(watched.session.stats.skipped),
     }
 
 

@@ -133,6 +133,7 @@ def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: st
         assert run["replaced_after"] == []
         assert run["hooks_removed"] == hooks
         assert not run["captured"]
+        assert run["given_up"] == {}, "versions of a closed session are not even begun"
         assert run["losses"] == run["plain"]
 
 
