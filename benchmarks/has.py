@@ -49,7 +49,7 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
 """For glibc. Else every step of a training on the CPU maps its activations anew: 14,000 page faults of a rank
-were 25 to 60 ms of a step of 1.4 s, in two modes that last for minutes, more than what is measured."""
+went with 26 to 58 ms of system time in a step of 1.4 s, and that varies by more than what is measured."""
 
 
 @dataclass(frozen=True)
