@@ -17,9 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from reft.blocks import Section
 from reft.config import FaultPoint, Variant
@@ -32,6 +30,7 @@ from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
 from reft.snapshot.filling import Filling
 from reft.snapshot.gate import Gate, OpenGate, Permit
+from reft.snapshot.handover import Handover
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.pacing import Pacer
@@ -122,13 +121,7 @@ class SnapshotWorker:
         )
         self._records: list[ChunkRecord] = []
         self._plan_failed = False
-        self._queue: deque[SnapshotRequest] = deque()
-        self._wake = threading.Condition()
-        self._fence_waiting = False
-        self._approached = False
-        self._draining = False
-        self._closing = False
-        self._broken: str | None = None
+        self._handover = Handover(self.copier, pacer)
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
 
@@ -136,104 +129,33 @@ class SnapshotWorker:
 
     def submit(self, request: SnapshotRequest) -> None:
         """Hand a version over. Returns at once."""
-        with self._wake:
-            if self._broken is not None:
-                self._give_up(request, "broken", self._broken)
-                return
-            if self._closing:
-                self._give_up(request, "closed")
-                return
-            self.votes.newest_step = request.label.step
-            if request.images is not None:
-                self.copier.begin()
-            if request.paced and self._pacer is not None:
-                self._pacer.gate.enter(self._draining)
-            self._queue.append(request)
-            self._wake.notify_all()
+        self.votes.newest_step = request.label.step
+        if not self._handover.put(request):
+            broken = self._handover.broken
+            self._give_up(request, "closed" if broken is None else "broken", broken)
 
     def approach(self) -> None:
-        """The fence is near: copy what is left at once, beside what training still does before it writes.
-
-        No version begins to be copied any more.
-        """
-        if self._last_call() and self._pacer is not None:
-            self._pacer.gate.hurry()
-        self._approached = True
+        """The fence is near; see :meth:`Handover.approach`."""
+        self._handover.approach()
 
     def fence(self) -> float:
-        """Wait until no copy reads the live tensors; called before they change (P2).
-
-        A copy that has not started is cancelled instead: a snapshot is the state after exactly one
-        step, or it is none.
-
-        Returns:
-            Seconds waited.
-        """
-        began = time.perf_counter()
-        running = self._last_call()
-        if running or self._approached:
-            with self._hurried():
-                for request in running:
-                    request.copied.wait()
-        self._fence_waiting = self._approached = False
-        self.copier.fence()
-        return time.perf_counter() - began
-
-    def _last_call(self) -> list[SnapshotRequest]:
-        """What is being copied still; what has not begun is cancelled."""
-        with self._wake:
-            running = []
-            for request in self._queue:
-                if not request.started and not request.must:
-                    request.cancelled = True
-                    request.copied.set()
-                elif not request.copied.is_set():
-                    running.append(request)
-            self._fence_waiting = bool(running)
-        return running
-
-    @contextmanager
-    def _hurried(self) -> Iterator[None]:
-        """The gate lets everything through meanwhile; nothing is paced any more afterwards."""
-        if self._pacer is None:
-            yield
-            return
-        self._pacer.gate.hurry()
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._pacer.gate.relax()
-                if self._draining:
-                    self._pacer.gate.enter()  # in the windows of the steps to come
+        """Wait until no copy reads the live tensors (P2); see :meth:`Handover.fence`."""
+        return self._handover.fence()
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
         """Wait until the ranks have voted on the version of ``step``, so that what they said is known; not
         while votes are late, with which the ranks reckon."""
         votes = self.votes
-        with self._wake:
-            self._wake.wait_for(
-                lambda: votes.voted_step >= step or votes.late or not self._queue or self._broken is not None,
-                timeout_secs,
-            )
+        self._handover.wait_for(lambda: votes.voted_step >= step or votes.late, timeout_secs)
 
     def drain(self, timeout_secs: float) -> bool:
         """Wait until every version handed over is committed or given up."""
-        deadline = time.monotonic() + timeout_secs
-        with self._hurried(), self._wake:
-            while self._queue and self._broken is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._wake.wait(left)
-        return self._broken is None
+        return self._handover.drain(timeout_secs)
 
     def close(self, timeout_secs: float) -> None:
         """Drain and end the thread."""
-        self.drain(timeout_secs)
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()
+        self._handover.drain(timeout_secs)
+        self._handover.close()
         self._thread.join(timeout=5.0)
         self.copier.close()
         self._arenas.close()
@@ -241,13 +163,7 @@ class SnapshotWorker:
     # -- worker thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._closing:
-                    self._wake.wait()
-                if not self._queue:
-                    return
-                request = self._queue[0]
+        while (request := self._handover.next()) is not None:
             try:
                 self._process(request)
                 self._agreement.switch(request)
@@ -258,25 +174,16 @@ class SnapshotWorker:
                 logger.exception("the snapshot worker stopped; training goes on without snapshots")
                 self._break(f"{type(error).__name__}: {error}")
             finally:
-                request.copied.set()
-                request.done.set()
-                with self._wake:
-                    if self._queue and self._queue[0] is request:
-                        self._queue.popleft()
-                    self._wake.notify_all()
+                self._handover.finished(request)
 
     def _break(self, cause: str) -> None:
-        with self._wake:
-            self._broken = cause
-            pending, self._queue = list(self._queue), deque()
-            for request in pending:
-                self._give_up(request, "broken", cause)
-            self._wake.notify_all()
+        for request in self._handover.break_off(cause):
+            self._give_up(request, "broken", cause)
 
     def _give_up(self, request: SnapshotRequest, cause: str, error: str | None = None) -> None:
         request.copied.set()
         request.done.set()
-        if self._stats.skip(request.label.step, cause, error) and not self._closing:
+        if self._stats.skip(request.label.step, cause, error) and not self._handover.closing:
             logger.warning(
                 "[step %d] snapshot given up (%s): %s. Training goes on; snapshots are stale since step %s",
                 request.label.step,
@@ -355,8 +262,7 @@ class SnapshotWorker:
             rung=rung,
         )
         self.switch.hear(verdict.order, verdict.rung)
-        with self._wake:
-            self._wake.notify_all()
+        self._handover.changed()
         return verdict
 
     def _advised_interval(self) -> int:
@@ -383,10 +289,8 @@ class SnapshotWorker:
             return None, "the state could not be captured"
         if not self._agreement.fits(request):
             return None, "the layout changed"
-        with self._wake:
-            if request.cancelled:
-                return None, "not started before the next optimizer step"
-            request.started = True
+        if not self._handover.begin(request):
+            return None, "not started before the next optimizer step"
         filling: Filling | None = None
         gate = self._gate_for(request)
         gate.begin()
@@ -414,13 +318,7 @@ class SnapshotWorker:
             return None, f"{type(error).__name__}: {error}"
         finally:
             if not self.copier.staged:
-                self._leave(request, gate)
-
-    def _leave(self, request: SnapshotRequest, gate: Gate) -> None:
-        """Nothing of this version is to be copied any more; a later one may have been handed over."""
-        with self._wake:
-            if not any(r.paced and not r.cancelled for r in self._queue if r is not request):
-                gate.leave()
+                self._handover.leave(request, gate)
 
     @staticmethod
     def _encode(request: SnapshotRequest) -> None:
@@ -440,7 +338,7 @@ class SnapshotWorker:
             gate,
             reach=lambda point: self._faults.reach(point, step),
             handed_over=lambda: self._handed_over(request),
-            may_stage=(lambda: self._fence_waiting) if request.paced else None,
+            may_stage=(lambda: self._handover.fence_waiting) if request.paced else None,
         )
         # Last: it may wait for the device, and training does not wait for it.
         for placed in filling.local_blocks:
@@ -455,9 +353,7 @@ class SnapshotWorker:
         if staged:
             self._stats.staged += 1
             self._stats.staged_bytes += staged
-        with self._wake:
-            self._draining = bool(staged)
-        request.copied.set()
+        self._handover.copied(request, draining=bool(staged))
 
     def _try_drain(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
         """Bring what was staged to host memory, in the windows of the steps after the version's own."""
@@ -477,10 +373,7 @@ class SnapshotWorker:
 
     def _end_drain(self, request: SnapshotRequest) -> None:
         self.copier.staged = ()
-        if self._draining:
-            with self._wake:
-                self._draining = False
-            self._leave(request, self._gate_for(request))
+        self._handover.end_drain(request, self._gate_for(request))
 
     def _learn(self, request: SnapshotRequest, filling: Filling) -> None:
         """Have the pacer plan the next versions; without a new plan the old one stays."""
@@ -499,4 +392,4 @@ class SnapshotWorker:
         if request.paced and self._pacer is not None:
             return self._pacer.gate
         waited_for = request.must or request.variant is Variant.BLOCKING
-        return OpenGate(0 if waited_for else 2, lambda: self._fence_waiting)
+        return OpenGate(0 if waited_for else 2, lambda: self._handover.fence_waiting)

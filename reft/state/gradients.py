@@ -61,7 +61,6 @@ class GradientCapture:
         self._wrapper = adapter.wrapper
         self._sampled = sampled
         self._record: StepRecord | None = None
-        self._number = 0
         self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
         self._weights = self._partitioned_weights()
         self._sample_start = [0] * len(self._weights)

@@ -50,6 +50,13 @@ DEGREES = Degrees(2, 2, 1)
 TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B", "C", "D"))
 
 
+class _Pacer(SimpleNamespace):
+    """Has the plan that a test gives it, and a gate that the test opens."""
+
+    def __init__(self) -> None:
+        super().__init__(plan=None, gate=HostGate(), version_done=lambda sections, chunks: None)
+
+
 class Rank:
     """One rank with a small state that is a function of (step, rank), so that content can be checked."""
 
@@ -59,6 +66,7 @@ class Rank:
         root: Path,
         faults: tuple[FaultConfig, ...] = (),
         keeping: Keeping = Keeping(),  # noqa: B008
+        pacer: Any = None,
     ) -> None:
         self.rank = rank
         self.at = TOPOLOGY.coordinates[rank]
@@ -89,6 +97,7 @@ class Rank:
             faults=FaultPlan(faults, self.at),
             on_commit=lambda request: None,
             on_skip=lambda step, cause: self.skips.append((step, cause)),
+            pacer=pacer,
             switch=SchemeSwitch(
                 self.control,
                 TOPOLOGY,
@@ -239,12 +248,12 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
 
 def scenario_interval(rank: int, root: Path) -> dict[str, object]:
     """What does not fit before the optimizer step on one rank makes versions rarer on all."""
-    me = Rank(rank, root)
-    plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
+    pacer = _Pacer()
+    me = Rank(rank, root, pacer=pacer)
     taken = []
     for step in range(1, 11):
         if rank == 2 and step == 3:
-            me.worker._pacer = SimpleNamespace(plan=plan, gate=HostGate())  # type: ignore[assignment]
+            pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
         me.step(step)
         if step % me.worker.votes.interval_steps(step) == 0:
             request = me.snapshot(step)
@@ -298,15 +307,13 @@ def scenario_switch_killed(rank: int, root: Path) -> dict[str, object]:
 
 def scenario_staging(rank: int, root: Path) -> dict[str, object]:
     """One rank has to stage: all commit later, and all know that votes are late."""
-    me = Rank(rank, root)
+    pacer = _Pacer()
+    me = Rank(rank, root, pacer=pacer if rank == 2 else None)
     me.step(1)
     me.settle(me.snapshot(1, must=True))
-    gate, engine, release = HostGate(), me.worker.copier.engine, threading.Event()
+    gate, engine, release = pacer.gate, me.worker.copier.engine, threading.Event()
     if rank == 2:
         gate.patience_secs = 600  # without a window nothing is copied
-        me.worker._pacer = SimpleNamespace(  # type: ignore[assignment]
-            plan=None, gate=gate, version_done=lambda sections, chunks: None
-        )
         me.worker.copier.staging = StagingArea(engine)
         assert me.worker.copier.staging.reserve(2**20)
         drain = engine.drain
