@@ -16,16 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common import (
     MIB,
-    Scratch,
     enter_worker,
     launch,
     leave_worker,
@@ -38,18 +35,12 @@ from common import (
 from neighbour import measure
 from results import estimate, facts, run_lines
 from training import build_engine
+from units import KEEP_FREED_MEMORY, Units, run_unit
 
 NONE = "none"
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")
 SETTLE_STEPS = 6
 GOAL_MEDIAN, GOAL_HIGH = 0.02, 0.03
-KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_TOP_PAD_": str(64 * 2**20),
-}
-"""For glibc. Else every step of a training on the CPU maps its activations anew: 14,000 page faults of a rank
-went with 26 to 58 ms of system time in a step of 1.4 s, and that varies by more than what is measured."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +90,6 @@ def run_rank(options: argparse.Namespace) -> None:
     for _ in range(SETTLE_STEPS):
         engine.train_batch(data)
 
-    def unit(variant: str) -> dict[str, Any]:
-        dist.barrier()
-        session.use(variant)
-        engine.train_batch(data)
-        fences = len(session.stats.stalls_secs)
-        begin, cpu = time.perf_counter(), time.process_time()
-        for _ in range(options.span):
-            engine.train_batch(data)
-        secs, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        tiers = dict(session.stats.tier_bytes)  # without the last version, which nothing hides
-        session.use(NONE)
-        session.worker.drain(600.0)
-        stalls = list(session.stats.stalls_secs)[fences:]
-        return {
-            "variant": variant,
-            "secs": secs,
-            "cpu_secs": cpu,
-            "stall_secs": sum(stalls),
-            "tiers": tiers,
-        }
-
     order = [NONE]
     for _ in range(options.rounds):
         for variant in options.variants:
@@ -127,8 +97,10 @@ def run_rank(options: argparse.Namespace) -> None:
     units = []
     for number, variant in enumerate(order):
         before = dict(session.stats.tier_bytes)
-        units.append(unit(variant))
-        after = units[-1].pop("tiers")
+        dist.barrier()
+        session.use(variant)
+        units.append(run_unit(variant, engine, data, session, options.span))
+        after = units[-1]["tier_bytes"]
         units[-1]["tier_bytes"] = {str(t): after.get(t, 0) - before.get(t, 0) for t in range(4)}
         if os.environ["RANK"] == "0" and number % 20 == 0:
             progress(f"unit {number + 1} of {len(order)}")
@@ -165,29 +137,18 @@ def evaluate(
     setting: Setting, ranks: Sequence[Mapping[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """One setting: overhead of each variant over its neighbours without snapshots."""
-    count = len(ranks[0]["units"])
-    secs = [max(r["units"][i]["secs"] for r in ranks) / options.span for i in range(count)]
-    cpu = [statistics.mean(r["units"][i]["cpu_secs"] for r in ranks) / options.span for i in range(count)]
-    names = [u["variant"] for u in ranks[0]["units"]]
+    units = Units.of(ranks, options.span)
     variants = {}
     for variant in options.variants:
-        mine = [i for i, name in enumerate(names) if name == variant]
-        plain = {i: (secs[i - 1] + secs[i + 1]) / 2 for i in mine}
+        mine = units.between(NONE, variant)
         tiers = {
-            t: sum(r["units"][i]["tier_bytes"][t] for r in ranks for i in mine) for t in ("0", "1", "2", "3")
+            t: sum(u["tier_bytes"][t] for i in mine for u in units.ranks[i]) for t in ("0", "1", "2", "3")
         }
         total = sum(tiers.values())
-        variants[variant] = {
-            "overhead": estimate([(secs[i] - plain[i]) / plain[i] for i in mine]).to_json(),
-            "extra_secs": estimate([secs[i] - plain[i] for i in mine]).to_json(),
-            "extra_cpu_secs_per_rank": estimate(
-                [cpu[i] - (cpu[i - 1] + cpu[i + 1]) / 2 for i in mine]
-            ).to_json(),
-            "stall_secs": estimate(
-                [max(r["units"][i]["stall_secs"] for r in ranks) / options.span for i in mine]
-            ).to_json(),
-            "tiers": {t: n / total if total else 0.0 for t, n in tiers.items()},
-        }
+        compared = units.compare(NONE, variant)
+        variants[variant] = {key: found.to_json() for key, found in compared.items()}
+        variants[variant]["tiers"] = {t: n / total if total else 0.0 for t, n in tiers.items()}
+    plain = [s for s, kind in zip(units.step_secs, units.kinds, strict=True) if kind == NONE]
     plans = [r["plan"] for r in ranks]
     return {
         "pp": setting.pp,
@@ -198,7 +159,7 @@ def evaluate(
         "bytes_per_rank": max(r["bytes"] for r in ranks),
         "committed": min(r["committed"] for r in ranks),
         "skipped": ranks[0]["skipped"],
-        "step_secs": estimate([s for s, name in zip(secs, names, strict=True) if name == NONE]).to_json(),
+        "step_secs": estimate(plain).to_json(),
         "fits_bubbles": all(p is not None and p["fits_bubbles"] for p in plans),
         "plans": plans,
         "variants": variants,
@@ -255,7 +216,7 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"{goal}: {met}" for goal, met in result["goals"].items())])
 
 
-def run_setting(options: argparse.Namespace, space: Scratch, setting: Setting) -> dict[str, Any]:
+def run_setting(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Start the ranks of one setting."""
     progress(f"{setting}")
     given = sys.argv
@@ -269,7 +230,8 @@ def run_setting(options: argparse.Namespace, space: Scratch, setting: Setting) -
     ]
     options.pp = setting.pp
     try:
-        ranks, _ = launch(options, space)
+        with scratch(options) as space:  # of its own: another job's memory would be restored from
+            ranks, _ = launch(options, space)
     finally:
         sys.argv = given
     return {**evaluate(setting, ranks, options), "optimizer": ranks[0]["optimizer"]}
@@ -301,9 +263,8 @@ def main() -> int:
         ]
     else:
         settings = GRID
-    os.environ.update(KEEP_FREED_MEMORY)  # of the ranks
-    with scratch(options) as space:
-        measured = [run_setting(options, space, setting) for setting in settings]
+    os.environ.update(KEEP_FREED_MEMORY)
+    measured = [run_setting(options, setting) for setting in settings]
     first = settings[0]
     options.pp, options.params, options.seq = first.pp, first.params, first.seq
     options.micro_batches = first.micro_batches

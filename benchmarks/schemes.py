@@ -46,6 +46,7 @@ from common import (
 )
 from results import estimate, facts, head_lines
 from training import build_engine, inner_optimizer
+from units import KEEP_FREED_MEMORY, Units, run_unit
 
 PLAIN, NONE, AOR = "plain", "none", "+aor"
 SCHEMES = (NONE, "arc", "aec", "arc+aec", "rs:2", "aec+aor")
@@ -127,20 +128,9 @@ def run_rank(options: argparse.Namespace) -> None:
         dist.barrier()
         settle(scheme)
         before = counters(stats)
-        engine.train_batch(data)
-        fences = len(stats.stalls_secs)
-        begin, cpu = time.perf_counter(), time.process_time()
-        for _ in range(options.span):
-            engine.train_batch(data)
-        secs, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        session.use(NONE)
-        session.worker.drain(600.0)
+        found = run_unit(scheme, engine, data, session, options.span)
         after = counters(stats)
-        return {
-            "scheme": scheme,
-            "secs": secs,
-            "cpu_secs": cpu,
-            "stall_secs": sum(list(stats.stalls_secs)[fences:]),
+        return found | {
             "bytes": 0 if scheme == PLAIN else stats.bytes_per_snapshot,
             "counted": {key: after[key] - before[key] for key in after},
         }
@@ -229,40 +219,30 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
 
 def evaluate(ranks: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """Every scheme against its neighbours."""
-    units = list(zip(*(r["units"] for r in ranks), strict=True))
-    names = [same[0]["scheme"] for same in units]
-    secs = [max(u["secs"] for u in same) / options.span for same in units]
-    cpu = [statistics.mean(u["cpu_secs"] for u in same) / options.span for same in units]
+    units = Units.of(ranks, options.span)
+    names, secs = units.kinds, units.step_secs
     per_round = len(names) // options.rounds
     rounds = [range(start, start + per_round) for start in range(0, len(names), per_round)]
+    plain = {
+        i: statistics.median(secs[j] for j in numbers if names[j] == PLAIN)
+        for numbers in rounds
+        for i in numbers
+    }
     schemes = {}
     for scheme in options.schemes:
         base = compared_with(scheme)
-        mine = [
-            i
-            for i in range(1, len(names) - 1)
-            if (names[i - 1], names[i], names[i + 1]) == (base, scheme, base)
-        ]
-        beside = {i: ((secs[i - 1] + secs[i + 1]) / 2, (cpu[i - 1] + cpu[i + 1]) / 2) for i in mine}
-        plain = {
-            i: statistics.median(secs[j] for j in numbers if names[j] == PLAIN)
-            for numbers in rounds
-            for i in numbers
-        }
+        mine = units.between(base, scheme)
         counted = {
-            key: [[u["counted"][key] for u in units[i]] for i in mine] for key in units[0][0]["counted"]
+            key: [[u["counted"][key] for u in units.ranks[i]] for i in mine]
+            for key in ranks[0]["units"][0]["counted"]
         }
+        compared = units.compare(base, scheme)
         schemes[scheme] = {
             "compared_with": base,
-            "overhead": estimate([secs[i] / beside[i][0] - 1 for i in mine]).to_json(),
-            "extra_secs": estimate([secs[i] - beside[i][0] for i in mine]).to_json(),
-            "extra_cpu_secs_per_rank": estimate([cpu[i] - beside[i][1] for i in mine]).to_json(),
+            **{key: found.to_json() for key, found in compared.items()},
             "over_plain": estimate([secs[i] / plain[i] - 1 for i in mine]).to_json(),
             "step_secs": estimate([secs[i] for i in mine]).to_json(),
-            "stall_secs": estimate(
-                [max(u["stall_secs"] for u in units[i]) / options.span for i in mine]
-            ).to_json(),
-            "bytes_per_rank": max(u["bytes"] for i in mine for u in units[i]),
+            "bytes_per_rank": max(u["bytes"] for i in mine for u in units.ranks[i]),
             "received_bytes_per_version": statistics.median(
                 max(each) / (options.span + 1) for each in counted["received_bytes"]
             ),
@@ -373,6 +353,7 @@ def main() -> int:
             made.error(f"{scheme} needs more than --dp {options.dp} members")
         if scheme.endswith(AOR) and not options.zero:
             made.error(f"{scheme} needs --zero 1: without it there are no partitions")
+    os.environ.update(KEEP_FREED_MEMORY)
     with scratch(options) as space:
         ranks, _ = launch(options, space)
     result = facts("schemes", options) | {
