@@ -2,10 +2,10 @@
 
 One trial encodes the parities of a whole sharding group from one replica, or decodes everything that lost
 members held. The bound is measured in the same round: a copy that moves as many bytes through as many
-streams. A decoding is also compared with the sum of that copy and of its XORs in the cache, measured there:
-NumPy does one XOR of two buffers at a time, so none is hidden behind another. Rounds alternate between bounds
-and schemes, so that a busy machine disturbs all alike; ratios are of one round. ``cpu`` figures count the
-thread's processor time instead of the clock's.
+streams. What needs more than plain XOR is decoded by a compiled loop, if reft was installed with a compiler
+("compiled" in the result), and once more with NumPy. Rounds alternate between the bound and all cases, so
+that a busy machine disturbs all alike; ratios are of one round. ``cpu`` figures count the thread's processor
+time instead of the clock's.
 
     python benchmarks/protect.py [--json] [--quick] [--members 8] [--image-mib 768] [--rounds 15]
 """
@@ -19,10 +19,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 # The figures are those of one core; libraries read this when they are loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,13 +36,12 @@ from results import estimate, machine, run_lines
 from reft.blocks import BlockKey
 from reft.errors import ConfigError
 from reft.load.parity import LostBlock, find_lost, stripes_of
-from reft.load.stripe import Pool, Stripe, equations
+from reft.load.stripe import Pool, Stripe
 from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, numpy_backend
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.rs import PACKETS
+from reft.protect.packets import compiled_run
 from reft.protect.section import CodedSection
-from reft.protect.solve import solve_program
 
 CASES = (
     ("encode", "aec", ()),
@@ -50,8 +51,10 @@ CASES = (
     ("decode", "aec", (1,)),
     ("decode", "rs:2", (1,)),
     ("decode", "rs:2", (1, 2)),
+    ("with NumPy", "rs:2", (1, 2)),
     ("add up", "rs:2", (1, 2)),
 )
+_COMPILED = "reft.protect.solve_host.compiled_run"
 _CHUNK_BYTES = 512 * 2**10
 _BLOCK_BYTES = 4 * 2**20
 
@@ -112,14 +115,11 @@ class Trial:
         name: what it does.
         run: does it.
         nbytes: bytes that it has to read and to write.
-        xored_bytes: of a decoding, bytes of the XORs whose operands were all read before: the parts of a
-            stripe are added up more than once, and solved, in the cache.
     """
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     nbytes: int
-    xored_bytes: int = 0
 
 
 def encoding(place: Place, image: Buffer, code: Code) -> Trial:
@@ -144,7 +144,8 @@ def encoding(place: Place, image: Buffer, code: Code) -> Trial:
 def decoding(what: str, image: np.ndarray, code: Code, lost_members: tuple[int, ...]) -> Trial | None:
     """Decode every block of the lost members, on the host and stripe by stripe as a recovery does, and check
     the bytes once; None where copies are left of all of them. What has to be moved: every block of the
-    stripes read once, every lost one written. "add up": no room for what arrives, it is added at once."""
+    stripes read once, every lost one written. "with NumPy": without the compiled loop. "add up": no room for
+    what arrives, it is added at once."""
     blocks = BlockCode(code, len(image), _BLOCK_BYTES)
     data = {b.key: b for member in range(code.size) for b in blocks.data(member)}
     left = {key: image[b.start_bytes : b.start_bytes + b.nbytes] for key, b in data.items()}
@@ -169,16 +170,16 @@ def decoding(what: str, image: np.ndarray, code: Code, lost_members: tuple[int, 
     read = {key for block in missing for key, _ in block.terms}
     moved = sum(len(left[key]) for key in read) + sum(block.nbytes for block in missing)
 
-    stays = what == "decode"
+    compiled = nullcontext() if what != "with NumPy" else mock.patch(_COMPILED, return_value=None)
 
-    def run() -> None:
-        decode(stripes, memory, left, stays=stays)
+    def run() -> list[tuple[LostBlock, np.ndarray]]:
+        with compiled:
+            return decode(stripes, memory, left, stays=what != "add up")
 
-    for lost, data in decode(stripes, memory, left, stays=stays):
+    for lost, data in run():
         if not np.array_equal(data, image[lost.start_bytes : lost.start_bytes + lost.nbytes]):
             raise SystemExit(f"{lost.key} of {code.scheme} came back wrong")
-    extra = sum(map(xored, stripes)) if stays else 0
-    return Trial(f"{what} {code.scheme}, {len(lost_members)} lost", run, moved, extra)
+    return Trial(f"{what} {code.scheme}, {len(lost_members)} lost", run, moved)
 
 
 def decode(
@@ -199,13 +200,6 @@ def decode(
     return decoded
 
 
-def xored(stripe: tuple[LostBlock, ...]) -> int:
-    """Bytes of all XORs of a stripe but those that first read a term."""
-    keys, rows, matrix = equations(stripe)
-    packets = sum(step.count for step in solve_program(rows, matrix))
-    return stripe[0].padded_bytes * max(0, packets - PACKETS * len(keys)) // PACKETS
-
-
 def copying(place: Place, image: Buffer, streams: int) -> Trial:
     """The bound: half of the streams are read, the others written, in chunks as the encoder does."""
     pairs = max(1, streams // 2)
@@ -223,17 +217,6 @@ def copying(place: Place, image: Buffer, streams: int) -> Trial:
     return Trial("copy (bound)", run, 2 * pairs * length)
 
 
-def xoring(nbytes: int) -> Trial:
-    """XORs of buffers that stay in the cache, as the arithmetic of a decoding does: ``nbytes`` of results."""
-    result, other = (np.zeros(_CHUNK_BYTES, np.uint8) for _ in range(2))
-
-    def run() -> None:
-        for _ in range(nbytes // _CHUNK_BYTES):
-            np.bitwise_xor(result, other, out=result)
-
-    return Trial("xor in the cache", run, nbytes)
-
-
 def timed(trial: Trial) -> tuple[float, float]:
     """Bytes per second by the clock and by the thread's processor time."""
     wall, cpu = time.perf_counter(), time.thread_time()
@@ -247,8 +230,6 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
     data = np.random.default_rng(0).integers(0, 256, image_bytes, dtype=np.uint8)
     image = place.put(data)
     trials = [copying(place, image, members)]
-    if place.name == "numpy":
-        trials.append(xoring(image_bytes))
     for what, text, lost in CASES:
         scheme = Scheme.parse(text)
         if scheme.least_members > members:
@@ -265,8 +246,8 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
         progress(f"{place.name}: round {at + 1} of {rounds}")
         for trial in trials:
             seen[trial.name].append(timed(trial))
-    bound, xor, cached = seen["copy (bound)"], seen["encode aec"], seen.get("xor in the cache")
-    rows = [
+    bound, xor = seen["copy (bound)"], seen["encode aec"]
+    return [
         {
             "backend": place.name,
             "what": name,
@@ -280,17 +261,6 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
         }
         for name, values in seen.items()
     ]
-    for row, trial in zip(rows, trials, strict=True):
-        if cached and trial.name.startswith("decode"):
-            # Nothing overlaps: every byte moved at the copy's speed, every XOR done at the cache's.
-            row["xored_bytes"] = trial.xored_bytes
-            for suffix, which in (("", 0), ("_cpu", 1)):
-                serial = [
-                    (trial.nbytes / b[which] + trial.xored_bytes / c[which]) * v[which] / trial.nbytes
-                    for v, b, c in zip(seen[trial.name], bound, cached, strict=True)
-                ]
-                row["of_serial_bound" + suffix] = estimate(serial).to_json()
-    return rows
 
 
 def _ratio(values: list[tuple[float, float]], base: list[tuple[float, float]], which: int) -> dict[str, Any]:
@@ -323,15 +293,13 @@ def table(result: Mapping[str, Any]) -> str:
         f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} rounds; "
         f"median and 95 % interval; traffic read and written",
         "",
-        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}{'  of the bound':<24}"
-        f"  of copy + xor",
+        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}  of the bound",
     ]
     for row in result["results"]:
         wall, cpu = row["of_bound"], row["of_bound_cpu"]
         lines.append(
             f"{row['backend']:<13}{row['what']:<22}{row['bytes_per_sec']['median'] / 1e9:7.2f}"
-            f"  {_part(wall):<22}{row['bytes_per_cpu_sec']['median'] / 1e9:9.2f}  {_part(cpu):<22}"
-            + (f"  {_part(row['of_serial_bound_cpu'])}" if "of_serial_bound_cpu" in row else "")
+            f"  {_part(wall):<22}{row['bytes_per_cpu_sec']['median'] / 1e9:9.2f}  {_part(cpu)}"
         )
     if result["device_to_host_bytes_per_sec"]:
         lines.append(f"device to host {result['device_to_host_bytes_per_sec']['median'] / 1e9:.2f} GB/s")
@@ -376,6 +344,7 @@ def main() -> None:
         "members": options.members,
         "image_bytes": options.image_mib * MIB,
         "rounds": options.rounds,
+        "compiled": compiled_run() is not None,
         "device_to_host_bytes_per_sec": device_to_host(options.image_mib * MIB, options.rounds),
         "results": results,
     }

@@ -20,7 +20,7 @@ from reft.load.parity import LostBlock
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.gf256 import Row, reduce_rows
 from reft.protect.rs import CELL_BYTES
-from reft.protect.solve_numpy import solve_ragged
+from reft.protect.solve_host import solve_ragged
 
 Bytes = NDArray[np.uint8]
 

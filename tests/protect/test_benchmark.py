@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from reft.protect.packets import compiled_run
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "protect.py"
 
 
@@ -28,15 +30,13 @@ def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_
         assert ((backend, "decode rs:2, 2 lost") in rows) == (backend == "numpy" and members > 3)
         assert ((backend, "decode aec, 1 lost") in rows) == (backend == "numpy")
         assert ((backend, "encode rs:3") in rows) == (members > 3)
-    # The bound that counts the XORs in the cache too: there are some, and so it is nearer.
-    decoded = rows["numpy", "decode aec, 1 lost"]
-    assert decoded["xored_bytes"] == 0
-    assert decoded["of_serial_bound"]["median"] == pytest.approx(decoded["of_bound"]["median"])
-    if members > 3:
-        decoded = rows["numpy", "decode rs:2, 2 lost"]
-        assert decoded["xored_bytes"] > decoded["bytes"] / 2
-        assert decoded["of_serial_bound"]["median"] > decoded["of_bound"]["median"]
-        assert "of_serial_bound" not in rows["numpy", "add up rs:2, 2 lost"]
+    ways = (
+        [rows["numpy", f"{what} rs:2, 2 lost"] for what in ("decode", "with NumPy", "add up")]
+        if members > 3
+        else []
+    )
+    assert len({way["bytes"] for way in ways}) <= 1
+    assert result["compiled"] == (compiled_run() is not None)
     # One parity over everything: the image is read once, 1/(D-1) of it is written.
     encoded = rows["numpy", "encode aec"]["bytes"]
     assert encoded == pytest.approx(result["image_bytes"] * members / (members - 1), rel=1e-3)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.protect.gf256 import Row, power, rank
+from reft.protect.packets import compiled_run
 from reft.protect.rs import CELL_BYTES, PACKETS
 from reft.protect.solve import solve_program
-from reft.protect.solve_numpy import solve_ragged
+from reft.protect.solve_host import solve_ragged
 
 from .reference import slow_combine
 
@@ -20,9 +23,13 @@ def buffers(count: int, nbytes: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def solved(rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: list[np.ndarray]) -> list[np.ndarray]:
-    """The targets, of the longest source's length; what they held before must not matter."""
-    targets = buffers(len(rows), max(map(len, sources)), seed=9)
+    """The targets, of the longest source's length; what they held before must not matter. By the compiled loop,
+    where there is one, and with NumPy."""
+    targets, others = (buffers(len(rows), max(map(len, sources)), seed=s) for s in (9, 10))
     solve_ragged(rows, matrix, sources, targets)
+    with mock.patch("reft.protect.solve_host.compiled_run", return_value=None):
+        solve_ragged(rows, matrix, sources, others)
+    assert all(np.array_equal(one, other) for one, other in zip(targets, others, strict=True))
     return targets
 
 
@@ -67,6 +74,23 @@ def test_short_last_cells_and_sources_that_end_within_a_cell(nbytes: int) -> Non
     sources = buffers(5, nbytes)
     check(rows, matrix, sources)
     check(rows, matrix, [*sources[:3], sources[3][: nbytes // 3], sources[4][:0]])
+
+
+def test_the_compiled_loop_writes_where_it_should_wherever_memory_lies() -> None:
+    """Odd addresses take another way out of the cache; nothing beside the targets is touched."""
+    if compiled_run() is None:
+        pytest.skip("the compiled loop was not built")
+    rows, matrix = ((1, 1, 1), (1, 2, 4)), ((1, 1), (1, 2))
+    nbytes = CELL_BYTES + 128 * 37
+    for shift in (0, 1, 16, 63):
+        memory = [np.full(nbytes + 128, 0xA5, np.uint8) for _ in range(5)]
+        pieces = [m[shift : shift + nbytes] for m in memory]
+        for piece, random in zip(pieces, buffers(3, nbytes), strict=False):
+            piece[:] = random
+        solve_ragged(rows, matrix, pieces[:3], pieces[3:])
+        for row, factors in zip(rows, matrix, strict=True):
+            assert np.array_equal(slow_combine(factors, pieces[3:]), slow_combine(row, pieces[:3]))
+        assert all((m[:shift] == 0xA5).all() and (m[shift + nbytes :] == 0xA5).all() for m in memory)
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:

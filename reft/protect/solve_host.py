@@ -1,4 +1,7 @@
-"""Solving stripes on the host, with NumPy. One core; NumPy lets go of the interpreter meanwhile."""
+"""Solving stripes on the host, on one core; others may use the interpreter meanwhile.
+
+By a compiled loop (:mod:`reft.protect.packets`), or with NumPy where there is none.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reft.protect.backend import ragged_cuts
 from reft.protect.gf256 import Row
+from reft.protect.packets import Bytes, compiled_run
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, PACKET_BYTES, PACKETS
 from reft.protect.solve import Operand, Step, solve_program
-
-Bytes = NDArray[np.uint8]
 
 
 def solve_ragged(
@@ -37,10 +38,12 @@ def solve_ragged(
             f"found sources of {[len(s) for s in sources]} bytes, targets of {sorted(lengths)}; expected "
             f"targets of one length, a multiple of {GRAIN_BYTES}, and no source longer than they"
         )
+    run = compiled_run() or run_numpy
     for start, stop in pairwise(ragged_cuts({len(s) for s in sources}, nbytes, CELL_BYTES)):
         columns = [j for j, s in enumerate(sources) if len(s) > start]
         steps = solve_program(tuple(tuple(row[j] for j in columns) for row in rows), matrix)
-        _run(steps, [*(_padded(sources[j], start, stop) for j in columns), *(t[start:stop] for t in targets)])
+        pieces = [_padded(sources[j], start, stop) for j in columns]
+        run(steps, pieces, [target[start:stop] for target in targets])
 
 
 def _padded(source: Bytes, start: int, stop: int) -> Bytes:
@@ -51,9 +54,10 @@ def _padded(source: Bytes, start: int, stop: int) -> Bytes:
     return piece
 
 
-def _run(steps: Sequence[Step], buffers: Sequence[Bytes]) -> None:
+def run_numpy(steps: Sequence[Step], sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
     """Carry out a program on buffers of one length, a cell at a time: the targets' cells and that of the
     source that streams past them stay in the second-level cache."""
+    buffers = (*sources, *targets)
     xor, copy = np.bitwise_xor, np.copyto
     nbytes = len(buffers[0])
     slices: list[_Slices] = []
