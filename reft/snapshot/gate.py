@@ -97,6 +97,9 @@ class HostGate:
 
     In a window the training thread's core is idle, and no other may be: so the copying thread goes
     there. Left to itself it is often woken on a core where another rank computes, and stays.
+
+    A version begins in a window that bytes are planned for, since what prepares it takes longer than many a
+    wait, such as that for the step's loss, which the other ranks wait for too. What has begun goes on in any.
     """
 
     def __init__(self) -> None:
@@ -108,6 +111,7 @@ class HostGate:
         self._hurrying = False
         self._share = 0.0
         self._wanted = False
+        self._begun = False
         self._next_beside = 0.0
         self._alive_at = time.perf_counter()
         self._permits: dict[int, Permit] = {}
@@ -124,6 +128,8 @@ class HostGate:
             self._open = _COMMUNICATION
             if self._wanted:
                 self._changed.set()  # the core is at work: it moves the data
+            return
+        if not (nbytes or self._begun):
             return
         permit = self._permits.get(window)
         if permit is None:
@@ -159,6 +165,7 @@ class HostGate:
 
     def enter(self, draining: bool = False) -> None:
         self._wanted = True
+        self._begun = draining
         self._next_beside = 0.0
 
     def begin(self) -> None: ...
@@ -166,7 +173,7 @@ class HostGate:
     # -- copying thread ------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        self._wanted = False
+        self._wanted = self._begun = False
         self._core.release()
 
     def admit(self) -> Permit:
@@ -197,6 +204,7 @@ class HostGate:
         return min(self._next_beside, silent_at) - now
 
     def release(self, permit: Permit, secs: float) -> None:
+        self._begun = True
         self._in_flight.release()
         if permit.tier == 2 and self._share > 0:
             self._next_beside = time.perf_counter() + secs * (1.0 / self._share - 1.0)

@@ -59,8 +59,31 @@ def test_a_closed_gate_lets_nobody_through_and_an_open_one_says_which_window(gat
     copying = Copying(gate, hold=True)
     time.sleep(0.05)
     assert copying.permits == []
-    gate.open(3, 0, None)
+    gate.open(3, 64, None)
     assert copying.wait_for_one() == Permit(1, 3)
+    copying.end()
+
+
+def test_a_version_begins_where_bytes_are_planned_and_goes_on_in_any_window(gate: HostGate) -> None:
+    copying = Copying(gate)
+    gate.open(0, 0, None)
+    time.sleep(0.05)
+    assert copying.permits == []
+    gate.close()
+    gate.open(1, 64, None)
+    assert copying.wait_for_one() == Permit(1, 1)
+    gate.close()
+    while copying.asked.acquire(blocking=False):
+        pass
+    gate.open(2, 0, None)
+    assert copying.wait_for_one() == Permit(1, 2)
+    gate.close()
+    gate.leave()
+    gate.enter()  # the next version
+    count = len(copying.permits)
+    gate.open(3, 0, None)
+    time.sleep(0.05)
+    assert len(copying.permits) == count
     copying.end()
 
 
@@ -68,7 +91,7 @@ def test_a_closed_gate_lets_nobody_through_and_an_open_one_says_which_window(gat
 def test_closing_waits_for_the_chunk_in_flight(gate: HostGate, window: int | None, permit: Permit) -> None:
     """Beside communication chunks are tier 3, and waited for too."""
     copying = Copying(gate, hold=True)
-    gate.open(window, 0, None)
+    gate.open(window, 64, None)
     assert copying.wait_for_one() == permit
     closed = threading.Event()
     thread = threading.Thread(target=lambda: (gate.close(), closed.set()))
@@ -110,7 +133,7 @@ def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() 
 
 def test_closing_costs_nothing_when_nothing_is_to_be_copied() -> None:
     gate = HostGate()
-    gate.open(0, 0, None)
+    gate.open(0, 64, None)
     assert gate.close() == 0.0
     assert not gate.wanted
 
@@ -194,7 +217,7 @@ def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again(
     core = min(allowed)
     os.sched_setaffinity(0, {core})
     try:
-        gate.open(0, 0, None)
+        gate.open(0, 64, None)
         assert done.wait(LONG)
     finally:
         os.sched_setaffinity(0, allowed)
