@@ -105,10 +105,11 @@ class Filling:
         return 1 + len(self._peer_blocks(member))
 
     def own_facts(self) -> torch.Tensor:
-        """Length of the host blob and the checksums of what goes to ring peers, int64."""
+        """Length of the host blob and the checksums of what goes to ring peers, int64; 0 for what could not
+        be hashed, which is no version then."""
         blocks = self._peer_blocks(self.layout.member)
         host = next(b for b in blocks if b.key.section is Section.HOST)
-        values = [self.length(host), *(_signed(self._checksums[b]) for b in blocks)]
+        values = [self.length(host), *(_signed(self._checksums.get(b, 0)) for b in blocks)]
         return torch.tensor(values, dtype=torch.int64)
 
     def expect(self, member: int, facts: torch.Tensor) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from reft.config import FaultPoint, Variant
-from reft.errors import ReftError, TransferError
+from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.snapshot.baselines import PeerTraffic
 from reft.snapshot.control import ControlGroup
@@ -61,8 +62,16 @@ class Sealer:
         if self._peer_optimizers is not None:
             self._peer_optimizers.committed(filling)
 
-    def try_seal(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
-        """Complete a copied version and seal it. Collective in the group.
+    def try_seal(
+        self, request: SnapshotRequest, filling: Filling, failure: str | None
+    ) -> tuple[bool, str | None]:
+        """Complete a copied version and seal it. Collective in the group: also a rank that cannot seal takes
+        part, since its peers wait for what it sends. They are told in the vote.
+
+        Args:
+            request: the version.
+            filling: its arena.
+            failure: why this rank cannot seal it; None if it can so far.
 
         Returns:
             Whether it is sealed, else the cause.
@@ -70,23 +79,18 @@ class Sealer:
         Raises:
             TransferError: a peer is gone.
         """
-        try:
-            filling.hash_rest()
-            self._exchange(request, filling)
-            if request.variant is Variant.INTER_NODE:
-                peer, nbytes = self._peer_traffic.send(filling.arena.data)
-                self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
-            self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
-            filling.seal()
-            self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
-            return True, None
-        except TransferError:
-            raise
-        except (ReftError, OSError, RuntimeError, MemoryError) as error:
-            return False, f"{type(error).__name__}: {error}"
+        failure = failure or _attempt(filling.hash_rest)
+        failure = _attempt(lambda: self._exchange(request, filling)) or failure
+        failure = failure or _attempt(lambda: self._seal(request, filling))
+        return failure is None, failure
+
+    def _seal(self, request: SnapshotRequest, filling: Filling) -> None:
+        self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
+        filling.seal()
+        self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
 
     def _exchange(self, request: SnapshotRequest, filling: Filling) -> None:
-        """Recompute what peers alone have, or take it from them."""
+        """Recompute what peers alone have, or take it from them. Collective in the group."""
         images, peers = request.images, self._peer_optimizers
         if peers is not None and images is not None:
             peers.recompute(filling, images, request.step)
@@ -94,3 +98,21 @@ class Sealer:
         if peers is not None and images is not None:
             peers.compare(filling, images, request.step)
         self._stats.peer_bytes += self._ring.blocks(filling)
+        if request.variant is Variant.INTER_NODE:
+            peer, nbytes = self._peer_traffic.send(filling.arena.data)
+            self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
+
+
+def _attempt(act: Callable[[], object]) -> str | None:
+    """Why it failed; None if it did not.
+
+    Raises:
+        TransferError: a peer is gone.
+    """
+    try:
+        act()
+    except TransferError:
+        raise
+    except Exception as error:  # whatever it is, training and peers go on (P6)
+        return f"{type(error).__name__}: {error}"
+    return None

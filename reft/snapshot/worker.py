@@ -219,9 +219,7 @@ class SnapshotWorker:
             return
         assert filling is not None
         self._stats.taken += 1
-        sealed, failure = self._try_drain(request, filling)
-        if sealed:
-            sealed, failure = self._sealer.try_seal(request, filling)
+        sealed, failure = self._sealer.try_seal(request, filling, self._try_drain(request, filling))
         verdict = self._vote(request, ok=sealed)
         self._faults.reach(FaultPoint.BEFORE_COMMIT, request.label.step)
         if not verdict.ok:
@@ -355,18 +353,22 @@ class SnapshotWorker:
             self._stats.staged_bytes += staged
         self._handover.copied(request, draining=bool(staged))
 
-    def _try_drain(self, request: SnapshotRequest, filling: Filling) -> tuple[bool, str | None]:
-        """Bring what was staged to host memory, in the windows of the steps after the version's own."""
+    def _try_drain(self, request: SnapshotRequest, filling: Filling) -> str | None:
+        """Bring what was staged to host memory, in the windows of the steps after the version's own.
+
+        Returns:
+            Why that failed; None if it did not.
+        """
         if not self.copier.staged:
-            return True, None
+            return None
         began = time.perf_counter()
         try:
             records = self.copier.drain(filling, self._gate_for(request))
             self._stats.tier_bytes.update(bytes_by_tier(records))
             self._records = [*self._records, *records]
-            return True, None
+            return None
         except (ReftError, OSError, RuntimeError, MemoryError) as error:
-            return False, f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         finally:
             self._stats.drain_secs.append(time.perf_counter() - began)
             self._end_drain(request)

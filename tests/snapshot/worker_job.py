@@ -7,10 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.copy_cpu import CpuCopyEngine
 from reft.snapshot.copying import CopyTicket, Encode, Mark, Piece
+from reft.snapshot.filling import Filling
 from reft.snapshot.gate import HostGate
 from reft.snapshot.has import Overflow
 from reft.snapshot.layout import LiveImages
@@ -244,6 +247,19 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     }
     me.worker.close(10)
     return result
+
+
+def scenario_unsealed(rank: int, root: Path) -> dict[str, object]:
+    """One rank cannot hash a version, with an error that nobody foresaw."""
+    me = Rank(rank, root)
+    outcome = []
+    for step in (1, 2, 3):
+        me.step(step)
+        broken = mock.patch.object(Filling, "hash_rest", side_effect=KeyError("no such block"))
+        with broken if (rank, step) == (1, 2) else nullcontext():
+            outcome.append(me.settle(me.snapshot(step, must=True)))
+    me.worker.close(10)
+    return {"outcome": outcome, "skips": me.skips}
 
 
 def scenario_interval(rank: int, root: Path) -> dict[str, object]:
