@@ -39,4 +39,4 @@ deepspeed-versions: venv  ## the integration tests against the oldest supported 
 	$(BIN)/python -m tests.deepspeed_versions $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so
