@@ -165,7 +165,6 @@ class HostGate:
 
     def enter(self, draining: bool = False) -> None:
         self._wanted = True
-        self._begun = draining
         self._next_beside = 0.0
 
     def begin(self) -> None: ...
