@@ -108,6 +108,16 @@ def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_p
 
 
 @pytest.mark.timeout(120)
+def test_p2_a_version_that_the_next_one_has_overtaken_is_dropped(tmp_path: Path) -> None:
+    for rank, result in enumerate(_launch(tmp_path, "overtaken")):
+        assert result == {"outcome": [True, False, True]}
+        versions = _versions(tmp_path, rank)
+        assert set(versions) == {2, 4}
+        _check_content(versions[2], rank, 2)
+        _check_content(versions[4], rank, 4)
+
+
+@pytest.mark.timeout(120)
 def test_ranks_agree_to_take_versions_less_often_where_one_cannot_keep_up(tmp_path: Path) -> None:
     for result in _launch(tmp_path, "interval"):
         # Step 3 carries the wish; it holds from step 5 on, everywhere.

@@ -249,6 +249,32 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     return result
 
 
+def scenario_overtaken(rank: int, root: Path) -> dict[str, object]:
+    """P2: a version that waits for its turn is dropped at the fence, also when the next one has been handed
+    over by then: the tensors that it would copy are that one's."""
+    me = Rank(rank, root)
+    sealing, release, hash_rest = threading.Event(), threading.Event(), Filling.hash_rest
+
+    def held(filling: Filling) -> None:
+        sealing.set()
+        assert release.wait(60)
+        hash_rest(filling)
+
+    me.step(1)
+    me.settle(me.snapshot(1, must=True))
+    with mock.patch.object(Filling, "hash_rest", held):
+        me.step(2)
+        requests = [me.snapshot(2)]
+        assert sealing.wait(60)
+        for step in (3, 4):
+            me.step(step)
+            requests.append(me.snapshot(step))
+        release.set()
+        outcome = [me.settle(request) for request in requests]
+    me.worker.close(10)
+    return {"outcome": outcome}
+
+
 def scenario_unsealed(rank: int, root: Path) -> dict[str, object]:
     """One rank cannot hash a version, with an error that nobody foresaw."""
     me = Rank(rank, root)
