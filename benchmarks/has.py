@@ -85,8 +85,8 @@ def run_rank(options: argparse.Namespace) -> None:
     engine, data = build_engine(options)
     for _ in range(2):
         engine.train_batch(data)
-    # The ranks play nodes, but share this machine: no core is left over.
-    session = reft.attach(engine, config={"enabled": True, "has": {"compute_share": 0.2}})
+    # The ranks play nodes, but share this machine: as by default where no core is left over.
+    session = reft.attach(engine, config={"enabled": True, "has": {"compute_share": 0.0}})
     for _ in range(SETTLE_STEPS):
         engine.train_batch(data)
 

@@ -100,7 +100,7 @@ def run_rank(options: argparse.Namespace) -> None:
         config={
             "enabled": True,
             "protection": first + AOR * recomputed,
-            "has": {"compute_share": 0.2},  # the ranks share this machine: no core is left over
+            "has": {"compute_share": 0.0},  # the ranks share this machine: no core is left over
         },
     )
     stats = session.stats

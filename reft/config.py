@@ -125,7 +125,7 @@ class HasConfig(_Block):
         ge=0,
         le=1,
         description="most of the computing time that copies may run beside (tier 2); null means all of it "
-        "from a device and where a core is left to them, else 0.2",
+        "from a device and where a core is left to them, else none",
     )
     separate_links: bool = Field(
         False,

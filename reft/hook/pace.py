@@ -15,8 +15,6 @@ from reft.snapshot.has import Limits, Overflow
 from reft.snapshot.pacing import PaceOptions, Pacer
 from reft.snapshot.staging import StagingArea
 
-_SHARE_WITHOUT_A_SPARE_CORE = 0.2
-
 
 def make_pacer(
     has: HasConfig,
@@ -69,9 +67,10 @@ def make_pacer(
 
 def _share_of_computing(wanted: float | None, engine: CopyEngine) -> float:
     """Most of the computing time that copies may run beside: all of it where they take nothing from
-    training, by direct memory access from a device or on a core that no rank of the node uses."""
+    training, by direct memory access from a device or on a core that no rank of the node uses. Else none:
+    every chunk then takes the core and the interpreter from training, for longer than it would wait."""
     if wanted is not None:
         return wanted
     busy_cores = local_world_size() * torch.get_num_threads()
     spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
-    return 1.0 if spare else _SHARE_WITHOUT_A_SPARE_CORE
+    return 1.0 if spare else 0.0

@@ -58,6 +58,8 @@ class Observed:
     waits: Sequence[Wait]
     forward_secs: float
     backward_secs: float
+    optimizer: tuple[float, float] | None = None
+    """Begin and end of the optimizer step, by the same clock; None: it is not told from the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,17 @@ class _Stamped:
     waits: Sequence[tuple[Any, Any]]
     forwards: Sequence[tuple[Any, Any]]
     backwards: Sequence[tuple[Any, Any]]
+    optimizers: Sequence[tuple[Any, Any]]
     details: Sequence[tuple[int, float, bool]]
     """Position, overrun and openness of each wait."""
 
     def timed(self, clock: ComputeClock) -> Observed:
         """The same in seconds; waits for the device to finish the step."""
-        parts = ([self.whole], self.waits, self.forwards, self.backwards)
+        parts = ([self.whole], self.waits, self.forwards, self.backwards, self.optimizers)
         secs = iter(clock.secs_of([stamp for part in parts for pair in part for stamp in pair]))
-        (whole,), waits, forwards, backwards = ([(next(secs), next(secs)) for _ in part] for part in parts)
+        (whole,), waits, forwards, backwards, optimizers = (
+            [(next(secs), next(secs)) for _ in part] for part in parts
+        )
         return Observed(
             key=self.key,
             names=self.names,
@@ -89,6 +94,7 @@ class _Stamped:
             ],
             forward_secs=_median([end - begin for begin, end in forwards]),
             backward_secs=_median([end - begin for begin, end in backwards]),
+            optimizer=optimizers[-1] if optimizers else None,
         )
 
 
@@ -123,6 +129,7 @@ class WindowMeter:
     forward_secs: float = 0.0
     backward_secs: float = 0.0
     _waits: dict[int, Smoothed] = field(default_factory=dict)
+    _optimizer: Smoothed | None = None
 
     def see(self, step: Observed) -> None:
         """Take one step in."""
@@ -134,6 +141,13 @@ class WindowMeter:
         self.backward_secs += weight * (step.backward_secs - self.backward_secs)
         if self.steps <= SETTLED_STEPS:
             self._waits.clear()
+            self._optimizer = None
+        if step.optimizer is not None:
+            start, length = step.optimizer[0] - begin, step.optimizer[1] - step.optimizer[0]
+            if self._optimizer is None:
+                self._optimizer = Smoothed(start, length)
+            else:
+                self._optimizer.see(start, length)
         for wait in step.waits:
             start, length = wait.begin_secs - begin, wait.end_secs - wait.begin_secs - wait.overrun_secs
             known = self._waits.get(wait.position)
@@ -150,6 +164,11 @@ class WindowMeter:
             stop = max(start, wait.start_secs + wait.length_secs)
             found.append(Window(self.kind(position), start, stop, position))
         return tuple(found)
+
+    def optimizers(self) -> tuple[Interval, ...]:
+        """The optimizer step, in which nothing may be copied; none if it is not told from the rest."""
+        seen = self._optimizer
+        return () if seen is None else (Interval(seen.start_secs, seen.start_secs + seen.length_secs),)
 
     def kind(self, position: int) -> WindowKind:
         """Why a stage waits there, from what it does before and after."""
@@ -171,10 +190,10 @@ def _behind(names: Sequence[str], name: str) -> Sequence[str]:
     return names[len(names) - list(reversed(names)).index(name) :]
 
 
-def _between(busy: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
+def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
     """The stretches of a step that no (begin, end) covers."""
     at = 0.0
-    for begin, end in sorted([*busy, (step_secs, step_secs)]):
+    for begin, end in sorted([*taken, (step_secs, step_secs)]):
         if begin > at:
             yield Interval(at, begin)
         at = max(at, end)
@@ -284,19 +303,22 @@ class Pacer:
         names: Sequence[str],
         forwards: Sequence[tuple[Any, Any]] = (),
         backwards: Sequence[tuple[Any, Any]] = (),
+        optimizers: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         """The step is over: hand over what was seen.
 
         Args:
             key: as in :meth:`begin_step`; without that call the step began where the last one ended.
             names: class names of its instructions.
-            forwards, backwards: :attr:`stamp` before and after each.
+            forwards, backwards, optimizers: :attr:`stamp` before and after each pass and optimizer step.
         """
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
         if began is not None:
             self._observed.append(
-                _Stamped(key, names, (began, ended), self._waits, forwards, backwards, self._details)
+                _Stamped(
+                    key, names, (began, ended), self._waits, forwards, backwards, optimizers, self._details
+                )
             )
         self._waits, self._details, self._began, self._ended = [], [], None, ended
 
@@ -365,14 +387,14 @@ class Pacer:
     def _plan(self, meter: WindowMeter, sections: Mapping[str, int]) -> HasSchedule:
         windows = self._windows(meter)
         communicating = self._communicating(meter, {w.position for w in windows})
-        busy = [(w.start_secs, w.stop_secs) for w in windows]
-        busy += [(i.start_secs, i.stop_secs) for i in communicating]
+        taken = [(w.start_secs, w.stop_secs) for w in windows]
+        taken += [(i.start_secs, i.stop_secs) for i in (*communicating, *meter.optimizers())]
         return plan_schedule(
             sections,
             windows,
             self.model.bandwidth,
             step_secs=meter.step_secs,
-            computing=list(_between(busy, meter.step_secs)),
+            computing=list(_between(taken, meter.step_secs)),
             communicating=communicating,
             limits=self._limits(),
             model=self.model,

@@ -233,6 +233,9 @@ def traced(
         "names": [type(c).__name__ for step in expected for c in step],
         "plan": None if plan is None else {str(t): n for t, n in plan.tier_bytes.items()},
         "estimator": None if plan is None else plan.estimator,
+        "without_copies_secs": None
+        if plan is None
+        else plan.step_secs - sum(p.length_secs for p in (*plan.windows, *plan.computing)),
     }
     session.close()
     return result

@@ -157,6 +157,29 @@ def test_a_share_paces_what_runs_beside_computation(gate: HostGate) -> None:
     assert time.perf_counter() - began >= 19 * 0.002
 
 
+def test_chunks_beside_computation_follow_each_other_in_bursts(gate: HostGate) -> None:
+    gate.share(0.000001)
+    gate.patience_secs = 10 * LONG
+    copied: list[int] = []
+
+    def copy() -> None:
+        for _ in range(5):
+            permit = gate.admit()
+            copied.append(permit.tier)
+            gate.release(permit, 0.0005)  # after 2 ms 2,000 s of rest; after a chunk alone it would be 500
+
+    copying = threading.Thread(target=copy, daemon=True)
+    copying.start()
+    until = time.monotonic() + LONG
+    while len(copied) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    copying.join(0.2)
+    assert (copied, copying.is_alive()) == ([2] * 4, True)
+    gate.hurry()
+    copying.join(LONG)
+    assert copied[4:] == [0]
+
+
 def test_a_training_that_is_silent_for_long_is_not_waited_for(gate: HostGate) -> None:
     gate.patience_secs = 0.05
     began = time.perf_counter()
@@ -223,3 +246,39 @@ def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again(
         os.sched_setaffinity(0, allowed)
     # Beside communication the core of training is at work.
     assert seen == [{core}, {core}, allowed, allowed]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread affinity on this system")
+def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_training() -> None:
+    allowed = os.sched_getaffinity(0)
+    gate = HostGate()
+    gate.patience_secs = LONG
+    gate.share(0.0001)
+    gate.enter()
+    threads: list[int] = []
+    pinned, go_on = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        threads.append(threading.get_native_id())
+        gate.release(gate.admit(), 0.002)  # a burst: now a rest of 20 s
+        gate.release(gate.admit(), 0.0)  # the window
+        pinned.set()
+        go_on.wait(LONG)
+        gate.admit()
+
+    threading.Thread(target=copy, daemon=True).start()
+    core = min(allowed)
+    os.sched_setaffinity(0, {core})
+    try:
+        gate.open(0, 64, None)
+        assert pinned.wait(LONG)
+        kept = os.sched_getaffinity(threads[0])
+        gate.close()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    go_on.set()
+    until = time.monotonic() + LONG
+    while os.sched_getaffinity(threads[0]) != allowed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (kept, os.sched_getaffinity(threads[0])) == ({core}, allowed)
+    gate.hurry()

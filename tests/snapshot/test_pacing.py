@@ -125,3 +125,25 @@ def test_tier_3_opens_in_communication_where_links_are_separate_and_the_rest_doe
     # The send is too short to be of use, the reduction is no idle time.
     assert step() == {0: 1, 3: -1, 4: 3 if separate and needed else -1}
     assert (pacer.plan.tier_bytes[3] > 0) == (separate and needed)
+
+
+def test_nothing_is_planned_beside_the_optimizer_step() -> None:
+    names = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
+    clock = Clock()
+    pacer = Pacer(HostGate(), PaceOptions("profiled", Limits(compute_share=0.5), 1, 2, 1), None, clock)
+    for _ in range(4):
+        pacer.begin_step("step")
+        pacer.open(0, receives=True)
+        clock.now += 0.1
+        pacer.close()
+        clock.now += 0.3
+        began = clock.stamp()
+        clock.now += 0.6
+        pacer.end_step("step", names, optimizers=[(began, clock.stamp())])
+        pacer.version_done({"replicated": 10**9}, ())
+    plan = pacer.plan
+    assert plan is not None
+    assert plan.step_secs == pytest.approx(1.0)
+    assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [(pytest.approx(0.1), pytest.approx(0.4))]
+    # Beside the optimizer step there would have been room for all of it.
+    assert plan.left_over_bytes == 10**9 - plan.tier_bytes[1] - plan.tier_bytes[2] > 0
