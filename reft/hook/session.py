@@ -295,6 +295,8 @@ class Session:
         """
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
         self._writes_seen = False
+        if self.variant is not Variant.NONE:
+            self.pacer.begin_optimizer()
         if self._fence_within and self.worker is not None:
             self.worker.approach()
         else:
@@ -310,6 +312,8 @@ class Session:
         if not self._writes_seen:
             self._fence()
         self._fence_within = self._writes_seen
+        if self.variant is not Variant.NONE:
+            self.pacer.end_optimizer()
 
     def _fence(self) -> None:
         if self.worker is not None:

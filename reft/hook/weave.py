@@ -26,8 +26,6 @@ from reft.snapshot.trace import InstructionRecord
 
 _WAITING = ("Recv", "Send", "Reduce")
 """Beginnings of the names of instructions in which a device may wait for others."""
-COMPUTING = ("ForwardPass", "BackwardPass", "OptimizerStep")
-"""Instructions that are timed in every step, in the order in which the pacer wants them."""
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
@@ -136,7 +134,7 @@ class Weaver:
         self._marks: list[tuple[Any, Any]] = []
         self.mark: Callable[[], Any] | None = None
         """Set to have the device's time marked before and after every traced instruction, too."""
-        self._computing: dict[str, list[tuple[Any, Any]]] = {name: [] for name in COMPUTING}
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._counts: Counter[str] = Counter()
         self._position = 0
         self._began = 0.0
@@ -218,7 +216,8 @@ class Weaver:
         return result
 
     def _end_step(self, key: Hashable, stream: _Stream) -> None:
-        self._pacer.end_step(key, stream.names, *(tuple(self._computing[name]) for name in COMPUTING))
+        forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
+        self._pacer.end_step(key, stream.names, forwards, backwards)
 
     def _exec_open(self, engine: Any, window_id: int, receives: bool) -> None:
         self._pacer.open(window_id, receives)

@@ -287,7 +287,9 @@ def _measured(job: PlannedJob, profile: ProfileResult | None) -> WindowPace | No
     if job.block.variant.value != Variant.HAS.value:
         raise ConfigError(f'"variant": "{job.block.variant.value}" copies in no windows; leave --profile out')
     share = job.block.has.compute_share
-    return measured_pace(profile, job.topology.degrees, 1.0 if share is None else share)
+    if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
+        share = 1.0 if profile.method.clock == "device" else 0.0
+    return measured_pace(profile, job.topology.degrees, share)
 
 
 def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:

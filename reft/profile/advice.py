@@ -69,8 +69,8 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> Iterator[str]:
     name = f"stage {stage.stage_id}"
     if not stage.usable_windows:
         yield (
-            f"{name} has no recurring idle time outside of its optimizer step: its snapshots can only run "
-            f"beside computation (tier 2)"
+            f"{name} has no recurring idle time outside of its optimizer step: its snapshots run beside "
+            f"computation (tier 2), or the optimizer step waits for them"
         )
         return
     room, need = stage.bytes_fit, stage.snapshot_bytes
@@ -86,8 +86,9 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> Iterator[str]:
     else:
         yield (
             f"{name}: a snapshot of {decimal(need)} does not fit its idle time: {decimal(room)} do "
-            f"({percent(room / need)}), the other {decimal(need - room)} are copied beside computation. A "
-            f"larger interval_steps makes that rarer, more data-parallel peers make the share smaller"
+            f"({percent(room / need)}), the other {decimal(need - room)} are copied beside computation, or "
+            f"the optimizer step waits for them. A larger interval_steps makes that rarer, more "
+            f"data-parallel peers make the share smaller"
         )
 
 

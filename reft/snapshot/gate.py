@@ -27,6 +27,8 @@ from typing import Protocol
 from reft.snapshot.copying import Mark
 
 _UNLIMITED = 2**62
+_TURN_SECS = 0.00002
+"""How often is looked whether training, which was to go first, has gone."""
 _BURST_SECS = 0.002
 """Copies beside computation follow each other for so long: one alone, woken for it, takes twice its time."""
 
@@ -108,6 +110,8 @@ class HostGate:
         self.patience_secs = 1.0
         self._core = _CoreOfTraining()
         self._in_flight = threading.Lock()
+        self._closing = False
+        """Training waits for the chunk in flight: no other one may take its turn."""
         self._changed = threading.Event()
         self._open: Permit | None = None
         self._hurrying = False
@@ -151,7 +155,9 @@ class HostGate:
             return 0.0
         if not self._hurrying:
             self._changed.clear()
+        self._closing = True
         with self._in_flight:
+            self._closing = False
             return time.perf_counter() - self._alive_at
 
     def hurry(self) -> None:
@@ -169,6 +175,7 @@ class HostGate:
     def enter(self, draining: bool = False) -> None:
         self._wanted = True
         self._next_beside = 0.0
+        self._alive_at = time.perf_counter()
 
     def begin(self) -> None: ...
 
@@ -181,6 +188,8 @@ class HostGate:
     def admit(self) -> Permit:
         self._core.register()
         while True:
+            while self._closing:
+                time.sleep(_TURN_SECS)
             self._in_flight.acquire()
             if self._hurrying:
                 return _HURRY
@@ -230,6 +239,7 @@ class _CoreOfTraining:
         self._thread = 0
         self._active = False
         self._allowed: set[int] = set()
+        self._placing = threading.Lock()
         self._core: int | None = None
         """Where the copying thread was put; None: where it may run otherwise."""
 
@@ -246,9 +256,10 @@ class _CoreOfTraining:
         """T: let the copying thread run on the core where this one does."""
         if self._active and _current_core is not None:
             core = _current_core()
-            if core != self._core and core in self._allowed:
-                self._core = core
-                self._place({core})
+            with self._placing:
+                if core != self._core and core in self._allowed:
+                    self._core = core
+                    self._place({core})
 
     def release(self) -> None:
         """W: run anywhere again, and stay there."""
@@ -257,9 +268,10 @@ class _CoreOfTraining:
 
     def leave(self) -> None:
         """W: run anywhere until the next :meth:`follow`."""
-        if self._core is not None:
-            self._core = None
-            self._place(self._allowed)
+        with self._placing:
+            if self._core is not None:
+                self._core = None
+                self._place(self._allowed)
 
     def _place(self, cores: set[int]) -> None:
         try:

@@ -91,7 +91,7 @@ class Limits:
         staging_bytes: memory that a staging copy may take on the device.
     """
 
-    compute_share: float = 0.2
+    compute_share: float = 0.0
     separate_links: bool = False
     overflow: Overflow = Overflow.STALL
     max_overhead: float = 0.03

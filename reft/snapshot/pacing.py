@@ -72,13 +72,14 @@ class _Stamped:
     waits: Sequence[tuple[Any, Any]]
     forwards: Sequence[tuple[Any, Any]]
     backwards: Sequence[tuple[Any, Any]]
-    optimizers: Sequence[tuple[Any, Any]]
+    optimizer: tuple[Any, Any] | None
     details: Sequence[tuple[int, float, bool]]
     """Position, overrun and openness of each wait."""
 
     def timed(self, clock: ComputeClock) -> Observed:
         """The same in seconds; waits for the device to finish the step."""
-        parts = ([self.whole], self.waits, self.forwards, self.backwards, self.optimizers)
+        optimizers = [] if self.optimizer is None else [self.optimizer]
+        parts = ([self.whole], self.waits, self.forwards, self.backwards, optimizers)
         secs = iter(clock.secs_of([stamp for part in parts for pair in part for stamp in pair]))
         (whole,), waits, forwards, backwards, optimizers = (
             [(next(secs), next(secs)) for _ in part] for part in parts
@@ -94,7 +95,7 @@ class _Stamped:
             ],
             forward_secs=_median([end - begin for begin, end in forwards]),
             backward_secs=_median([end - begin for begin, end in backwards]),
-            optimizer=optimizers[-1] if optimizers else None,
+            optimizer=next(iter(optimizers), None),
         )
 
 
@@ -250,6 +251,8 @@ class Pacer:
         self._clock = clock
         self._began: Any = None
         self._ended: Any = None
+        self._optimizer_began: Any = None
+        self._optimizer: tuple[Any, Any] | None = None
         self._observed: deque[_Stamped] = deque(maxlen=16)
         self._waits: list[tuple[Any, Any]] = []
         self._details: list[tuple[int, float, bool]] = []
@@ -297,30 +300,37 @@ class Pacer:
         # What runs beside communication says nothing about windows.
         self._details.append((position, overrun, opened is not None and opened[0] is not None))
 
+    def begin_optimizer(self) -> None:
+        """The optimizer step begins, in which copies end."""
+        self._optimizer_began = self.stamp()
+
+    def end_optimizer(self) -> None:
+        """The optimizer step has ended."""
+        if self._optimizer_began is not None:
+            self._optimizer = (self._optimizer_began, self.stamp())
+            self._optimizer_began = None
+
     def end_step(
         self,
         key: Hashable,
         names: Sequence[str],
         forwards: Sequence[tuple[Any, Any]] = (),
         backwards: Sequence[tuple[Any, Any]] = (),
-        optimizers: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         """The step is over: hand over what was seen.
 
         Args:
             key: as in :meth:`begin_step`; without that call the step began where the last one ended.
             names: class names of its instructions.
-            forwards, backwards, optimizers: :attr:`stamp` before and after each pass and optimizer step.
+            forwards, backwards: :attr:`stamp` before and after each.
         """
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
         if began is not None:
-            self._observed.append(
-                _Stamped(
-                    key, names, (began, ended), self._waits, forwards, backwards, optimizers, self._details
-                )
-            )
-        self._waits, self._details, self._began, self._ended = [], [], None, ended
+            seen = (self._waits, forwards, backwards, self._optimizer, self._details)
+            self._observed.append(_Stamped(key, names, (began, ended), *seen))
+        self._waits, self._details, self._optimizer = [], [], None
+        self._began, self._ended = None, ended
 
     # -- copying thread ------------------------------------------------------------------------------
 
@@ -365,8 +375,10 @@ class Pacer:
         return plan.windows[window].nbytes + -(-plan.tier_bytes[2] // len(plan.windows))
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
+        in_windows = any(c.tier == 1 for c in chunks)
         for tier in (1, 2, 3):
-            mine = [c for c in chunks if c.tier == tier]
+            # Without windows, what training waits for is copied as it would be in one.
+            mine = [c for c in chunks if c.tier == tier or (tier == 1 and c.tier == 0 and not in_windows)]
             secs = sum(c.end_secs - c.begin_secs for c in mine)
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 

@@ -180,6 +180,36 @@ def test_chunks_beside_computation_follow_each_other_in_bursts(gate: HostGate) -
     assert copied[4:] == [0]
 
 
+def test_closing_waits_for_one_chunk_though_others_want_to_follow(gate: HostGate) -> None:
+    gate.share(1.0)
+    gate.enter()
+    copied: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def copy() -> None:
+        while not done.is_set():
+            permit = gate.admit()
+            began = time.perf_counter()
+            time.sleep(0.001)
+            copied.append((began, time.perf_counter()))
+            gate.release(permit, 0.001)
+
+    copying = threading.Thread(target=copy, daemon=True)
+    copying.start()
+    closings = []
+    for _ in range(150):
+        time.sleep(0.001)
+        gate.open(0, 64, None)
+        began = time.perf_counter()
+        gate.close()
+        closings.append((began, time.perf_counter()))
+    done.set()
+    copying.join(LONG)
+    assert len(copied) > 150
+    for begin, end in closings:
+        assert sum(begin < c[0] and c[1] < end for c in copied) <= 1
+
+
 def test_a_training_that_is_silent_for_long_is_not_waited_for(gate: HostGate) -> None:
     gate.patience_secs = 0.05
     began = time.perf_counter()
@@ -248,6 +278,18 @@ def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again(
     assert seen == [{core}, {core}, allowed, allowed]
 
 
+def test_training_that_hands_a_version_over_is_not_silent(gate: HostGate) -> None:
+    gate.patience_secs = LONG
+    gate._alive_at -= LONG  # no version was wanted, and no window opened
+    gate.enter()
+    asking = threading.Thread(target=gate.admit, daemon=True)
+    asking.start()
+    asking.join(0.1)
+    assert asking.is_alive()
+    gate.hurry()
+    asking.join(LONG)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread affinity on this system")
 def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_training() -> None:
     allowed = os.sched_getaffinity(0)
@@ -256,18 +298,22 @@ def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_trainin
     gate.share(0.0001)
     gate.enter()
     threads: list[int] = []
-    pinned, go_on = threading.Event(), threading.Event()
+    rested, pinned, go_on = threading.Event(), threading.Event(), threading.Event()
 
     def copy() -> None:
         threads.append(threading.get_native_id())
         gate.release(gate.admit(), 0.002)  # a burst: now a rest of 20 s
+        rested.set()
         gate.release(gate.admit(), 0.0)  # the window
         pinned.set()
         go_on.wait(LONG)
         gate.admit()
 
     threading.Thread(target=copy, daemon=True).start()
-    core = min(allowed)
+    assert rested.wait(LONG)
+    core, until = min(allowed), time.monotonic() + LONG
+    while not gate._core._active and time.monotonic() < until:
+        time.sleep(0.01)  # it asks again
     os.sched_setaffinity(0, {core})
     try:
         gate.open(0, 64, None)

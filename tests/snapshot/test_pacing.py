@@ -8,8 +8,9 @@ import pytest
 
 from reft.snapshot.copying import ComputeClock
 from reft.snapshot.gate import HostGate
-from reft.snapshot.has import Limits
+from reft.snapshot.has import Limits, Overflow
 from reft.snapshot.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter
+from reft.snapshot.trace import ChunkRecord
 from reft.snapshot.windows import WindowKind, _instructions
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
@@ -137,9 +138,10 @@ def test_nothing_is_planned_beside_the_optimizer_step() -> None:
         clock.now += 0.1
         pacer.close()
         clock.now += 0.3
-        began = clock.stamp()
+        pacer.begin_optimizer()
         clock.now += 0.6
-        pacer.end_step("step", names, optimizers=[(began, clock.stamp())])
+        pacer.end_optimizer()
+        pacer.end_step("step", names)
         pacer.version_done({"replicated": 10**9}, ())
     plan = pacer.plan
     assert plan is not None
@@ -147,3 +149,19 @@ def test_nothing_is_planned_beside_the_optimizer_step() -> None:
     assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [(pytest.approx(0.1), pytest.approx(0.4))]
     # Beside the optimizer step there would have been room for all of it.
     assert plan.left_over_bytes == 10**9 - plan.tier_bytes[1] - plan.tier_bytes[2] > 0
+
+
+def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidth() -> None:
+    clock = Clock()
+    pacer = Pacer(
+        HostGate(), PaceOptions("profiled", Limits(overflow=Overflow.INTERVAL), 0, 1, 1), None, clock
+    )
+    for _ in range(30):
+        clock.now += 1.0
+        pacer.begin_optimizer()
+        pacer.end_optimizer()
+        pacer.end_step("step", ())
+        pacer.version_done({"replicated": 10**9}, [ChunkRecord(0, 10**9, 0.0, 0.1, None, "replicated")])
+    assert pacer.plan is not None
+    assert pacer.plan.left_over_secs == pytest.approx(0.1, rel=0.01)
+    assert pacer.plan.advised_interval_steps == 4  # 0.1 s within 3 % of steps of a second
