@@ -68,7 +68,7 @@ def make_pacer(
 def _share_of_computing(wanted: float | None, engine: CopyEngine) -> float:
     """Most of the computing time that copies may run beside: all of it where they take nothing from
     training, by direct memory access from a device or on a core that no rank of the node uses. Else none:
-    every chunk then takes the core and the interpreter from training, for longer than it would wait."""
+    there, a chunk beside computation was measured to cost training more than waiting for it does."""
     if wanted is not None:
         return wanted
     busy_cores = local_world_size() * torch.get_num_threads()

@@ -262,7 +262,7 @@ class _CoreOfTraining:
                     self._place({core})
 
     def release(self) -> None:
-        """W: run anywhere again, and stay there."""
+        """W: run anywhere, whatever training does, until :meth:`register`."""
         self._active = False
         self.leave()
 

@@ -78,24 +78,24 @@ class _Stamped:
 
     def timed(self, clock: ComputeClock) -> Observed:
         """The same in seconds; waits for the device to finish the step."""
-        optimizers = [] if self.optimizer is None else [self.optimizer]
-        parts = ([self.whole], self.waits, self.forwards, self.backwards, optimizers)
+        whole = [self.whole] if self.optimizer is None else [self.whole, self.optimizer]
+        parts = (whole, self.waits, self.forwards, self.backwards)
         secs = iter(clock.secs_of([stamp for part in parts for pair in part for stamp in pair]))
-        (whole,), waits, forwards, backwards, optimizers = (
+        (step, *optimizer), waits, forwards, backwards = (
             [(next(secs), next(secs)) for _ in part] for part in parts
         )
         return Observed(
             key=self.key,
             names=self.names,
-            begin_secs=whole[0],
-            end_secs=whole[1],
+            begin_secs=step[0],
+            end_secs=step[1],
             waits=[
                 Wait(position, begin, end, overrun, opened)
                 for (begin, end), (position, overrun, opened) in zip(waits, self.details, strict=True)
             ],
             forward_secs=_median([end - begin for begin, end in forwards]),
             backward_secs=_median([end - begin for begin, end in backwards]),
-            optimizer=next(iter(optimizers), None),
+            optimizer=optimizer[0] if optimizer else None,
         )
 
 
@@ -145,17 +145,10 @@ class WindowMeter:
             self._optimizer = None
         if step.optimizer is not None:
             start, length = step.optimizer[0] - begin, step.optimizer[1] - step.optimizer[0]
-            if self._optimizer is None:
-                self._optimizer = Smoothed(start, length)
-            else:
-                self._optimizer.see(start, length)
+            self._optimizer = _smoothed(self._optimizer, start, length)
         for wait in step.waits:
             start, length = wait.begin_secs - begin, wait.end_secs - wait.begin_secs - wait.overrun_secs
-            known = self._waits.get(wait.position)
-            if known is None:
-                self._waits[wait.position] = Smoothed(start, length)
-            else:
-                known.see(start, length)
+            self._waits[wait.position] = _smoothed(self._waits.get(wait.position), start, length)
 
     def windows(self) -> tuple[Window, ...]:
         """In order of time and not overlapping; the drain is moved behind the last instruction."""
@@ -167,7 +160,7 @@ class WindowMeter:
         return tuple(found)
 
     def optimizers(self) -> tuple[Interval, ...]:
-        """The optimizer step, in which nothing may be copied; none if it is not told from the rest."""
+        """The optimizer step, beside which nothing is planned; none if it is not told from the rest."""
         seen = self._optimizer
         return () if seen is None else (Interval(seen.start_secs, seen.start_secs + seen.length_secs),)
 
@@ -184,6 +177,14 @@ class WindowMeter:
             return WindowKind.DRAIN
         behind_last_forward = "ForwardPass" not in after and "BackwardPass" in _behind(before, "ForwardPass")
         return WindowKind.COOL_DOWN if behind_last_forward else WindowKind.OTHER
+
+
+def _smoothed(known: Smoothed | None, start_secs: float, length_secs: float) -> Smoothed:
+    """``known`` with one more step taken in."""
+    if known is None:
+        return Smoothed(start_secs, length_secs)
+    known.see(start_secs, length_secs)
+    return known
 
 
 def _behind(names: Sequence[str], name: str) -> Sequence[str]:
