@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test lint bench faults deepspeed-versions clean
+.PHONY: venv demo test test-all lint bench faults deepspeed-versions clean
 
 venv: $(STAMP)
 
@@ -19,8 +19,19 @@ $(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp
 demo: venv  ## train over four nodes, kill one, watch it go on, compare with an undisturbed run
 	$(BIN)/reft demo $(ARGS)
 
-test: venv
-	$(BIN)/python -m pytest $(ARGS)
+# Two files at a time. What fails beside another file is run once more, alone, and fails only if it fails again.
+PYTEST := $(BIN)/python -m pytest
+define run_tests
+	$(PYTEST) -n 2 --dist loadfile --cache-clear $(1) $(ARGS); code=$$?; \
+	if [ $$code -eq 1 ]; then echo "once more, alone:"; $(PYTEST) --last-failed --last-failed-no-failures none $(1); \
+	else exit $$code; fi
+endef
+
+test: venv  ## what takes minutes is left to test-all
+	$(call run_tests,-m 'not long')
+
+test-all: venv
+	$(call run_tests)
 
 lint: venv
 	$(BIN)/ruff check .

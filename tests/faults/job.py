@@ -387,13 +387,3 @@ def _unmade_faults(job: PlannedJob, running: FaultJob, history: History) -> list
     if len(history.incarnations) != job.lives:
         wrong.append(f"{job.lives} incarnations were planned, {sorted(history.incarnations)} were lived")
     return wrong
-
-
-def fp16_missing() -> str | None:
-    """Why fp16 cannot be computed here; None: it can."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if accelerator.is_fp16_supported():
-        return None
-    return f"DeepSpeed's {accelerator.device_name()} accelerator does not support fp16 on this machine"

@@ -33,7 +33,8 @@ from tests.faults.cases import (
     reference_steps,
     setups,
 )
-from tests.faults.job import Losses, Outcome, Scratch, fp16_missing, run_planned
+from tests.faults.job import Losses, Outcome, Scratch, run_planned
+from tests.machine import FP16_MISSING
 
 console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
 
@@ -41,7 +42,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sy
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the result is the exit code."""
     args = _parser().parse_args(argv)
-    reason = fp16_missing()
+    reason = FP16_MISSING
     optimizers = [o for o in OPTIMIZERS if not (o.needs_fp16 and reason)]
     if reason:
         console.print(f"[yellow]left out: fp16, because {reason}[/]")

@@ -19,6 +19,7 @@ from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from reft.state.catalogue import SectionImage
 from tests.hook.ranks import be_a_rank
+from tests.machine import FP16_MISSING
 from tests.old_deepspeed import (
     BF16_OPTIMIZER_IS_NEVER_MADE,
     GRADIENTS_ARE_NOT_AVERAGED,
@@ -45,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp32": {"zero_optimization": {"stage": 1, **KEEP_GRADIENTS}},
 }
+if FP16_MISSING:
+    del CASES["fp16"]
 BF16_OPTIMIZER = "bf16, accumulating in fp32"
 IMPOSSIBLE: dict[str, dict[str, Any]] = {}
 """What this DeepSpeed does not give its data-parallel ranks equal gradients for."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.machine import free_port
 
 
 def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 240) -> list[dict[str, Any]]:
@@ -18,9 +19,7 @@ def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 240) 
     Raises:
         AssertionError: a rank failed; the message is the end of its output.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC"))}
     shared = {
         **clean,

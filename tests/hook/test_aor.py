@@ -9,6 +9,7 @@ import pytest
 
 from tests.hook.aor_job import BF16_OPTIMIZER, CASES, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS
 from tests.hook.ranks import run_ranks
+from tests.machine import FP16_MISSING
 
 JOB = Path(__file__).with_name("aor_job.py")
 
@@ -54,7 +55,9 @@ def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ran
         assert run["recomputed"] == kept * (STEPS - started)
 
 
-@pytest.mark.skipif("fp16" not in CASES, reason="this DeepSpeed does not average these gradients on a CPU")
+@pytest.mark.skipif(
+    "fp16" not in CASES, reason=FP16_MISSING or "this DeepSpeed does not average these gradients on a CPU"
+)
 def test_overflows_were_among_the_steps(ranks: Ranks) -> None:
     """Some before the first step that was applied, and more later."""
     for r in ranks:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.machine import FP16_MISSING
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
 
 HERE = Path(__file__).parent
@@ -20,6 +21,8 @@ PIPELINE = ("fp32", "fp16", "bf16_zero1_accumulate32", "bf16_zero1")
 if BF16_OPTIMIZER_IS_NEVER_MADE:
     PIPELINE = tuple(kind for kind in PIPELINE if "accumulate32" not in kind)
 PLAIN = (*PIPELINE, "fp16_zero1", "fp32_torch_schedule")
+if FP16_MISSING:
+    PIPELINE, PLAIN = (tuple(k for k in kinds if not k.startswith("fp16")) for kinds in (PIPELINE, PLAIN))
 pytestmark = pytest.mark.timeout(600)
 CASES = [(4, kind, 4) for kind in PIPELINE] + [(2, kind, 2) for kind in PLAIN]
 OPTIMIZERS = {

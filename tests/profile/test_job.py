@@ -15,6 +15,7 @@ from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset
 from reft.snapshot.windows import WindowKind
+from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
 from tests.profile.test_outputs import check_trace
 
@@ -179,13 +180,10 @@ def gather_traces(rank: int, port: int, folder: str) -> None:
 
 
 def test_traces_and_clocks_are_gathered_between_processes(tmp_path):
-    import socket
 
     import torch.multiprocessing as mp
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.spawn(gather_traces, (port, str(tmp_path)), nprocs=3)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["bytes"] == [0, 10, 20]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from reft.store.protection import (
     write_order,
     write_record,
 )
+from tests.machine import free_port
 from tests.snapshot.test_worker import _launch, _versions
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
 
@@ -73,9 +73,7 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
     tmp_path: Path, fault: str
 ) -> None:
     (tmp_path / "fault").write_text(fault)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
         mp.start_processes(run, args=(str(tmp_path), port, "switch_killed"), nprocs=4, start_method="spawn")
     inventories = [take_inventory(tmp_path / f"node{r}", TOPOLOGY.nodes[r], SECRET) for r in range(4)]

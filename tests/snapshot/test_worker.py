@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,12 @@ import torch.multiprocessing as mp
 from reft.blocks import STATE_SECTIONS, Section
 from reft.store.arena import Arena, ArenaState
 from reft.store.arena_files import scan
+from tests.machine import free_port
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 
 
 def _launch(root: Path, scenario: str) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.start_processes(run, args=(str(root), port, scenario), nprocs=4, start_method="spawn")
     return [json.loads((root / f"result-{r}.json").read_text()) for r in range(4)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.machine import FP16_MISSING, free_port
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 
 WORLD = 4
@@ -58,17 +57,7 @@ if BF16_OPTIMIZER_IS_NEVER_MADE:
         ADAPTERS[changed] = ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer")
 
 
-def fp16_on_this_processor() -> bool:
-    """DeepSpeed's own question to the CPU."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):
-        return False
-
-
-needs_fp16 = pytest.mark.skipif(
-    not fp16_on_this_processor(), reason="this processor has no fp16 arithmetic (AVX512-FP16 or AMX-FP16)"
-)
+needs_fp16 = pytest.mark.skipif(FP16_MISSING is not None, reason=str(FP16_MISSING))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Per case, what every rank reports."""
     out = tmp_path_factory.mktemp("cases")
     # Pipelines last: DeepSpeed keeps their grid for every later engine of the process.
-    names = ["refusals", *(n for n in ADAPTERS if "fp16" not in n or fp16_on_this_processor())]
+    names = ["refusals", *(n for n in ADAPTERS if "fp16" not in n or not FP16_MISSING)]
     launch(out, names)
     found = {}
     for name in names:
@@ -86,9 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def launch(out: Path, names: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {
         **os.environ,
         "WORLD_SIZE": str(WORLD),
