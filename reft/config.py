@@ -251,6 +251,12 @@ class ReftConfig(_Block):
     grace_secs: float = Field(
         25.0, gt=0, description="after SIGTERM or Ctrl-C: time to finish the step, commit and persist"
     )
+    accept_changes: tuple[str, ...] = Field(
+        (),
+        description="facts about the job in which stored state may differ from it and is taken up all the "
+        'same, as the refusal names them: "config.optimizer.params.lr", or "config" for all of the '
+        "configuration",
+    )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")

@@ -15,6 +15,10 @@ class LayoutError(ReftError, RuntimeError):
     """A snapshot does not fit the running job (other parallel degrees, shapes or dtypes)."""
 
 
+class FingerprintError(LayoutError):
+    """Stored state belongs to another job, or to this one with other settings; lists what differs."""
+
+
 class UnsupportedStateError(ReftError, TypeError):
     """The engine holds state reft does not know; the message names the class."""
 

@@ -1,0 +1,110 @@
+"""What makes a job the one that it is: facts that must be equal before its state is taken up again (P7).
+
+Pure: the facts are collected by :mod:`reft.hook.identity` and stored beside what they describe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from reft.errors import FingerprintError
+
+Fact = str | int | float | bool | None
+
+_FORMAT = 1
+ACCEPT_KEY = "accept_changes"
+"""Key of the ``reft`` block that lists facts which may differ."""
+AT_LAUNCH = ("script", "seed")
+"""Compared when a person starts the job. Not when it restarts by itself: another node may see the script
+under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Facts of a job by dotted name, such as ``config.optimizer.params.lr`` or ``layout.dp``."""
+
+    facts: Mapping[str, Fact]
+
+    def without(self, names: Collection[str]) -> Fingerprint:
+        """The same without some facts and what lies under them."""
+        return Fingerprint({name: fact for name, fact in self.facts.items() if not _is_under(name, names)})
+
+    def encode(self) -> bytes:
+        """JSON, equal for equal facts."""
+        return json.dumps({"format": _FORMAT, "facts": dict(sorted(self.facts.items()))}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes | str) -> Fingerprint:
+        """What :meth:`encode` gave.
+
+        Raises:
+            FingerprintError: it is not that.
+        """
+        try:
+            content = json.loads(data)
+            facts = content["facts"] if content["format"] == _FORMAT else None
+        except (ValueError, KeyError, TypeError):
+            facts = None
+        if not isinstance(facts, dict) or not all(_is_fact(fact) for fact in facts.values()):
+            raise FingerprintError(
+                "the fingerprint of the stored state cannot be read: expected a JSON object of format "
+                f"{_FORMAT} with facts; it was damaged, or written by another release of reft"
+            )
+        return cls(facts)
+
+
+def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
+    """Names of the facts that differ, in order; one that only one side has differs."""
+    missing = object()
+    names = sorted(was.facts.keys() | now.facts.keys())
+    return [name for name in names if not _same(was.facts.get(name, missing), now.facts.get(name, missing))]
+
+
+def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
+    """A line for each fact that differs: ``layout.dp: was 2, is 4``; empty where none does."""
+    return [f"{name}: was {_show(was, name)}, is {_show(now, name)}" for name in changed(was, now)]
+
+
+def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Collection[str] = ()) -> None:
+    """Refuse stored state that belongs to another job, or to this one with other settings.
+
+    Args:
+        was: fingerprint stored with the state.
+        now: of the running job.
+        of: what holds the state, for the message: ``the memory of job train``.
+        accepted: names of facts that may differ, with all under them (``reft.accept_changes``).
+
+    Raises:
+        FingerprintError: they differ; says in what, and what to do.
+    """
+    was, now = was.without(accepted), now.without(accepted)
+    names = changed(was, now)
+    if not names:
+        return
+    raise FingerprintError(
+        f"{of} was written by a job that differs from this one:\n"
+        + "".join(f"  {line}\n" for line in differences(was, now))
+        + "Restore these settings to go on with it; give this job a name of its own (--job-id NAME, or "
+        '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start anew; or, '
+        f'to take the state up in spite of the differences, write "{ACCEPT_KEY}": {json.dumps(names)} into '
+        "the reft block"
+    )
+
+
+def _is_under(name: str, tops: Collection[str]) -> bool:
+    return any(name == top or name.startswith(top + ".") for top in tops)
+
+
+def _is_fact(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _same(a: object, b: object) -> bool:
+    # 1 == 1.0 == True in Python; a JSON that says 1 where it said 1.0 is not another job.
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _show(fingerprint: Fingerprint, name: str) -> str:
+    return json.dumps(fingerprint.facts[name]) if name in fingerprint.facts else "not set"
