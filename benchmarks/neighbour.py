@@ -13,6 +13,7 @@ import mmap
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -23,7 +24,14 @@ from reft.store.header import checksum
 
 CHUNK_BYTES = 256 * 2**10
 _SLICE_SECS = 0.15
+_LONGEST_SLICE_SECS = 5.0
+"""On a busy machine the neighbour may not run at all for a slice: so long it is waited for."""
+_START_SECS = 60.0
 _SIZE = 512
+
+Pair = tuple[float, float, float]
+"""Two slices, one after the other: products per second alone, and beside the neighbour; and the
+bytes per second that the neighbour copied meanwhile."""
 
 
 def copy_when_told(core: int, nbytes: int, on: Event, end: Event, copied: Any) -> None:
@@ -55,7 +63,7 @@ def measure(nbytes: int, rounds: int = 60) -> dict[str, Any] | None:
     Returns:
         ``slowdown``: by how much of its time the computing core is slower; ``copy_bytes_per_sec`` of the
         neighbour; ``extra_secs``: what a snapshot so costs the stage that computes meanwhile. None where
-        there is one core only.
+        there is one core only, or the neighbour never ran.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -69,28 +77,31 @@ def measure(nbytes: int, rounds: int = 60) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     left, right = torch.rand(_SIZE, _SIZE), torch.rand(_SIZE, _SIZE)
 
-    def speed() -> float:
-        """Products per second in one slice."""
-        count, began = 0, time.perf_counter()
-        while time.perf_counter() - began < _SLICE_SECS:
+    def speed(copied_before: int | None = None) -> float:
+        """Products per second in one slice; in one that is beside the neighbour, until that has copied."""
+        count, began, secs = 0, time.perf_counter(), 0.0
+        while (
+            not count or secs < _SLICE_SECS or (copied.value == copied_before and secs < _LONGEST_SLICE_SECS)
+        ):
             torch.mm(left, right)
             count += 1
-        return count / (time.perf_counter() - began)
+            secs = time.perf_counter() - began
+        return count / secs
 
+    pairs: list[Pair] = []
     try:
         on.set()
-        while not copied.value:
+        deadline = time.perf_counter() + _START_SECS
+        while not copied.value and neighbour.is_alive() and time.perf_counter() < deadline:
             time.sleep(0.05)
-        slower, rates = [], []
-        for _ in range(rounds):
+        for _ in range(rounds if copied.value else 0):
             on.clear()
             alone = speed()
             before, began = copied.value, time.perf_counter()
             on.set()
-            beside = speed()
-            rates.append((copied.value - before) / (time.perf_counter() - began))
+            beside = speed(before)
+            pairs.append((alone, beside, (copied.value - before) / (time.perf_counter() - began)))
             on.clear()
-            slower.append(alone / beside - 1)
     finally:
         end.set()
         on.set()
@@ -98,7 +109,18 @@ def measure(nbytes: int, rounds: int = 60) -> dict[str, Any] | None:
         neighbour.kill()
         os.sched_setaffinity(0, set(cores))
         torch.set_num_threads(threads)
-    slowdown, rate = estimate(slower), estimate(rates)
+    return summary(nbytes, pairs)
+
+
+def summary(nbytes: int, pairs: Sequence[Pair]) -> dict[str, Any] | None:
+    """What pairs of slices say; see :func:`measure`. Those in which nothing was copied say nothing."""
+    told = [pair for pair in pairs if pair[2] > 0]
+    if not told:
+        return None
+    slowdown, rate = (
+        estimate([alone / beside - 1 for alone, beside, _ in told]),
+        estimate([p[2] for p in told]),
+    )
     secs = nbytes / rate.median
     return {
         "bytes": nbytes,

@@ -312,7 +312,10 @@ def test_the_choice_says_what_the_step_will_cost() -> None:
 def test_no_windows_would_have_another_scheme_disturb_less(
     situation: Situation, wished: int, aor: bool, lengths: list[tuple[float, float]], rate: float
 ) -> None:
-    """What moves least fits best into any windows: so the choice can be made before they are measured."""
+    """What moves least fits best into any windows: so the choice can be made before they are measured.
+
+    Windows are for copies to the host; a scheme that sends more may copy less, and yet move more.
+    """
     stages = {
         p: StageWindows(
             [Window(WindowKind.MID, begin, begin + length, 3)] if length > 0.02 else [],
@@ -325,7 +328,8 @@ def test_no_windows_would_have_another_scheme_disturb_less(
     chosen = choice.chosen
     assert chosen.fit is not None
     for other in choice.alternatives:
-        if other.available and other.fits_memory and other.tolerance >= chosen.tolerance:
+        sends_more = other.busiest.sent_bytes > chosen.busiest.sent_bytes
+        if other.available and other.fits_memory and other.tolerance >= chosen.tolerance and not sends_more:
             assert other.fit is not None
             assert chosen.fit.left_over_secs <= other.fit.left_over_secs + 1e-9
             assert chosen.fit.in_windows >= other.fit.in_windows - 1e-9
