@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -36,6 +37,8 @@ ENV_NODE_ID = "REFT_NODE_ID"
 ENV_SECRET = "REFT_SECRET"
 ENV_STORE = "REFT_STORE"
 ENV_PROFILE = "REFT_PROFILE"
+JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+"""What names a job's memory: a directory's name, which cannot lead out of the one above it."""
 
 
 class FaultPoint(StrEnum):
@@ -185,14 +188,14 @@ class ReftConfig(_Block):
     enabled: bool = Field(False, description="switch reft on")
     job_id: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9._-]{1,128}$",
+        pattern=f"^{JOB_ID.pattern}$",
         description="name of the job's memory; null takes the launcher's run id; REFT_JOB_ID, which "
         "'reft launch' sets, overrides it",
     )
     memory_dir: Path = Field(
-        Path("/dev/shm/reft"),
-        description="tmpfs directory for snapshots, one per node; REFT_MEMORY_DIR, which 'reft launch' "
-        "sets, overrides it",
+        Path(f"/dev/shm/reft-{os.geteuid()}"),
+        description="tmpfs directory for snapshots, one per node and user; REFT_MEMORY_DIR, which 'reft "
+        "launch' sets, overrides it",
     )
     interval_steps: int = Field(1, ge=1, description="take a snapshot every so many optimizer steps")
     variant: Variant = Field(

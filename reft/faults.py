@@ -70,8 +70,8 @@ class FaultPlan:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_this_node(memory_dir: Path) -> None:
-    """Die as a lost host does: SIGKILL of the launcher, the daemon and every sibling, memory gone.
+def kill_this_node(job_dir: Path) -> None:
+    """Die as a lost host does: SIGKILL of the launcher, the daemon and every sibling, the job's memory gone.
 
     Only for processes started by ``reft launch`` (REFT_NODE_ID is set); elsewhere the parent is
     somebody else's and is left alone.
@@ -84,5 +84,5 @@ def kill_this_node(memory_dir: Path) -> None:
             if process is not None and process.pid != me.pid:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        shutil.rmtree(memory_dir, ignore_errors=True)
+        shutil.rmtree(job_dir, ignore_errors=True)
     me.kill()

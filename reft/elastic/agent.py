@@ -46,7 +46,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
-from reft.elastic.exits import ENV_EXIT_DIR, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.elastic.exits import ENV_EXIT_DIR, EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.errors import ReftError
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ReftAgent(LocalElasticAgent):
         self._grace_secs = grace_secs
         self._ended_groups: set[int] = set()
         self._started_at = 0.0
-        self._exit_root = Path(tempfile.mkdtemp(prefix="exits-", dir=exits_dir))
+        self._exit_root = Path(tempfile.mkdtemp(prefix=EXITS_PREFIX, dir=exits_dir))
         self._exit_dir = self._exit_root
         self._static_store: Any = None
         self._static_store_port = 0

@@ -21,6 +21,9 @@ from pathlib import Path
 ENV_EXIT_DIR = "REFT_EXIT_DIR"
 """Directory where trainers of one round leave their :class:`ExitNote`, one file per local rank."""
 
+EXITS_PREFIX = "exits-"
+"""Names of the directories that launchers make for them in the job's directory."""
+
 EX_PEER_FAILED = 75
 """Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)."""
 

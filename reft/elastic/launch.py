@@ -281,6 +281,8 @@ class Launcher(Observer):
         self._memory.write_state(state="ended well" if self._ended_well else "ended")
         if self._ended_well and not self._options.keep_memory:
             self._memory.remove()
+        elif self._agent is None or self._agent.agreement is None:
+            self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():
             logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
 

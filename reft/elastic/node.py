@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from reft.elastic.exits import EXITS_PREFIX
 from reft.errors import AuthenticationError, ConfigError, ReftError
-from reft.store.arena_files import ARENA_SUFFIX
+from reft.store.arena import Arena
+from reft.store.arena_files import ARENA_SUFFIX, scan
 from reft.store.client import request
-from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, write_json
+from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, check_place, read_secret, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +57,23 @@ class NodeMemory:
         self.path = memory_dir / job_id
         self.job_dir: JobDir | None = None
         self._lock_fd = -1
+        self._made = False
 
     def kept_secret(self) -> str | None:
-        """Secret of the memory that an earlier run left here; None if there is none to read."""
-        if not self.holds_versions():
+        """Secret of the memory that an earlier run left here; None if there is no memory, or no secret.
+
+        Raises:
+            AuthenticationError: there is one that cannot be read. The memory under it is not given up.
+        """
+        if not self.holds_versions() or not os.path.lexists(self.path / SECRET_FILE):
             return None
         try:
             return read_secret(self.path).hex()
         except AuthenticationError as error:
-            logger.warning("memory that an earlier run left cannot be used: %s", error)
-            return None
+            raise AuthenticationError(
+                f"{error}. The memory that an earlier run left in {self.path} is kept: mend its secret, or "
+                f"remove both with 'reft clean', or start under another --job-id"
+            ) from error
 
     def prepare(self, given_secret: str | None) -> tuple[str, bool]:
         """Make the directory and hold it against other launchers, before any other node is met.
@@ -76,10 +86,15 @@ class NodeMemory:
 
         Raises:
             ConfigError: another launcher has the directory.
-            ReftError, OSError: it cannot be made.
+            ReftError, OSError: it cannot be made, or the secret of the memory in it cannot be read.
         """
+        check_place(self.path)
+        self._made = not os.path.lexists(self.path)
         if self.path.is_dir():
             self._hold()
+            # Of a launcher that was killed: this one holds the lock.
+            for left in self.path.glob(f"{EXITS_PREFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
         kept = self.kept_secret()
         if kept is None:
             # A secret without memory under it protects nothing, and would bar the agreed one.
@@ -94,11 +109,16 @@ class NodeMemory:
         assert self.job_dir is not None
         if self.job_dir.secret.hex() == secret:
             return self.job_dir
-        if self.kept_secret() is not None:
-            # Most nodes hold memory under the agreed secret; this one's cannot be used with theirs.
-            logger.warning("%s: memory of an older run, under another secret, is removed", self.path)
-        for path in (*self.path.glob(f"*{ARENA_SUFFIX}"), self.path / SECRET_FILE):
+        kept = self.kept_secret() is not None
+        for path, arena in scan(self.path, bytes.fromhex(secret)):
+            if isinstance(arena, Arena):
+                arena.close()  # its own secret was lost, and the peers have it
+                continue
+            if kept:
+                # Most nodes hold memory under the agreed secret; this one's cannot be used with theirs.
+                logger.warning("%s: memory of an older run, under another secret, is removed", path)
             path.unlink(missing_ok=True)
+        (self.path / SECRET_FILE).unlink(missing_ok=True)
         self.job_dir = self._open(secret)
         return self.job_dir
 
@@ -123,6 +143,12 @@ class NodeMemory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    def discard_unused(self) -> None:
+        """No round was formed: what this launcher made goes again, what it found stays."""
+        if self._made and self._lock_fd >= 0 and not self.holds_versions():
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
 
     def holds_versions(self) -> bool:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))

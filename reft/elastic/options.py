@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 import uuid
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, parse_block
+from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, JOB_ID, parse_block
 from reft.elastic.node import default_node_id
 from reft.errors import ConfigError
 from reft.store.jobdir import parse_secret
@@ -24,7 +23,6 @@ from reft.store.jobdir import parse_secret
 logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
-_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SMALL_JOB_NODES = 32
 _FREE_RESTARTS = 10
 _STOP_SECS = 1.0
@@ -247,9 +245,9 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
 
 def _job_id(args: argparse.Namespace) -> str:
     job_id: str = args.job_id or (args.rdzv_id if args.rdzv_id != "none" else "default")
-    if not _JOB_ID.fullmatch(job_id) or job_id in (".", ".."):
+    if not JOB_ID.fullmatch(job_id):
         raise ConfigError(
-            f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores: give "
-            f"--job-id"
+            f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, no dot "
+            f"first: give --job-id"
         )
     return job_id

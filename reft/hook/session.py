@@ -80,7 +80,7 @@ class Session:
             config.faults,
             self.coordinate,
             self.incarnation,
-            kill_node=lambda: kill_this_node(config.memory_dir),
+            kill_node=lambda: kill_this_node(self.job_dir.path),
         )
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)

@@ -26,10 +26,11 @@ from typing import Any
 
 import psutil
 
-from reft.config import ENV_SECRET
-from reft.errors import ArenaError, AuthenticationError, ReftError
+from reft.config import ENV_SECRET, JOB_ID
+from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
+from reft.store.trust import check_holder, check_way
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,13 @@ class JobDir:
             AuthenticationError: if the directory or its secret belongs to somebody else, can be read
                 by others, or was made with another secret.
             ArenaError: if the directory is another job's.
+            ConfigError: if the job id is no name of a directory.
         """
+        if not JOB_ID.fullmatch(job_id):
+            raise ConfigError(
+                f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
+                f"no dot first"
+            )
         path = memory_dir / job_id
         _make_private(memory_dir, path)
         _ensure_secret(path, secret if secret is not None else _secret_of_environment())
@@ -195,6 +202,19 @@ def is_job_dir(path: Path) -> bool:
     except PermissionError:
         return False
     return JOB_FILE in names or any(name.endswith(ARENA_SUFFIX) for name in names)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a job's directory, made or yet to be made, that is not its user's alone (P11).
+
+    Raises:
+        AuthenticationError: it, or the directory it lies in, is somebody else's.
+    """
+    check_way(path.parent)
+    if os.path.lexists(path.parent):
+        check_holder(path.parent)
+    if os.path.lexists(path):
+        _check_private(path, directory=True)
 
 
 def job_id_of(path: Path) -> str:
@@ -380,17 +400,13 @@ def _ensure_secret(path: Path, wanted: bytes | None) -> None:
 
 
 def _make_private(memory_dir: Path, path: Path) -> None:
-    """Make the job's directory. Below a directory for everybody (/dev/shm) ``memory_dir`` is for every
-    user, sticky, and each job's directory is private."""
+    """Make the job's directory, for its user alone, in one that nobody else can exchange it in (P11)."""
+    check_way(memory_dir)
     if not memory_dir.exists():
         memory_dir.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             memory_dir.mkdir(mode=0o700)
-            if (
-                memory_dir.parent.stat().st_mode & (stat.S_ISVTX | stat.S_IWOTH)
-                == stat.S_ISVTX | stat.S_IWOTH
-            ):
-                memory_dir.chmod(0o1777)
+    check_holder(memory_dir)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     _check_private(path, directory=True)

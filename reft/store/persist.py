@@ -158,7 +158,9 @@ def persist_label(
 
 def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordinate], None]:
     plans = {
-        c: FaultPlan(config.faults, c, source.label.incarnation, lambda: kill_this_node(config.memory_dir))
+        c: FaultPlan(
+            config.faults, c, source.label.incarnation, lambda: kill_this_node(config.job_memory_dir)
+        )
         for c in source.blocks
     }
     return lambda coordinate: plans[coordinate].reach(FaultPoint.DURING_PERSIST, source.label.step)
