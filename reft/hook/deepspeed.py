@@ -6,7 +6,8 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 - ``_take_model_step``: the fence, or its approach. Both engines pass here before weights change;
   ``step()`` would not do, a pipeline engine never calls it (trap 8). Once a step has shown that the
   innermost optimizer's hooks come first, the fence is there, behind the norm of the gradients.
-- ``train_batch`` / ``step``: the step boundary.
+- ``train_batch`` / ``step``: the step boundary. ``forward`` of a plain engine: what must be known before the
+  first step is asked there.
 - ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows (:mod:`reft.hook.weave`).
 - ``load_checkpoint`` / ``save_checkpoint``.
 """
@@ -23,6 +24,7 @@ import torch
 
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
+from reft.hook.calls import LoadCall, bind
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.restore import Restorer
 from reft.hook.session import ClientState, Session
@@ -149,6 +151,14 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
 
         return wrapped
 
+    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if engine.training and torch.is_grad_enabled():
+                restorer.before_first_step(None, fetches_inside=False)
+            return original(*args, **kwargs)
+
+        return wrapped
+
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             restorer.before_first_step(None, fetches_inside=False)
@@ -159,16 +169,16 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
         return wrapped
 
     def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(load_dir: Any, tag: Any = None, **kwargs: Any) -> Any:
-            return restorer.load(original, load_dir, tag, kwargs)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return restorer.load(original, LoadCall.of(original, args, kwargs))
 
         return wrapped
 
     def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(
-            save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None, **kwargs: Any
-        ) -> Any:
-            return restorer.save(original, save_dir, tag, dict(client_state or {}), kwargs)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            named = bind(original, args, kwargs)
+            save_dir, tag = named.pop("save_dir"), named.pop("tag", None)
+            return restorer.save(original, save_dir, tag, dict(named.pop("client_state", None) or {}), named)
 
         return wrapped
 
@@ -180,6 +190,7 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
         _replace(engine, "train_batch", train_batch)
         _weave(engine, session)
     else:
+        _replace(engine, "forward", forward)
         _replace(engine, "step", step)
     _replace(engine, "load_checkpoint", load_checkpoint)
     _replace(engine, "save_checkpoint", save_checkpoint)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from reft.blocks import Section
 from reft.errors import ConfigError, ReftError, UnrecoverableError
+from reft.hook.calls import LoadCall
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, host_file, newest_on_disk, read_host_state
 from reft.hook.session import Session
@@ -33,6 +35,31 @@ from reft.store.label import Label
 logger = logging.getLogger(__name__)
 
 Load = Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a load has brought back, before the first step.
+
+    Attributes:
+        path: as it was returned to the script.
+        client_state: likewise.
+        disk: the checkpoint; None: it was memory.
+    """
+
+    path: Any
+    client_state: Any
+    disk: DiskCheckpoint | None
+
+    def is_the_jobs_own(self, persist_dir: Path | None) -> bool:
+        """Whether reft wrote it: a directory of the script may hold another training to start from."""
+        return self.disk is None or (
+            persist_dir is not None and self.disk.directory.is_relative_to(persist_dir)
+        )
+
+    def gives_way_to(self, found: DiskCheckpoint, step: int) -> bool:
+        """Whether a later load shall replace it. ``step``: of this state."""
+        return found.step > step if self.disk is None else found != self.disk
 
 
 class ClientStateView(dict[str, Any]):
@@ -54,6 +81,13 @@ class Restorer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._rng: dict[str, Any] | None = None
+        self._trains = False
+        """Whether this process has begun to train."""
+        self._resumed: Resumed | None = None
+        self._bases: list[LoadCall] = []
+        """Loads of base weights before the first step."""
+        self._tagged: LoadCall | None = None
+        """A load by tag before the first step, after which snapshots have not been started yet."""
 
     # -- hooks ------------------------------------------------------------------------------------
 
@@ -67,16 +101,20 @@ class Restorer:
                 draws a seed when it is iterated) is undone.
         """
         self._session.data.saw(data_iter)
-        if self._session.worker is None:
-            self._start_without_load()
+        if not self._trains:
+            if self._session.worker is None:
+                self._start_at_first_step()
+            self._trains = True
         if self._rng is not None and fetches_inside:
             restore_rng(self._rng)
         self._rng = None
 
-    def load(self, original: Load, load_dir: Any, tag: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
 
-        An explicit tag, or a second load in a running job, means that checkpoint and no other.
+        A script may load several times before it trains: base weights without an optimizer, and its own
+        state. The newest state is resumed once (P3); loads of base weights are DeepSpeed's alone. An explicit
+        tag, or a load of a whole state in a job that trains, means that checkpoint and no other.
 
         Returns:
             DeepSpeed's ``(path, client_state)``; ``(None, None)`` where there is nothing at all.
@@ -84,28 +122,42 @@ class Restorer:
         Raises:
             UnrecoverableError: the job made progress, but no whole version of it is left.
         """
+        if call.base_only:
+            return self._load_base(original, call)
+        if self._resumed is not None and not self._trains and call.tag is None:
+            return self._load_once_more(original, call)
+        if self._session.worker is not None:
+            return self._load_again(original, call)
+        return self._resume(original, call)
+
+    def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """The first load of a whole state in this process."""
         session = self._session
-        directory = Path(load_dir) if load_dir else None
-        if session.worker is not None:
-            return self._load_again(original, directory, tag, options)
         inventories = self._gather_inventories()
         plan = self._plan(inventories)
-        if tag is not None:
-            return self._load_from_disk(original, directory, tag, options)
-        disk = self._agree_on_disk(directory)
-        partial = options.get("load_module_only") or not options.get("load_optimizer_states", True)
-        if isinstance(plan, RecoveryPlan) and (disk is None or partial or disk.step <= plan.label.step):
+        if call.tag is not None:
+            return self._load_by_tag(original, call, plan)
+        self._tagged = None
+        disk = self._agree_on_disk(call.directory)
+        if isinstance(plan, RecoveryPlan) and (disk is None or disk.step <= plan.label.step):
             outcome = self._restore_from_memory(inventories)
             if isinstance(outcome, RecoveryOutcome):
-                return f"memory:{session.job_id}/{outcome.plan.label.step}", self._client_state
+                path = f"memory:{session.job_id}/{outcome.plan.label.step}"
+                return self._has_resumed(path, self._client_state, None)
             plan = outcome
         if disk is not None:
             self._explain_disk(plan, disk)
-            return self._load_from_disk(original, disk.directory, disk.tag, options)
+            path, client_state = self._load_from_disk(original, disk.directory, disk.tag, call.options)
+            return self._has_resumed(path, client_state, disk)
         self._refuse_silent_restart(plan)
-        result = original(load_dir, tag=tag, **options)
+        result = original(call.load_dir, tag=call.tag, **call.options)
         session.start({})
         return result
+
+    def _has_resumed(self, path: Any, client_state: Any, disk: DiskCheckpoint | None) -> tuple[Any, Any]:
+        if path is not None:
+            self._resumed = Resumed(path, client_state, disk)
+        return path, client_state
 
     def save(
         self,
@@ -245,20 +297,25 @@ class Restorer:
         return DiskCheckpoint.decode(data) if data else None
 
     def _load_from_disk(
-        self, original: Load, directory: Path | None, tag: Any, options: dict[str, Any]
+        self,
+        original: Load,
+        directory: Path | None,
+        tag: Any,
+        options: dict[str, Any],
+        *,
+        start: bool = True,
     ) -> tuple[Any, Any]:
         session = self._session
         began = time.perf_counter()
         path, client_state = original(str(directory), tag=tag, **options)
-        if session.worker is None:
+        if session.worker is None and start:
             session.start({})
         if path is None:
             return path, client_state
-        state = None
-        if directory is not None and not options.get("load_module_only"):
-            state = read_host_state(directory / str(tag), session.coordinate)
+        state = read_host_state(directory / str(tag), session.coordinate) if directory is not None else None
         if state is not None:
-            restore_data_free_state(session.engine, state)
+            scheduler = bool(options.get("load_lr_scheduler_states", True))
+            restore_data_free_state(session.engine, state, scheduler=scheduler)
             self._after_restore(state)
         session.restored()
         session.events.write(
@@ -268,13 +325,12 @@ class Restorer:
             bytes_from={"disk": sum(image.nbytes for image in session.adapter.images())},
             secs=time.perf_counter() - began,
         )
-        self._protect()
+        if session.worker is not None:
+            self._protect()
         self._report(f"disk, {path}", began)
         return path, client_state
 
-    def _load_again(
-        self, original: Load, directory: Path | None, tag: Any, options: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """A load in a running job, for example back to before a loss spike: what is in memory is the
         abandoned future, so the versions to come belong to a new incarnation."""
         session = self._session
@@ -282,10 +338,64 @@ class Restorer:
         session.worker.drain(session.config.commit_timeout_secs)
         session.worker.fence()
         session.incarnation += 1
+        directory, tag = call.directory, call.tag
         disk = self._agree_on_disk(directory) if tag is None else None
         if disk is not None:
             directory, tag = disk.directory, disk.tag
-        return self._load_from_disk(original, directory, tag, options)
+        path, client_state = self._load_from_disk(original, directory, tag, call.options)
+        return self._has_resumed(path, client_state, disk)
+
+    # -- several loads before the first step ---------------------------------------------------------
+
+    def _load_base(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """Weights without an optimizer: what a job starts from, never what it resumes (P3).
+
+        Over what this job itself had trained they are not loaded: its script did so at its first start.
+        """
+        session = self._session
+        resumed = self._resumed
+        if resumed is not None and not self._trains and resumed.is_the_jobs_own(session.config.persist.dir):
+            if session.is_rank_zero:
+                logger.warning(
+                    "reft: %s is left out: the job was resumed at step %d, and base weights would replace "
+                    "what it has learnt since it started from them",
+                    *(call, session.engine.global_steps),
+                )
+            return resumed.path, resumed.client_state
+        if session.worker is not None:
+            session.worker.fence()  # P2: nothing is copied while weights are written
+        if not self._trains:
+            self._bases.append(call)
+        result = original(call.load_dir, tag=call.tag, **call.options)
+        session.restored()
+        return result
+
+    def _load_once_more(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """A second load of a whole state before the first step: only what is newer than memory, or another
+        checkpoint than the one from disk, takes its place."""
+        assert self._resumed is not None
+        disk = self._agree_on_disk(call.directory)
+        if disk is not None and self._resumed.gives_way_to(disk, int(self._session.engine.global_steps)):
+            return self._load_again(original, call)
+        if self._session.is_rank_zero:
+            logger.info("reft: %s found nothing newer: the job has been resumed already", call)
+        return self._resumed.path, self._resumed.client_state
+
+    def _load_by_tag(
+        self, original: Load, call: LoadCall, plan: RecoveryPlan | NotRecoverable
+    ) -> tuple[Any, Any]:
+        """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded yet."""
+        result = self._load_from_disk(original, call.directory, call.tag, call.options, start=False)
+        if result[0] is None:
+            return result
+        self._tagged = call
+        if isinstance(plan, RecoveryPlan) and self._session.is_rank_zero:
+            logger.warning(
+                "reft: the memory of job %s holds %s, but the script asks for tag %r. It goes back there, "
+                "unless it calls engine.load_checkpoint(save_dir) without a tag before it trains",
+                *(self._session.job_id, plan.label, call.tag),
+            )
+        return result
 
     # -- refusals ---------------------------------------------------------------------------------
 
@@ -306,19 +416,38 @@ class Restorer:
             f"node, or give the job another id."
         )
 
-    def _start_without_load(self) -> None:
-        """The script trains without having called ``load_checkpoint``."""
+    def _start_at_first_step(self) -> None:
+        """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
         session = self._session
-        plan = self._plan(self._gather_inventories())
-        if isinstance(plan, RecoveryPlan):
-            raise UnrecoverableError(
-                f"the memory of job {session.job_id} holds {plan.label}, but the script trains without "
-                f"calling engine.load_checkpoint(...): it would start from scratch and overwrite it. Call "
-                f"engine.load_checkpoint(save_dir) after deepspeed.initialize, or run 'reft clean --job "
-                f"{session.job_id} --force' if that is meant"
-            )
-        self._refuse_silent_restart(plan)
+        if self._tagged is None:
+            plan = self._plan(self._gather_inventories())
+            if isinstance(plan, RecoveryPlan):
+                raise UnrecoverableError(
+                    f"the memory of job {session.job_id} holds {plan.label}, but {self._what_it_did()}: it "
+                    f"would start from scratch and overwrite it. {self._what_to_write()}, or run "
+                    f"'reft clean --job {session.job_id} --force' if that is meant"
+                )
+            self._refuse_silent_restart(plan)
+            consequence = "After a failure the job would not be resumed: it would stop with an error."
+        else:
+            consequence = "After every failure it would go back there."
+        if session.is_rank_zero:
+            logger.warning("reft: %s. %s %s", self._what_it_did(), consequence, self._what_to_write())
         session.start({})
+
+    def _what_it_did(self) -> str:
+        if self._tagged is not None:
+            return f"the script names the checkpoint that it resumes: {self._tagged}"
+        if self._bases:
+            calls = ", ".join(str(base) for base in self._bases)
+            return f"the script has loaded base weights only ({calls}) and trains"
+        return "the script trains without calling engine.load_checkpoint(...)"
+
+    def _what_to_write(self) -> str:
+        behind = "deepspeed.initialize"
+        if self._bases or self._tagged:
+            behind = str(self._tagged or self._bases[-1])
+        return f"Write engine.load_checkpoint(save_dir) after {behind}"
 
     def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
         if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:

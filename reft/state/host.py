@@ -83,9 +83,10 @@ def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]
     _restore_rest(engine, state)
 
 
-def restore_data_free_state(engine: Any, state: dict[str, Any]) -> None:
+def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bool = True) -> None:
     """After DeepSpeed's own ``load_checkpoint``: restore what its files do not hold, no tensor of the
-    images among it. ``state`` must be of the step that was loaded."""
+    images among it. ``state`` must be of the step that was loaded; ``scheduler``: whether the learning-rate
+    scheduler is to be restored."""
     if state["engine"]["global_steps"] != engine.global_steps:
         raise LayoutError(
             f"the host state is of step {state['engine']['global_steps']}, the checkpoint of step "
@@ -93,7 +94,8 @@ def restore_data_free_state(engine: Any, state: dict[str, Any]) -> None:
         )
     adapter_for(engine).restore_caches(state["adapter"])
     _restore_counters(engine, state["engine"])
-    _restore_scheduler(engine, state)
+    if scheduler:
+        _restore_scheduler(engine, state)
     _restore_rest(engine, state)
 
 

@@ -1,0 +1,76 @@
+"""Calls of ``load_checkpoint`` and ``save_checkpoint`` as DeepSpeed takes them: by position or by name.
+
+The signature is the wrapped method's own, so that every release of DeepSpeed is called as it wants to be.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BASE_ONLY = (
+    ("load_module_only", True),
+    ("load_optimizer_states", False),
+)
+"""Options by which DeepSpeed loads less than a training state: the start of a job, never its resumption."""
+
+
+def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults left out.
+
+    Raises:
+        TypeError: ``original`` does not take them.
+    """
+    signature = inspect.signature(original)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """One call of ``load_checkpoint``.
+
+    Attributes:
+        load_dir: as given.
+        tag: the checkpoint that is asked for; None: the newest.
+        options: everything else, by name.
+    """
+
+    load_dir: Any
+    tag: Any
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadCall:
+        """
+        Raises:
+            TypeError: DeepSpeed's method does not take these arguments.
+        """
+        named = bind(original, args, kwargs)
+        return cls(named.pop("load_dir"), named.pop("tag", None), named)
+
+    @property
+    def directory(self) -> Path | None:
+        return Path(self.load_dir) if self.load_dir else None
+
+    @property
+    def base_only(self) -> str | None:
+        """The option by which this loads weights without the optimizer, as written; None: a whole state."""
+        for name, value in _BASE_ONLY:
+            if name in self.options and bool(self.options[name]) is value:
+                return f"{name}={value}"
+        return None
+
+    def __str__(self) -> str:
+        shown = [repr(str(self.load_dir))]
+        if self.tag is not None:
+            shown.append(f"tag={self.tag!r}")
+        if self.base_only is not None:
+            shown.append(self.base_only)
+        return f"load_checkpoint({', '.join(shown)})"
