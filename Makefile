@@ -30,7 +30,8 @@ endef
 test: venv  ## what takes minutes is left to test-all
 	$(call run_tests,-m 'not long')
 
-test-all: venv
+test-all: export REFT_RANDOM_EXAMPLES = 1
+test-all: venv  ## long tests too, and new examples for what is tested with random ones
 	$(call run_tests)
 
 lint: venv
