@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-all lint bench faults deepspeed-versions clean
+.PHONY: venv demo test test-all lint bench faults storm deepspeed-versions clean
 
 venv: $(STAMP)
 
@@ -46,6 +46,9 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 faults: venv  ## the fault matrix: every pair of values, with all variants and protections; VARIANT=host: only that one; FULL=1: every combination
 	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(if $(VARIANT),--variant $(VARIANT)) $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m tests.faults.write_hole)
+
+storm: venv  ## real jobs under random attacks, compared with undisturbed runs: SEED=, SECS=
+	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs $(or $(SECS),1800) $(ARGS)
 
 deepspeed-versions: venv  ## the integration tests against the oldest supported DeepSpeed releases
 	$(BIN)/python -m tests.deepspeed_versions $(ARGS)

@@ -106,6 +106,8 @@ class FaultJob:
         max_restarts: own failures of trainers that are allowed.
         memory_root: for memory that outlives this run; None: made and removed here.
         options: further options of the launchers.
+        job_id: names the memory.
+        cluster_type: of the nodes.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class FaultJob:
         memory_root: Path | None = None,
         options: Sequence[str] = (),
         job_id: str = "faults",
+        cluster_type: type[LocalCluster] = LocalCluster,
     ) -> None:
         self.directory = scratch.root / name
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -128,7 +131,7 @@ class FaultJob:
         config = self.directory / "reft.json"
         config.write_text(json.dumps(dict(block)))
         self.replaced: list[LocalNode] = []
-        self.cluster = LocalCluster(
+        self.cluster = cluster_type(
             command=[
                 *scratch.arguments(shape, optimizer, steps, self.directory / "checkpoints"),
                 *("--reft", str(config)),

@@ -1,0 +1,296 @@
+"""A job in the storm: nodes that come back with their memory, power that is cut, and how the job is doing."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from reft.demo.history import EventReader, History
+from reft.elastic.local_cluster import LocalCluster, LocalNode
+from reft.store.jobdir import read_json
+from reft.store.persisted import MARKER_NAME
+from reft.store.protection import read_record
+from tests.attack.storm_setups import StormSetup
+from tests.faults.job import FaultJob, Scratch
+from tests.faults.memory import memory_directory, small_file_system
+
+SETTLE_SECS = 420.0
+"""Until the job has to have committed again: a start of the job on a machine that is used by others, twice."""
+_ENDING_SECS = 90.0
+"""Between the end of the first launcher of a job and the last: the grace, and more."""
+_POLL_SECS = 0.1
+
+
+class BrokenPromiseError(Exception):
+    """The job did what it must not do, or did not do what it must."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A part of a job's life in which its memory was never lost.
+
+    Attributes:
+        events_dir: what its processes wrote.
+        restored: step on disk from which its first life had to go on; 0: it began anew.
+    """
+
+    events_dir: Path
+    restored: int
+
+
+class StormCluster(LocalCluster):
+    """Nodes that may also come back with the memory that they had."""
+
+    port = 0
+
+    def start(self) -> None:
+        self.start_rendezvous(self.port)
+        self.port = int(self.endpoint.rsplit(":", 1)[1])
+        for index in range(self.nodes):
+            self.start_node(index)
+
+    def restart_node(self, index: int) -> LocalNode:
+        """Start the launcher of a node anew: same name, same memory."""
+        old = self.current[index]
+        with old.log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "reft.elastic.launch", *self._arguments(old.node_id, old.memory_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(old.node_id),
+                start_new_session=True,
+            )
+        node = LocalNode(index, old.generation, old.memory_dir, old.log_path, process)
+        self.history.append(node)
+        self.current[index] = node
+        return node
+
+    def kill_rendezvous(self) -> None:
+        assert self.rendezvous is not None
+        self.rendezvous.kill()
+        self.rendezvous.wait()
+
+    def cut_power(self, *, rendezvous: bool) -> None:
+        """Every process of every node dies at once; what is in memory stays."""
+        names = [node.node_id for node in self.history]
+        for name in dict.fromkeys(names):
+            self._signal(name, signal.SIGSTOP)
+        for name in dict.fromkeys(names):
+            self._kill_all(name)
+        if rendezvous:
+            self.kill_rendezvous()
+
+    def come_back(self) -> None:
+        """Start what :meth:`cut_power` has killed."""
+        if self.rendezvous is None or self.rendezvous.poll() is not None:
+            self.start_rendezvous(self.port)
+        for index in sorted(self.current):
+            self.restart_node(index)
+
+    def stand_still(self, node: LocalNode) -> None:
+        self._signal(node.node_id, signal.SIGSTOP)
+
+    def run_on(self, node: LocalNode) -> None:
+        self._signal(node.node_id, signal.SIGCONT)
+
+    def kill_processes(self, node: LocalNode) -> None:
+        self._kill_all(node.node_id)
+
+
+class StormJob:
+    """A job under attack, and what it has shown so far.
+
+    Args:
+        scratch: text, checkpoints and undisturbed runs.
+        name: of its directory.
+        setup: its kind.
+        steps: to train.
+        memory_root: for the memory of its nodes.
+    """
+
+    def __init__(self, scratch: Scratch, name: str, setup: StormSetup, steps: int, memory_root: Path) -> None:
+        self.setup = setup
+        self.steps = steps
+        self.persist_dir = scratch.root / name / "persisted"
+        self._job = FaultJob(
+            scratch,
+            name,
+            setup.shape,
+            setup.optimizer,
+            steps=steps,
+            block=setup.block(self.persist_dir),
+            max_restarts=999,
+            memory_root=memory_root,
+            options=("--max-peer-restarts", "999"),
+            job_id="storm",
+            cluster_type=StormCluster,
+        )
+        self.live = History()
+        self._reader = EventReader(self._job.events_dir)
+        self.restored = 0
+        """Step on disk from which the job had to go on when it lost all memory; 0: it never did."""
+        self.chapters: list[Chapter] = []
+        """What was before the memory of all nodes was lost, oldest first."""
+
+    @property
+    def cluster(self) -> StormCluster:
+        cluster = self._job.cluster
+        assert isinstance(cluster, StormCluster)
+        return cluster
+
+    @property
+    def directory(self) -> Path:
+        return self._job.directory
+
+    @contextmanager
+    def running(self) -> Iterator[StormJob]:
+        with self._job:
+            yield self
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def poll(self) -> History:
+        """What has happened up to now."""
+        for event in self._reader.poll():
+            self.live.feed(event)
+        return self.live
+
+    def codes(self) -> list[int | None]:
+        """Exit codes of the launchers of all nodes; None: it runs."""
+        return [node.process.poll() for node in self.cluster.current.values()]
+
+    @property
+    def ended(self) -> bool:
+        return all(code is not None for code in self.codes())
+
+    @property
+    def newest_commit(self) -> int:
+        """Newest step that was committed in any life."""
+        return max((max(life.committed, default=0) for life in self.poll().incarnations.values()), default=0)
+
+    def tolerance(self) -> int:
+        """Lost nodes that the job itself says it survives, on the node that says least."""
+        records = [read_record(self.cluster.job_dir(index)) for index in self.cluster.current]
+        return min((record.tolerance if record else 0) for record in records)
+
+    def persisted(self) -> list[Path]:
+        """Checkpoints on disk that were finished, oldest first."""
+        found = [
+            path.parent
+            for path in self.persist_dir.rglob(MARKER_NAME)
+            if path.parent.name.removeprefix("global_step").isdigit()
+        ]
+        return sorted(found, key=step_of)
+
+    def new_chapter(self, restored: int) -> None:
+        """The memory of all nodes is gone while nothing runs: from here on, incarnations may have old numbers
+        again, and nothing is promised but what is on disk.
+
+        Args:
+            restored: step of the checkpoint that has to be loaded.
+        """
+        self.poll()
+        kept = self._job.events_dir.with_name(f"events-{len(self.chapters)}")
+        self._job.events_dir.rename(kept)
+        self.chapters.append(Chapter(kept, self.restored))
+        self.live = History()
+        self._reader = EventReader(self._job.events_dir)
+        self.restored = restored
+
+    def all_chapters(self) -> list[Chapter]:
+        """All of them, the one that is being written too."""
+        return [*self.chapters, Chapter(self._job.events_dir, self.restored)]
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SETTLE_SECS) -> bool:
+        """Wait for ``condition``; False where the job has ended well instead.
+
+        Raises:
+            BrokenPromiseError: it does not come, or a launcher ended with an error.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while not condition():
+            codes = self.codes()
+            if all(code == 0 for code in codes):
+                return False
+            if any(codes):
+                self._let_end()
+                raise BrokenPromiseError(f"waited for {what}: launchers ended with {self.codes()}")
+            if time.monotonic() > deadline:
+                raise BrokenPromiseError(f"waited {timeout_secs:.0f} s for {what}: {self.state()}")
+            time.sleep(_POLL_SECS)
+        return True
+
+    def wait_for_commits(self, number: int) -> bool:
+        """Until so many further versions are committed."""
+        wanted = self.newest_commit + number
+        return self.wait(lambda: self.newest_commit >= wanted, f"a commit of step {wanted}")
+
+    def settle(self, behind: int) -> bool:
+        """Until a version later than ``behind`` is committed and survives what it is promised to survive."""
+        tolerance = self.setup.tolerance
+        return self.wait(
+            lambda: self._committed_now() > behind, f"a commit after step {behind}"
+        ) and self.wait(lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}")
+
+    def state(self) -> str:
+        """Where the job stands, for an error message."""
+        life = self.poll().current
+        return (
+            f"incarnation {life.number}, step {life.last_step}, newest commit {self.newest_commit}, "
+            f"{len(life.ready)} ranks ready, launchers {self.codes()}"
+        )
+
+    def left_over(self) -> list[str]:
+        """What must not be there after a good end: processes, and memory on the nodes that live."""
+        wrong = [f"left behind: {line}" for line in self._job.left_over()]
+        return wrong + [f"memory left after a good end: {path}" for path in self._job.memory_left()]
+
+    def _committed_now(self) -> int:
+        return max(self.poll().current.committed, default=0)
+
+    def _let_end(self) -> None:
+        deadline = time.monotonic() + _ENDING_SECS
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Which step a checkpoint on disk holds."""
+    return int(checkpoint.name.removeprefix("global_step"))
+
+
+def daemon_of(job_dir: Path) -> psutil.Process | None:
+    """The daemon that serves a job's memory; None: there is none."""
+    found = read_json(job_dir / "daemon.json")
+    if found is None or not psutil.pid_exists(int(found["pid"])):
+        return None
+    return psutil.Process(int(found["pid"]))
+
+
+@contextmanager
+def memory_of(setup: StormSetup, scratch: Path) -> Iterator[tuple[Path, bool]]:
+    """A directory for the memory of all nodes; and whether it may be filled up."""
+    if not setup.memory_mib:
+        with memory_directory() as path:
+            yield path, False
+        return
+    place = scratch / "tmpfs"
+    with small_file_system(place, setup.memory_mib) as reason:
+        if reason is None:
+            yield place, True
+            return
+    shutil.rmtree(place, ignore_errors=True)
+    with memory_directory() as path:
+        yield path, False

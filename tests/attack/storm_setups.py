@@ -1,0 +1,74 @@
+"""What the storm strikes: layouts, number formats and protections, and what each is promised to survive."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reft.topology import Degrees
+from tests.faults.cases import OPTIMIZERS, Optimizer, Shape
+
+FP32, _, BF16, BF16_BF16 = OPTIMIZERS
+_KEPT = {"zero_optimization": {"reduce_scatter": False, "contiguous_gradients": False}}
+"""What ZeRO-1 needs to keep the gradients of other ranks' partitions, for AOR."""
+BF16_AOR = replace(
+    BF16,
+    name=f"{BF16.name}-gradients-kept",
+    arguments=(*BF16.arguments, "--deepspeed-config", json.dumps(_KEPT)),
+)
+
+
+@dataclass(frozen=True)
+class StormSetup:
+    """One kind of job.
+
+    Attributes:
+        name: for people and ``--setups``.
+        shape: layout and nodes.
+        optimizer: number format.
+        protection: as in the block.
+        tolerance: lost nodes of a sharding group that it survives; so many are struck at once.
+        persist_steps: distance of its checkpoints on disk; 0: none.
+        memory_mib: size of a file system of its own for the memory of all nodes; 0: the machine's.
+    """
+
+    name: str
+    shape: Shape
+    optimizer: Optimizer
+    protection: str
+    tolerance: int = 1
+    persist_steps: int = 0
+    memory_mib: int = 0
+
+    def block(self, persist_dir: Path) -> dict[str, Any]:
+        """Its ``reft`` block. Short waits: what stands still has to be noticed while the storm waits."""
+        block: dict[str, Any] = {
+            "enabled": True,
+            "block_bytes": 16384,
+            "protection": self.protection,
+            "tolerance": self.tolerance,
+            "grace_secs": 60,
+        }
+        if self.persist_steps:
+            block["persist"] = {"dir": str(persist_dir), "interval_steps": self.persist_steps, "keep": 3}
+        return block
+
+
+def _shape(pp: int, dp: int, tp: int, nodes: int) -> Shape:
+    name = "x".join(f"{n}{d}" for n, d in (("PP", pp), ("DP", dp), ("TP", tp)) if d > 1)
+    return Shape(name, Degrees(pp, dp, tp), nodes, pp * dp * tp // nodes)
+
+
+SETUPS = (
+    StormSetup("dp2-arc-persist", _shape(1, 2, 1, 2), FP32, "arc", persist_steps=10),
+    StormSetup("pp2dp2-arc", _shape(2, 2, 1, 4), BF16, "arc"),
+    StormSetup("dp3-aec", _shape(1, 3, 1, 3), BF16, "aec", memory_mib=256),
+    StormSetup("dp3-arc-aec-persist", _shape(1, 3, 1, 3), FP32, "arc+aec", tolerance=2, persist_steps=10),
+    StormSetup("dp4-rs2", _shape(1, 4, 1, 4), FP32, "rs:2", tolerance=2),
+    StormSetup("tp2dp2-arc", _shape(1, 2, 2, 2), BF16_BF16, "arc", memory_mib=256),
+    StormSetup("pp2dp2-arc-aor", _shape(2, 2, 1, 4), BF16_AOR, "arc+aor"),
+    StormSetup("dp3-aec-aor", _shape(1, 3, 1, 3), BF16_AOR, "aec+aor"),
+)
+"""In an order in which the first few already differ in layout, format and protection."""
