@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -10,8 +11,8 @@ from reft.config import HasConfig
 from reft.errors import ReftError
 from reft.hook.coordinates import local_world_size
 from reft.snapshot.copying import CopyEngine, Mark
-from reft.snapshot.gate import HostGate, StreamGate
-from reft.snapshot.has import Limits, Overflow
+from reft.snapshot.gate import UNLIMITED, HostGate, StreamGate
+from reft.snapshot.has import BandwidthModel, Limits, Overflow
 from reft.snapshot.pacing import PaceOptions, Pacer
 from reft.snapshot.staging import StagingArea
 
@@ -36,7 +37,9 @@ def make_pacer(
     gate = StreamGate() if engine.asynchronous else HostGate()
     # Until something was measured: beside computation, as slowly as ever allowed.
     share = _share_of_computing(has.compute_share, engine)
-    gate.share(share)
+    nowhere_else = stages == 1 and share > 0
+    pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
+    gate.share(share, UNLIMITED if nowhere_else else 0, pace)
 
     def mark() -> Mark | None:
         try:

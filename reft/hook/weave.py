@@ -6,8 +6,9 @@ wait, and behind the optimizer step. They are DeepSpeed's own kind of instructio
 copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
 parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
 
-Bubble time is spent *inside* receives, so a window opens before one and closes after it. The wait for
-the other stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
+Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a schedule
+queues its transfers (DualPipeV), that is the instruction which carries them out. The wait for the other
+stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from typing import Any
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
+from reft.snapshot.instructions import queues_transfers, waits
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.trace import InstructionRecord
-
-_WAITING = ("Recv", "Send", "Reduce")
-"""Beginnings of the names of instructions in which a device may wait for others."""
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
@@ -67,6 +66,7 @@ class _Stream:
 
     names: list[str] = field(default_factory=list)
     ends_with_optimizer_step: bool = False
+    queues: bool = False
 
 
 class WovenSchedule:
@@ -76,12 +76,14 @@ class WovenSchedule:
         schedule: what the engine was about to execute.
         take: insert :class:`TakeSnapshot` behind the optimizer step.
         seen: takes the names of the training instructions, in order.
+        queues: its transfers are known to be queued, as in DualPipeV; else that shows with the first.
     """
 
-    def __init__(self, schedule: Any, *, take: bool, seen: list[str]) -> None:
+    def __init__(self, schedule: Any, *, take: bool, seen: list[str], queues: bool = False) -> None:
         self._schedule = schedule
         self._take = take
         self._seen = seen
+        self._queues = queues
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
@@ -95,8 +97,10 @@ class WovenSchedule:
             name = type(command).__name__
             position = len(self._seen)
             self._seen.append(name)
-            if name.startswith(_WAITING):
-                yield OpenSnapshotWindow(position, name.startswith("Recv"))
+            self._queues = self._queues or queues_transfers((name,))
+            may_wait, receives = waits(self._seen, self._queues)
+            if may_wait:
+                yield OpenSnapshotWindow(position, receives)
                 yield command
                 yield CloseSnapshotWindow(position)
             else:
@@ -172,7 +176,10 @@ class Weaver:
         known = self._streams.get(key)
         stream = _Stream()
         woven = WovenSchedule(
-            schedule, take=known is not None and known.ends_with_optimizer_step, seen=stream.names
+            schedule,
+            take=known is not None and known.ends_with_optimizer_step,
+            seen=stream.names,
+            queues=known is not None and known.queues,
         )
         self._position = 0
         self._counts.clear()
@@ -185,6 +192,7 @@ class Weaver:
         finally:
             self._pacer.close()  # whatever happened, no window stays open
         stream.ends_with_optimizer_step = stream.names[-1:] == ["OptimizerStep"]
+        stream.queues = queues_transfers(stream.names)
         self._streams[key] = stream
         self._drains = stream.ends_with_optimizer_step
         if not self._drains:
@@ -287,5 +295,5 @@ class Weaver:
 
 def _key_of(schedule: Any) -> Hashable:
     """Tells apart schedules whose streams differ."""
-    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id"))
+    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only"))
     return (type(schedule).__module__, type(schedule).__qualname__, *facts)

@@ -197,8 +197,8 @@ class Copier:
         permit, left = Permit(0), 0
         for number, chunk in enumerate(chunks):
             self._reach(number)
-            if left <= 0:
-                permit, left = _next(gate)
+            while left <= 0:
+                permit, left = _next(gate, left)
             if stages(number, permit):
                 self._stage(chunks, number)
                 break
@@ -212,8 +212,8 @@ class Copier:
         permit, left = Permit(0), 0
         for item in staged:
             self._reach(item.number)
-            if left <= 0:
-                permit, left = _next(gate)
+            while left <= 0:
+                permit, left = _next(gate, left)
             queued.append((item.chunk, permit, self.engine.drain(item.pieces, permit.mark)))
             filling.traffic.to_host[item.chunk.kind] += item.chunk.nbytes
             left -= item.chunk.nbytes
@@ -228,10 +228,11 @@ class Copier:
 def _nothing(point: FaultPoint) -> None: ...
 
 
-def _next(gate: Gate) -> tuple[Permit, int]:
+def _next(gate: Gate, left: int) -> tuple[Permit, int]:
+    """The next permit and its bytes; beside computation those count by which the last chunk went too far."""
     permit = gate.admit()
     gate.release(permit, 0.0)
-    return permit, permit.nbytes
+    return permit, permit.nbytes + (left if permit.tier == 2 else 0)
 
 
 def _settled(queued: _Queued) -> list[ChunkRecord]:

@@ -16,6 +16,7 @@ communication instructions that were opened for it (tier 3), when training has s
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -26,11 +27,13 @@ from typing import Protocol
 
 from reft.snapshot.copying import Mark
 
-_UNLIMITED = 2**62
+UNLIMITED = 2**62
 _TURN_SECS = 0.00002
 """How often is looked whether training, which was to go first, has gone."""
 _BURST_SECS = 0.002
 """Copies beside computation follow each other for so long: one alone, woken for it, takes twice its time."""
+_QUEUED_SECS = 0.01
+"""Copies beside computation are handed to a device for so long at a time, where they keep to a pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,15 @@ class Gate(Protocol):
     def relax(self) -> None:
         """T: end of the hurry, and of the version: nothing is to be copied until :meth:`enter`."""
 
-    def share(self, part: float) -> None:
-        """Part of the time outside of windows in which chunks may run, 0 to 1."""
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
+        """What may be copied outside of windows.
+
+        Args:
+            part: of the time in which chunks may run there, 0 to 1, for engines that are done when a call
+                returns.
+            nbytes: of each version, for engines that queue, where the plan has no window to begin in.
+            bytes_per_sec: the pace of these.
+        """
 
     def enter(self, draining: bool = False) -> None:
         """T: a version was handed over; ``draining``: another one is not out yet, and goes on first."""
@@ -169,7 +179,7 @@ class HostGate:
         self._alive_at = time.perf_counter()
         self._changed.clear()
 
-    def share(self, part: float) -> None:
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
         self._share = part
 
     def enter(self, draining: bool = False) -> None:
@@ -305,7 +315,11 @@ _current_core = _core_getter()
 
 
 class StreamGate:
-    """For engines that queue copies on a device. See :class:`Gate`."""
+    """For engines that queue copies on a device. See :class:`Gate`.
+
+    What is planned beside computation begins in windows, as part of their bytes, and runs on behind them.
+    Where there are none it begins at once, no more of it than planned: what is queued cannot be staged.
+    """
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
@@ -315,6 +329,8 @@ class StreamGate:
         self._hurrying = False
         self._wanted = False
         self._alive_at = time.perf_counter()
+        self._beside_bytes, self._beside_rate = 0, math.inf
+        self._beside_left, self._next_beside = 0, 0.0
 
     @property
     def wanted(self) -> bool:
@@ -341,8 +357,9 @@ class StreamGate:
             self._windows.clear()
             self._alive_at = time.perf_counter()
 
-    def share(self, part: float) -> None:
-        """Nothing: what is planned beside computation is part of each window's bytes."""
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
+        with self._changed:
+            self._beside_bytes, self._beside_rate = nbytes, bytes_per_sec
 
     def enter(self, draining: bool = False) -> None:
         with self._changed:
@@ -350,7 +367,9 @@ class StreamGate:
                 self._windows.append(None)
             else:
                 self._windows.clear()
+            self._beside_left, self._next_beside = self._beside_bytes, 0.0
             self._wanted = True
+            self._changed.notify()
 
     def begin(self) -> None:
         with self._changed:
@@ -370,11 +389,23 @@ class StreamGate:
                     if (permit := self._windows.popleft()) is not None:
                         return permit
                 if self._hurrying:
-                    return Permit(0, nbytes=_UNLIMITED)
-                left = self._alive_at + self.patience_secs - time.perf_counter()
+                    return Permit(0, nbytes=UNLIMITED)
+                now = time.perf_counter()
+                left = self._alive_at + self.patience_secs - now
                 if left <= 0:
-                    return Permit(2, nbytes=_UNLIMITED)
+                    return Permit(2, nbytes=UNLIMITED)
+                if self._beside_left > 0:
+                    if now >= self._next_beside:
+                        return self._beside(now)
+                    left = min(left, self._next_beside - now)
                 self._changed.wait(left)
+
+    def _beside(self, now: float) -> Permit:
+        """The next of what may be copied outside of windows."""
+        nbytes = min(self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS))))
+        self._beside_left -= nbytes
+        self._next_beside = now + nbytes / self._beside_rate
+        return Permit(2, nbytes=nbytes)
 
     def release(self, permit: Permit, secs: float) -> None:
         pass
@@ -406,7 +437,7 @@ class OpenGate:
 
     def relax(self) -> None: ...
 
-    def share(self, part: float) -> None: ...
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None: ...
 
     def enter(self, draining: bool = False) -> None: ...
 

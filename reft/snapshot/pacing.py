@@ -7,6 +7,7 @@ thread asks its gate before every chunk and has the plan renewed after every ver
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,21 @@ from reft.errors import ConfigError
 from reft.snapshot.copying import ComputeClock, Mark
 from reft.snapshot.gate import Gate
 from reft.snapshot.has import BandwidthModel, HasSchedule, Interval, Limits, Overflow, plan_schedule
+from reft.snapshot.instructions import COMMUNICATING, trains, window_kind
 from reft.snapshot.trace import ChunkRecord
-from reft.snapshot.windows import AnalyticEstimator, PaperEstimator, ProfiledEstimator, Window, WindowKind
+from reft.snapshot.windows import (
+    AnalyticEstimator,
+    PaperEstimator,
+    ProfiledEstimator,
+    Window,
+    WindowKind,
+    one_f_one_b_names,
+)
 
 logger = logging.getLogger(__name__)
 
 SETTLED_STEPS = 2
 """Steps that are seen before the first plan: what is made at first use takes long and never again."""
-COMMUNICATING = ("Send", "Reduce")
-"""Beginnings of the names of instructions that move data between ranks."""
 _MEMORY = 0.3
 _SHARE_OF_A_STEP = 2.0
 
@@ -156,27 +163,13 @@ class WindowMeter:
         for position, wait in sorted(self._waits.items()):
             start = max(wait.start_secs, found[-1].stop_secs if found else 0.0)
             stop = max(start, wait.start_secs + wait.length_secs)
-            found.append(Window(self.kind(position), start, stop, position))
+            found.append(Window(window_kind(self.names, position), start, stop, position))
         return tuple(found)
 
     def optimizers(self) -> tuple[Interval, ...]:
         """The optimizer step, beside which nothing is planned; none if it is not told from the rest."""
         seen = self._optimizer
         return () if seen is None else (Interval(seen.start_secs, seen.start_secs + seen.length_secs),)
-
-    def kind(self, position: int) -> WindowKind:
-        """Why a stage waits there, from what it does before and after."""
-        if position >= len(self.names):
-            return WindowKind.DRAIN
-        before, after = self.names[:position], self.names[position:]
-        if "ForwardPass" not in before:
-            return WindowKind.FILL
-        if "BackwardPass" not in before:
-            return WindowKind.MID if self.names[position].endswith("Grad") else WindowKind.OTHER
-        if "BackwardPass" not in after:
-            return WindowKind.DRAIN
-        behind_last_forward = "ForwardPass" not in after and "BackwardPass" in _behind(before, "ForwardPass")
-        return WindowKind.COOL_DOWN if behind_last_forward else WindowKind.OTHER
 
 
 def _smoothed(known: Smoothed | None, start_secs: float, length_secs: float) -> Smoothed:
@@ -185,11 +178,6 @@ def _smoothed(known: Smoothed | None, start_secs: float, length_secs: float) -> 
         return Smoothed(start_secs, length_secs)
     known.see(start_secs, length_secs)
     return known
-
-
-def _behind(names: Sequence[str], name: str) -> Sequence[str]:
-    """What follows the last ``name``."""
-    return names[len(names) - list(reversed(names)).index(name) :]
 
 
 def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
@@ -262,6 +250,7 @@ class Pacer:
         self._planned_step = False
         self._staging_room = staging_room
         self._falls_back = False
+        self._told_of_formulas = False
 
     # -- training thread -----------------------------------------------------------------------------
 
@@ -327,7 +316,8 @@ class Pacer:
         """
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
-        if began is not None:
+        # Versions follow optimizer steps: an evaluation has other windows, and no version's deadline.
+        if began is not None and trains(names):
             seen = (self._waits, forwards, backwards, self._optimizer, self._details)
             self._observed.append(_Stamped(key, names, (began, ended), *seen))
         self._waits, self._details, self._optimizer = [], [], None
@@ -367,9 +357,16 @@ class Pacer:
             if p.position is not None
         }
         self.plan, self._plan_key = plan, last.key
+        self._share(plan)
+
+    def _share(self, plan: HasSchedule) -> None:
+        """Let the gate know what runs beside computation."""
         # Where copies cost training nothing, spreading them would only bring them closer to the fence.
         free = self.options.limits.compute_share >= 1.0
-        self.gate.share(1.0 if free else plan.compute_share(self.model.compute))
+        nbytes = 0 if plan.windows else plan.tier_bytes[2]
+        secs = sum(interval.length_secs for interval in plan.computing)
+        pace = math.inf if free or not (nbytes and secs) else nbytes / secs
+        self.gate.share(1.0 if free else plan.compute_share(self.model.compute), nbytes, pace)
 
     def _budget(self, plan: HasSchedule, window: int) -> int:
         """Bytes to start with a window: its own, and, for engines that queue, its part of tier 2."""
@@ -450,7 +447,8 @@ class Pacer:
             for w in meter.windows()
             if w.position >= len(meter.names) or not meter.names[w.position].startswith("Reduce")
         )
-        if options.estimator == "profiled" or not (meter.forward_secs > 0 and meter.backward_secs > 0):
+        known = meter.forward_secs > 0 and meter.backward_secs > 0
+        if options.estimator == "profiled" or not known or not self._is_of_formulas(meter):
             return ProfiledEstimator.of({options.stage_id: measured}).windows(options.stage_id)
         kind = {"analytic": AnalyticEstimator, "paper": PaperEstimator}.get(options.estimator)
         if kind is None:
@@ -462,3 +460,18 @@ class Pacer:
             Window(w.kind, w.start_secs, w.stop_secs, ends if w.kind is WindowKind.DRAIN else w.position)
             for w in formula.windows(options.stage_id)
         )
+
+    def _is_of_formulas(self, meter: WindowMeter) -> bool:
+        """Whether the schedule is theirs: in another one nothing waits at the positions that they give."""
+        options = self.options
+        names = one_f_one_b_names(options.stages, options.micro_batches, options.stage_id)
+        if tuple(meter.names) == names:
+            return True
+        if not self._told_of_formulas:
+            self._told_of_formulas = True
+            logger.warning(
+                "has.windows is %r, a formula for 1F1B, and the engine executes another schedule: its "
+                "windows are measured instead; write 'profiled'",
+                options.estimator,
+            )
+        return False

@@ -274,6 +274,11 @@ def tail_position(stages: int, micro_batches: int, stage_id: int) -> int:
     return next(position for position, name, _ in schedule if name == "ReduceTiedGrads")
 
 
+def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[str, ...]:
+    """Class names of the instructions of ``TrainSchedule``, in order."""
+    return tuple(name for name, _ in _instructions(stages, micro_batches, stage_id))
+
+
 def _train_schedule(stages: int, m: int, stage_id: int) -> Iterator[tuple[int, str, int | None]]:
     """(position, class name, micro-batch) of every instruction, as DeepSpeed's TrainSchedule has it."""
     return ((i, *instruction) for i, instruction in enumerate(_instructions(stages, m, stage_id)))

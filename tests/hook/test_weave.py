@@ -75,13 +75,39 @@ def _check_places(steps: list[list[Any]], take: bool) -> None:
         for i, command in enumerate(step):
             if isinstance(command, OpenSnapshotWindow):
                 assert command.window_id == position
-                assert type(step[i + 1]).__name__.startswith(WAITING)
+                assert type(step[i + 1]).__name__.startswith((*WAITING, "CommitP2P"))
                 assert type(step[i + 2]).__name__ == "CloseSnapshotWindow"
             elif isinstance(command, TakeSnapshot):
                 assert take
                 assert type(step[i - 1]).__name__ == "OptimizerStep"
             elif not isinstance(command, SNAPSHOT_INSTRUCTIONS):
                 position += 1
+
+
+def test_windows_open_where_queued_transfers_are_carried_out_and_nowhere_else() -> None:
+    """DualPipeV's sends and receives return at once; its commits wait, if anything was queued."""
+    if not hasattr(schedule, "DualPipeVSchedule"):
+        pytest.skip("this DeepSpeed has no DualPipeV")
+    for stages, stage_id in ((2, 0), (2, 1), (4, 0), (4, 2), (4, 3)):
+        names: list[str] = []
+        woven = WovenSchedule(
+            schedule.DualPipeVSchedule(2 * stages, stages, stage_id), take=True, seen=names, queues=True
+        )
+        commands = [command for step in woven for command in step]
+        opened = {c.window_id: c.receives for c in commands if isinstance(c, OpenSnapshotWindow)}
+        queued: list[str] = []
+        expected = {}
+        for position, name in enumerate(names):
+            if name == "CommitP2P":
+                if queued:
+                    expected[position] = any(n.startswith("Recv") for n in queued)
+                queued = []
+            elif name.startswith(("Recv", "Send")):
+                queued.append(name)
+            elif name.startswith("Reduce"):
+                expected[position] = False
+        assert opened == expected
+        assert any(opened.values())
 
 
 # -- under the engine -------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from reft.protect.codes import Scheme
 from reft.snapshot import copy_cuda
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.control import ControlGroup
-from reft.snapshot.gate import StreamGate
+from reft.snapshot.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.has import Limits, Overflow
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.pacing import SETTLED_STEPS, PaceOptions, Pacer
@@ -41,6 +43,27 @@ STEPS = 6
 WAIT_SECS = 60
 
 
+class ObservedGate(StreamGate):
+    """Counts what it hands out, by tier; whoever is silent for long is waited for."""
+
+    patience_secs = property(lambda self: self.patience, lambda self, secs: None)
+    patience = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed_out: Counter[int] = Counter()
+
+    @property
+    def begun_beside(self) -> bool:
+        """Whether a part of what may be copied beside computation was handed out, or there is none."""
+        return self._beside_left < max(1, self._beside_bytes)
+
+    def admit(self) -> Permit:
+        permit = super().admit()
+        self.handed_out[permit.tier] += 1
+        return permit
+
+
 class Job:
     """One rank that trains a tensor of as many equal numbers as there were steps."""
 
@@ -48,7 +71,7 @@ class Job:
         self.cuda = cuda
         self.engine = SimulatedCudaEngine(torch.device("cuda", 0))
         self.engine.simulated = cuda
-        self.gate = StreamGate()
+        self.gate = ObservedGate()
         self.staging = StagingArea(self.engine)
         self.pacer = Pacer(
             self.gate,
@@ -282,6 +305,73 @@ def test_p6_a_device_that_refuses_memory_is_asked_again_later(
     assert job.stats.committed > 2
     assert "snapshots cannot be staged" in caplog.text
     assert all(values == {float(step)} for step, values in job.content.items())
+
+
+# --- without windows: plain engines, pipelines of one stage --------------------------------------------
+
+
+def train_without_windows(job: Job, steps: int, link_bytes_per_sec: float) -> None:
+    """Steps of an engine whose schedule is not known; the next one begins when its loss was read."""
+    job.pacer.model.window = job.pacer.model.compute = link_bytes_per_sec  # what it would learn
+    job.gate.patience = WAIT_SECS
+    job.gate.share(1.0, UNLIMITED)  # as an engine of one stage begins
+    for number in range(1, steps + 1):
+        job.kernel(0.01)
+        job.pacer.begin_optimizer()
+        job.worker.fence()
+        job.cuda.compute.put(lambda number=number: job.state.fill_(number))
+        job.pacer.end_optimizer()
+        job.pacer.end_step("step", ())
+        request = SnapshotRequest(
+            Label(1, number), job.images, f"host {number}".encode(), must=number == 1, variant=Variant.HAS
+        )
+        job.worker.submit(request)
+        if number == 1:
+            assert request.done.wait(WAIT_SECS)
+        # However late the worker comes, it does before the host gets to the next fence.
+        while not (request.started or job.worker.votes.late or request.done.wait(0.001)):
+            pass
+        while request.started and not (job.gate.begun_beside or request.copied.wait(0.001)):
+            pass
+        job.await_device()
+    job.worker.fence()
+    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
+    assert job.worker.drain(WAIT_SECS)
+    assert all(values == {float(step)} for step, values in job.content.items()), job.content
+
+
+BESIDE = Limits(compute_share=1.0, overflow=Overflow.INTERVAL)
+
+
+@pytest.mark.parametrize("job", [BESIDE], indirect=True)
+def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
+    train_without_windows(job, 8, 1e12)
+    assert job.pacer.plan is not None
+    assert job.pacer.plan.windows == ()
+    assert job.pacer.plan.fits
+    assert job.gate.handed_out[2] >= 3, "copies waited for the fence"
+    assert job.stats.committed >= 3
+
+
+@pytest.mark.parametrize("job", [BESIDE], indirect=True)
+def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken_less_often(job: Job) -> None:
+    job.engine.transfer_secs = 0.02  # 19 of them, in steps of 0.01 s
+    train_without_windows(job, 6, 3e6)
+    plan = job.pacer.plan
+    assert plan is not None
+    assert not plan.fits
+    assert plan.advised_interval_steps > 1
+    assert job.worker.votes.interval_steps(100) > 1
+
+
+@pytest.mark.parametrize("job", [replace(BESIDE, overflow=Overflow.STAGING)], indirect=True)
+def test_without_windows_what_does_not_fit_is_staged(job: Job) -> None:
+    job.engine.transfer_secs = 0.01
+    train_without_windows(job, 16, 6e6)
+    assert job.pacer.plan is not None
+    assert not job.pacer.plan.fits
+    assert job.stats.staged > 0, "all was queued beside computation, and the fence waited for it"
+    assert job.gate.handed_out[2] > 0
 
 
 def test_windows_are_those_of_the_device_not_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,44 @@ def test_a_stream_gate_hands_out_windows_in_order_with_their_marks_and_bytes() -
     assert not gate.wanted
 
 
+def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_planned_there() -> None:
+    gate = StreamGate()
+    gate.patience_secs = LONG
+    gate.share(1.0, 1000)
+    for _ in range(2):  # of each version
+        gate.enter()
+        assert gate.admit() == Permit(2, nbytes=1000)
+        gate.hurry()
+        assert gate.admit().tier == 0, "more than was planned began beside computation"
+        gate.relax()
+    gate.share(1.0, 0)
+    gate.enter()
+    gate.hurry()
+    assert gate.admit().tier == 0
+
+
+def test_a_stream_gate_hands_out_at_a_pace_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.004
+        return now
+
+    monkeypatch.setattr("reft.snapshot.gate.time.perf_counter", clock)
+    gate = StreamGate()
+    gate.patience_secs = 1e9
+    gate.share(0.1, 10**7, 1e8)
+    gate.enter()
+    began, copied = now, 0
+    while copied < 10**7:
+        permit = gate.admit()
+        assert permit.tier == 2
+        assert copied <= 1e8 * (now - began), "ahead of its pace"
+        copied += permit.nbytes
+    assert copied == 10**7
+
+
 def test_an_open_gate_knows_when_training_waits() -> None:
     waiting = False
     gate = OpenGate(2, lambda: waiting)

@@ -9,6 +9,7 @@ import pytest
 from reft.snapshot.copying import ComputeClock
 from reft.snapshot.gate import HostGate
 from reft.snapshot.has import Limits, Overflow
+from reft.snapshot.instructions import waits, window_kind
 from reft.snapshot.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter
 from reft.snapshot.trace import ChunkRecord
 from reft.snapshot.windows import WindowKind, _instructions
@@ -70,9 +71,8 @@ def test_a_wait_for_a_chunk_is_no_idle_time() -> None:
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_windows_of_1f1b_are_told_apart(stage: int) -> None:
     names = stream(stage)
-    meter = WindowMeter(names)
-    kinds = [meter.kind(p) for p, name in enumerate(names) if name.startswith("Recv")]
-    assert meter.kind(len(names)) is WindowKind.DRAIN
+    kinds = [window_kind(names, p) for p, name in enumerate(names) if name.startswith("Recv")]
+    assert window_kind(names, len(names)) is WindowKind.DRAIN
     assert (WindowKind.FILL in kinds) == (stage > 0)
     assert (WindowKind.MID in kinds) == (stage < STAGES - 1)
     assert kinds.count(WindowKind.COOL_DOWN) == STAGES - 1 - stage
@@ -165,3 +165,88 @@ def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidt
     assert pacer.plan is not None
     assert pacer.plan.left_over_secs == pytest.approx(0.1, rel=0.01)
     assert pacer.plan.advised_interval_steps == 4  # 0.1 s within 3 % of steps of a second
+
+
+TRAINING = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
+EVALUATION = ["RecvActivation", "ForwardPass"]
+
+
+def run_step(pacer: Pacer, clock: Clock, names: list[str], wait_secs: float) -> list[bool]:
+    """One schedule with a wait in every receive; at which of them the gate was open."""
+    opened = []
+    pacer.begin_step(names[-1])
+    for position, name in enumerate(names):
+        receives = name.startswith("Recv")
+        if receives:
+            pacer.open(position, receives=True)
+            opened.append(pacer.gate._open is not None)
+        clock.now += wait_secs if receives else 0.1
+        if receives:
+            pacer.close()
+    pacer.end_step(names[-1], names)
+    return opened
+
+
+def test_plans_follow_the_schedule_that_trains_whatever_is_evaluated_between() -> None:
+    clock = Clock()
+    pacer = Pacer(HostGate(), PaceOptions("profiled", Limits(compute_share=0.0), 1, 2, 1), None, clock)
+    for _ in range(6):
+        run_step(pacer, clock, TRAINING, 0.2)
+        for _ in range(20):  # more than are remembered between two versions
+            run_step(pacer, clock, EVALUATION, 5.0)
+        pacer.version_done({"replicated": 10**6}, ())
+    plan = pacer.plan
+    assert plan is not None
+    assert plan.step_secs == pytest.approx(0.7)
+    assert [w.length_secs for w in plan.windows] == [pytest.approx(0.2)]
+    assert pacer.gate.patience_secs < 2.0
+    assert run_step(pacer, clock, TRAINING, 0.2) == [True]
+
+
+def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogCaptureFixture) -> None:
+    """In another one their positions are instructions in which nothing waits."""
+    other = [
+        "RecvActivation",
+        "ForwardPass",
+        "ForwardPass",
+        "SendActivation",
+        "BackwardPass",
+        "OptimizerStep",
+    ]
+    for names in (stream(1), other):
+        clock = Clock()
+        options = PaceOptions("analytic", Limits(compute_share=0.0), 1, STAGES, MICRO_BATCHES)
+        pacer = Pacer(HostGate(), options, None, clock)
+        for _ in range(4):
+            pacer.begin_step("step")
+            pacer.open(0, receives=True)
+            clock.now += 0.5
+            pacer.close()
+            clock.now += 1.0
+            pacer.end_step("step", names, [(0.0, 0.01)], [(0.0, 0.02)])
+            pacer.version_done({"replicated": 10**6}, ())
+        assert pacer.plan is not None
+        positions = [w.position for w in pacer.plan.windows]
+        assert (positions == [0]) == (names is other), positions
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1
+    assert "windows are measured instead" in said[0]
+
+
+QUEUED = [
+    "RecvActivation",
+    "CommitP2P",
+    "ForwardPass",
+    "CommitP2P",
+    "SendActivation",
+    "RecvGrad",
+    "CommitP2P",
+]
+
+
+def test_queued_transfers_wait_where_they_are_carried_out() -> None:
+    names = [*QUEUED, "BackwardPass", "SendGrad", "CommitP2P", "ReduceGrads", "OptimizerStep"]
+    found = [waits(names[: p + 1], queues=True) for p in range(len(names))]
+    assert [p for p, (may_wait, _) in enumerate(found) if may_wait] == [1, 6, 9, 10]
+    assert [p for p, (_, receives) in enumerate(found) if receives] == [1, 6]
+    assert [window_kind(names, p) for p in (1, 6, 9)] == [WindowKind.FILL, WindowKind.MID, WindowKind.DRAIN]
