@@ -24,6 +24,7 @@ def _lose_two(job: FaultJob) -> None:
         job.cluster.replace_node(index)
 
 
+@pytest.mark.long
 def test_two_nodes_at_once(scratch: Scratch) -> None:
     optimizer = OPTIMIZERS[0]
     reference = scratch.reference(DP3, optimizer, STEPS)

@@ -69,6 +69,7 @@ def _job(scratch: Scratch, name: str, block: dict[str, Any], memory_root: Path |
     return Watched(scratch, name, DP2, OPTIMIZER, steps=10**6, block=block, memory_root=memory_root)
 
 
+@pytest.mark.long
 def test_memory_full(scratch: Scratch) -> None:
     memory_root = scratch.root / "small-memory"
     with small_file_system(memory_root, 48) as reason:
@@ -125,6 +126,7 @@ def _newest_protection(job: Watched) -> str:
     return next((v.scheme for v in report.versions if v.committed), "")
 
 
+@pytest.mark.long
 def test_storage_and_daemon_fail(scratch: Scratch) -> None:
     """A persist directory that is missing, read-only, full; a daemon that is killed; and all well again."""
     store = scratch.root / "store"
