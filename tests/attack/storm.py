@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -38,8 +39,8 @@ _MOST_COMMITS = 8
 _IN_A_ROW = 0.35
 """How often an attack that costs no memory comes before the job has recovered from the last one."""
 _IN_A_ROW_SECS = 8.0
-_LAST_STEPS = 40
-"""Before its end a job is left alone: whether it has ended must not depend on who is quicker."""
+_LAST_PART = 0.15
+"""Of its steps; a job that is so near its end is left alone: who is quicker must not decide whether it ended."""
 _GONE_SECS = 120.0
 
 console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
@@ -51,6 +52,7 @@ class Episode:
 
     setup: StormSetup
     directory: Path
+    steps: int
     attacks: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     verdict: Verdict | None = None
@@ -63,6 +65,7 @@ class Episode:
             "layout": self.setup.shape.name,
             "optimizer": self.setup.optimizer.name,
             "protection": self.setup.protection,
+            "steps": self.steps,
             "secs": round(self.secs, 1),
             "attacks": self.attacks,
             "recoveries": [
@@ -81,11 +84,13 @@ class Storm:
         scratch: where jobs run.
         rng: decides what the seed decides.
         kinds: attacks that may come; each comes once before any comes twice.
-        steps: of every job.
+        steps: of every job; None: what its setup says.
         most: attacks on one job.
     """
 
-    def __init__(self, scratch: Scratch, rng: Random, kinds: Sequence[Attack], steps: int, most: int) -> None:
+    def __init__(
+        self, scratch: Scratch, rng: Random, kinds: Sequence[Attack], steps: int | None, most: int
+    ) -> None:
         self._scratch = scratch
         self._rng = rng
         self._kinds = kinds
@@ -98,8 +103,8 @@ class Storm:
         began = time.monotonic()
         name = f"{number:03d}-{setup.name}"
         with memory_of(setup, self._scratch.root / name) as (memory_root, fillable):
-            job = StormJob(self._scratch, name, setup, self._steps, memory_root)
-            episode = Episode(setup, job.directory)
+            job = StormJob(self._scratch, name, setup, self._steps or setup.steps, memory_root)
+            episode = Episode(setup, job.directory, job.steps)
             try:
                 with job.running():
                     self._strike_all(episode, job, fillable, until)
@@ -118,7 +123,7 @@ class Storm:
                 time.sleep(self._rng.uniform(0, _IN_A_ROW_SECS))
             elif not job.settle(behind) or not job.wait_for_commits(self._rng.randint(1, _MOST_COMMITS)):
                 return
-            if job.poll().last_step > self._steps - _LAST_STEPS or job.ended:
+            if job.poll().last_step > job.steps * (1 - _LAST_PART) or job.ended:
                 return
             behind = self._strike(episode, job, attack, fillable)
         job.settle(behind)
@@ -158,7 +163,7 @@ class Storm:
     def _judge(self, episode: Episode, job: StormJob) -> None:
         chapters = [(chapter, History.of(chapter.events_dir)) for chapter in job.all_chapters()]
         try:
-            reference = self._scratch.reference(job.setup.shape, job.setup.optimizer, self._steps)
+            reference = self._scratch.reference(job.setup.shape, job.setup.optimizer, job.steps)
         except LocalClusterError as error:
             episode.problems.append(str(error))
             return
@@ -169,6 +174,8 @@ class Storm:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the result is the exit code."""
     args = _parser().parse_args(argv)
+    # Told to end, the storm leaves no job behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     setups = [s for s in SETUPS if not args.setups or s.name in args.setups]
     kinds = [ATTACKS[name] for name in ATTACKS if not args.kinds or name in args.kinds]
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-storm-"))
@@ -204,7 +211,6 @@ def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float
         "seed": args.seed,
         "secs": round(secs, 1),
         "cores": os.cpu_count(),
-        "steps_per_job": args.steps,
         "setups": sorted({e.setup.name for e in episodes}),
         "attacks": sum(len(e.attacks) for e in episodes),
         "attacks_by_kind": dict(sorted(Counter(a["kind"] for e in episodes for a in e.attacks).items())),
@@ -237,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.storm", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--secs", type=float, default=1800.0, help="attack for so long (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=260, help="of every job (default %(default)s)")
+    parser.add_argument("--steps", type=int, help="of every job (default: what suits each)")
     parser.add_argument("--attacks", type=int, default=6, help="most on one job (default %(default)s)")
     parser.add_argument("--setups", nargs="+", choices=[s.name for s in SETUPS], help="only these jobs")
     parser.add_argument("--kinds", nargs="+", choices=list(ATTACKS), help="only these attacks")

@@ -129,7 +129,7 @@ class StormJob:
             setup.optimizer,
             steps=steps,
             block=setup.block(self.persist_dir),
-            max_restarts=999,
+            max_restarts=12,
             memory_root=memory_root,
             options=("--max-peer-restarts", "999"),
             job_id="storm",

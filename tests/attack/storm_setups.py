@@ -29,6 +29,7 @@ class StormSetup:
         shape: layout and nodes.
         optimizer: number format.
         protection: as in the block.
+        steps: of a job: so many that several attacks find it alive, so few that it soon ends after them.
         tolerance: lost nodes of a sharding group that it survives; so many are struck at once.
         persist_steps: distance of its checkpoints on disk; 0: none.
         memory_mib: size of a file system of its own for the memory of all nodes; 0: the machine's.
@@ -38,6 +39,7 @@ class StormSetup:
     shape: Shape
     optimizer: Optimizer
     protection: str
+    steps: int
     tolerance: int = 1
     persist_steps: int = 0
     memory_mib: int = 0
@@ -62,13 +64,15 @@ def _shape(pp: int, dp: int, tp: int, nodes: int) -> Shape:
 
 
 SETUPS = (
-    StormSetup("dp2-arc-persist", _shape(1, 2, 1, 2), FP32, "arc", persist_steps=10),
-    StormSetup("pp2dp2-arc", _shape(2, 2, 1, 4), BF16, "arc"),
-    StormSetup("dp3-aec", _shape(1, 3, 1, 3), BF16, "aec", memory_mib=256),
-    StormSetup("dp3-arc-aec-persist", _shape(1, 3, 1, 3), FP32, "arc+aec", tolerance=2, persist_steps=10),
-    StormSetup("dp4-rs2", _shape(1, 4, 1, 4), FP32, "rs:2", tolerance=2),
-    StormSetup("tp2dp2-arc", _shape(1, 2, 2, 2), BF16_BF16, "arc", memory_mib=256),
-    StormSetup("pp2dp2-arc-aor", _shape(2, 2, 1, 4), BF16_AOR, "arc+aor"),
-    StormSetup("dp3-aec-aor", _shape(1, 3, 1, 3), BF16_AOR, "aec+aor"),
+    StormSetup("dp2-arc-persist", _shape(1, 2, 1, 2), FP32, "arc", 1600, persist_steps=10),
+    StormSetup("pp2dp2-arc", _shape(2, 2, 1, 4), BF16, "arc", 500),
+    StormSetup("dp3-aec", _shape(1, 3, 1, 3), BF16, "aec", 900, memory_mib=256),
+    StormSetup(
+        "dp3-arc-aec-persist", _shape(1, 3, 1, 3), FP32, "arc+aec", 1200, tolerance=2, persist_steps=10
+    ),
+    StormSetup("dp4-rs2", _shape(1, 4, 1, 4), FP32, "rs:2", 700, tolerance=2),
+    StormSetup("tp2dp2-arc", _shape(1, 2, 2, 2), BF16_BF16, "arc", 500, memory_mib=256),
+    StormSetup("pp2dp2-arc-aor", _shape(2, 2, 1, 4), BF16_AOR, "arc+aor", 500),
+    StormSetup("dp3-aec-aor", _shape(1, 3, 1, 3), BF16_AOR, "aec+aor", 900),
 )
 """In an order in which the first few already differ in layout, format and protection."""
