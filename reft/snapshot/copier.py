@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from reft.blocks import Section
 from reft.config import FaultPoint
+from reft.errors import CopyOrderError
 from reft.snapshot.chunks import BlockHasher, Chunk, ChunkCache
 from reft.snapshot.copying import CopyEngine, CopyTicket, Piece
 from reft.snapshot.filling import Filling
@@ -129,6 +131,12 @@ class Copier:
                 records.append(self._one(item.chunk, filling, gate, gate.admit(), item.pieces))
         self.records.extend(records)
         return records
+
+    def settle(self) -> None:
+        """Wait for what is under way of a version that is given up: it must not arrive in its arena when
+        that holds another version (P5)."""
+        with suppress(CopyOrderError, RuntimeError):  # closed, or failed: then nothing arrives any more
+            self.engine.synchronize()
 
     def _stages(
         self, chunks: Sequence[Chunk], may_stage: Callable[[], bool] | None

@@ -3,6 +3,9 @@
 Parity is encoded where the state lies, inside the same windows as the copies, so that a rank moves a
 parity's bytes to the host and not those of its sources. On a CPU the backend writes straight into the
 arena; on a device it writes to a scratch buffer, which then is copied like any other piece.
+
+Scratch is allocated by the first chunk that needs it, on the stream that writes there: a caching allocator
+hands out memory to which kernels of the allocating stream, and of no other one, may still be writing.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class ParityEncoder:
         self._blocks = blocks
         self._chunk_bytes = chunk_bytes
         self._device = image.device
-        self._scratch: list[torch.Tensor] = []
+        self._most_bytes = 0
+        """Of a chunk of one source."""
+        self._scratch: dict[int, torch.Tensor] = {}
         self._out: torch.Tensor | None = None
         self._backend: Backend | None = None
 
@@ -56,7 +61,7 @@ class ParityEncoder:
         unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
         step = max(1, self._chunk_bytes // max(1, len(terms)) // unit) * unit
         total = placed.block.nbytes
-        self._reserve(len(terms), min(step, total))
+        self._most_bytes = max(self._most_bytes, min(step, total))
         for at in range(0, total, step):
             stop = min(at + step, total)
             ranges = []
@@ -66,15 +71,19 @@ class ParityEncoder:
                 ranges.append((begin, end))
             yield at, stop, Encoding(self, row, tuple(ranges), target[at:stop])
 
-    def _reserve(self, count: int, nbytes: int) -> None:
-        """Room to gather sources that do not lie together, shared by all chunks: they run one by one."""
-        count, size = max(count, len(self._scratch)), max([nbytes, *map(len, self._scratch)])
-        if len(self._scratch) < count or len(self._scratch[0]) < size:
-            self._scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+    def _room(self, number: int, nbytes: int) -> torch.Tensor:
+        """Where a source that does not lie together is gathered; chunks share it: they run one by one."""
+        scratch = self._scratch.get(number)
+        if scratch is None or len(scratch) < nbytes:
+            scratch = self._scratch[number] = self._memory(self._most_bytes)
+        return scratch[:nbytes]
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def source(self, number: int, begin: int, end: int) -> torch.Tensor:
         """``image[begin:end]``: in place where it lies together, else gathered."""
-        out = self._scratch[number][: end - begin]
+        out = self._room(number, end - begin)
         pieces = self._image.pieces_into(begin, out)
         if len(pieces) == 1 and pieces[0][0].numel() == end - begin:
             return pieces[0][0]
@@ -87,7 +96,7 @@ class ParityEncoder:
         if self._device.type == "cpu":
             return self._combine([row], [s.numpy() for s in sources], target.numpy())
         if self._out is None or len(self._out) < len(target):
-            self._out = torch.empty(len(target), dtype=torch.uint8, device=self._device)
+            self._out = self._memory(self._most_bytes)
         out = self._out[: len(target)]
         self._combine([row], sources, out)
         return [(out, target)]

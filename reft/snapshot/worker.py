@@ -242,6 +242,7 @@ class SnapshotWorker:
         self._give_up(request, cause.split(":", maxsplit=1)[0], cause)
 
     def _drop(self, filling: Filling) -> None:
+        self.copier.settle()
         self._arenas.abort(filling)
         self._stats.total_traffic.add(filling.traffic)
 

@@ -307,6 +307,52 @@ def test_p6_a_device_that_refuses_memory_is_asked_again_later(
     assert all(values == {float(step)} for step, values in job.content.items())
 
 
+@pytest.mark.parametrize("job", [STAGING], indirect=True)
+def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What of it is on its way arrives when the link lets it: not in an arena that holds another version by then."""
+    job.engine.transfer_secs = 0.002
+    train(job, 12)
+    job.content.clear()
+    assert job.staging.capacity_bytes > 0
+    release, given_up = threading.Event(), threading.Event()
+    job.engine._drain.put(lambda: release.wait(WAIT_SECS))  # the link is slow now
+    drain, calls = job.engine.drain, 0
+
+    def fail_in_the_middle(staged: object, after: object = None) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            given_up.set()
+            raise RuntimeError("the device refused")
+        return drain(staged, after)
+
+    monkeypatch.setattr(job.engine, "drain", fail_in_the_middle)
+    staged, number = job.stats.staged, 12
+    while job.stats.staged == staged:
+        number += 1
+        job.train([number])
+    release_at = None
+    while release_at is None or number < release_at:
+        number += 1
+        request = job.step(number, Variant.BLOCKING)  # it leaves nothing to be drained behind that
+        while not (request.started or job.worker.votes.late or request.done.wait(0.001)):
+            pass
+        job.await_device()
+        if release_at is None and given_up.is_set():
+            release_at = number + 4
+    release.set()
+    job.worker.fence()
+    assert job.worker.drain(WAIT_SECS)
+    number += 1
+    request = job.step(number, Variant.BLOCKING)
+    assert request.done.wait(WAIT_SECS)
+    assert request.committed
+    assert all(values == {float(step)} for step, values in job.content.items()), job.content
+    assert all(values == {float(step)} for step, values in job.committed().items()), job.committed()
+
+
 # --- without windows: plain engines, pipelines of one stage --------------------------------------------
 
 

@@ -1,0 +1,154 @@
+"""P2 and P5 where a checksum cannot help: bytes that another stream's memory spoilt before they were hashed.
+
+On a device whose streams run in any order that the events allow and whose allocator hands blocks on
+(:mod:`tests.snapshot.adversarial_device`), what arrives is the state of its step, parities included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.placement import place_group
+from reft.snapshot import copy_cuda
+from reft.snapshot.copy_cuda import CudaCopyEngine
+from reft.snapshot.parity import ParityEncoder
+from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
+from reft.state import catalogue
+from reft.state.catalogue import SectionImage
+from tests.snapshot.adversarial_device import DEVICE, AdversarialCuda, DeviceTensor, adversarial
+from tests.snapshot.devices import host_memory
+
+SIZES = (1000, 64, 4096, 333, 2048)
+"""Of the tensors that are the state: shards begin in the midst of one, so that parities gather."""
+CHUNK_BYTES = 512
+VERSIONS = 3
+
+
+class Engine(CudaCopyEngine):
+    def __init__(self, bounce_bytes: int = 256) -> None:
+        super().__init__(torch.device("cuda", 0), bounce_bytes=bounce_bytes)
+        self.device = DEVICE
+
+    def _pinned_buffer(self) -> torch.Tensor:
+        return torch.empty(self._bounce_bytes, dtype=torch.uint8)
+
+
+class Training:
+    """Kernels on the compute stream, with memory of its own that comes and goes."""
+
+    def __init__(self, cuda: AdversarialCuda, seed: int) -> None:
+        self.cuda, self.random = cuda, random.Random(seed)
+        self.state = [torch.empty(n, dtype=torch.uint8, device=DEVICE) for n in SIZES]
+        self.kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+
+    def update(self, version: int) -> None:
+        for number, tensor in enumerate(self.state):
+            tensor.copy_(shadow(version)[number])
+
+    def compute(self) -> None:
+        """Activations: written, read again later, given back before the device has come to them."""
+        activation = torch.empty(self.random.choice((256, 512, 2048)), dtype=torch.uint8, device=DEVICE)
+        value = self.random.randrange(256)
+        activation.fill_(value)
+        read = torch.zeros(len(activation), dtype=torch.uint8)
+        read.copy_(activation, non_blocking=True)
+        self.kept.append((read, value, activation))
+        if self.random.random() < 0.6:
+            read, value, _ = self.kept.pop(0)
+            self.read = (*getattr(self, "read", ()), (read, value))
+        self.cuda.progress()
+
+    def check(self) -> None:
+        """P1: nothing that training computed was spoilt."""
+        for read, value in (*getattr(self, "read", ()), *((r, v) for r, v, _ in self.kept)):
+            assert torch.all(read == value)
+
+
+def shadow(version: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in SIZES]
+
+
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdversarialCuda]:
+    with adversarial(request.param) as made:
+        monkeypatch.setattr(copy_cuda, "cuda", made)
+        monkeypatch.setattr(catalogue, "_check_dense", lambda name, tensor: None)  # of a class of its own
+        yield made
+
+
+def expected_parity(
+    plan: ShardPlan, member: MemberPlan, version: int
+) -> dict[object, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    image = SectionImage([(str(i), t) for i, t in enumerate(shadow(version))])
+    whole = torch.zeros(image.nbytes, dtype=torch.uint8)
+    image.read_into(0, whole)
+    blocks = {b.key: b.block for m in plan.members for b in m.own}
+    found: dict[object, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+    for placed in member.parity:
+        terms = member.terms[placed.key].terms
+        sources = [
+            whole[b.start_bytes : b.start_bytes + b.nbytes].numpy() for b in (blocks[k] for k, _ in terms)
+        ]
+        target = np.zeros(placed.block.nbytes, np.uint8)
+        combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (target,))
+        found[placed.key] = target
+    return found
+
+
+@pytest.mark.parametrize("cuda", range(12), indirect=True)
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("parities", [1, 2])
+def test_p5_a_parity_is_that_of_its_step_whatever_memory_it_was_computed_in(
+    cuda: AdversarialCuda, parities: int, staged: bool, request: pytest.FixtureRequest
+) -> None:
+    training = Training(cuda, request.node.callspec.params["cuda"])
+    image = SectionImage([(str(i), t) for i, t in enumerate(training.state)])
+    placement = place_group([f"n{m}" for m in range(4)], 0, parities)
+    plan = make_shard_plan(SectionSizes(image.nbytes, (0,) * 4, (64,) * 4), placement, 4096)
+    member = plan.members[1]
+    blocks = {b.key: b.block for m in plan.members for b in m.own}
+    engine = Engine()
+    for version in range(VERSIONS):
+        training.compute()
+        training.update(version)
+        engine.begin()
+        training.compute()
+        # As when the layout was agreed anew: what encoded the version before is given up.
+        encoder = ParityEncoder(image, blocks, CHUNK_BYTES)
+        targets = {p.key: host_memory(engine, p.block.nbytes) for p in member.parity}
+        buffer = engine.staging_buffer(sum(map(len, targets.values()))) if staged else None
+        pieces, at = [], 0
+        chunks = [
+            chunk
+            for placed in member.parity
+            for chunk in encoder.cut(placed, member.terms[placed.key].terms, targets[placed.key])
+        ]
+        for start, stop, encoding in chunks:
+            training.compute()
+            if buffer is None:
+                engine.copy((), engine.mark(), encoding)
+            else:
+                pieces += engine.stage((), buffer[at : at + stop - start], encoding)
+                at += stop - start
+        del encoder, encoding, chunks
+        training.compute()
+        engine.fence()
+        training.update(1000 + version)
+        if staged:
+            engine.drain(pieces)
+        training.compute()
+        engine.synchronize()
+        for key, expected in expected_parity(plan, member, version).items():
+            np.testing.assert_array_equal(targets[key].numpy(), expected)
+        pieces, buffer = [], None
+    engine.close()
+    cuda.finish()
+    training.check()
+    assert isinstance(training.state[0], DeviceTensor)
