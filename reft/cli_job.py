@@ -67,9 +67,8 @@ def persist_command(
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        typer.echo(
-            f"wrote step {info.label.step} to {info.path}; engine.load_checkpoint({str(out)!r}) loads it"
-        )
+        load = f"engine.load_checkpoint({str(info.directory)!r})"
+        typer.echo(f"wrote step {info.label.step} to {info.path}; {load} loads it")
         if result.corrupt_blocks:
             typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
 

@@ -16,6 +16,7 @@ from reft.demo.options import DemoOptions, Kill
 from reft.demo.report import SOURCES, Failure
 from reft.elastic.local_cluster import KillKind, LocalCluster, LocalNode
 from reft.events import ENV_EVENTS
+from reft.store.persisted import job_directory
 
 _POLL_SECS = 0.01
 _LOOK_SECS = 0.1
@@ -175,7 +176,9 @@ class Job:
         """Whether a checkpoint should be on disk by ``step``, but the first is still being written:
         steps of this small model are quicker than that."""
         interval, persist_dir = self.options.persist_interval, self.persist_dir
-        if not interval or step < interval or persist_dir is None or (persist_dir / "latest").exists():
+        if not interval or step < interval or persist_dir is None:
+            return False
+        if (job_directory(persist_dir, self._cluster.job_id) / "latest").exists():
             return False
         if not self._told_of_disk:
             self._told_of_disk = True

@@ -27,6 +27,7 @@ from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.restore import Restorer
+from reft.hook.save import save_with_host_state
 from reft.hook.session import ClientState, Session
 
 logger = logging.getLogger(__name__)
@@ -176,9 +177,7 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
 
     def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            named = bind(original, args, kwargs)
-            save_dir, tag = named.pop("save_dir"), named.pop("tag", None)
-            return restorer.save(original, save_dir, tag, dict(named.pop("client_state", None) or {}), named)
+            return save_with_host_state(session, original, bind(original, args, kwargs))
 
         return wrapped
 

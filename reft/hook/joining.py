@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+from pathlib import Path
 
 from reft.config import ENV_SECRET, ReftConfig
+from reft.errors import ReftError
 from reft.hook.job import JobRecord
 from reft.load.exchange import allgather_bytes
 from reft.snapshot.control import ControlGroup
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
-from reft.store.persisted import latest_persisted
+from reft.store.persisted import job_directory, newest_incarnation
 from reft.topology import Coordinate, Degrees, Topology
+
+logger = logging.getLogger(__name__)
 
 
 def gather_topology(control: ControlGroup, coordinate: Coordinate, degrees: Degrees, node: str) -> Topology:
@@ -45,6 +50,15 @@ def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGro
     return JobDir.open_or_create(config.memory_dir, job_id, node=node, secret=secret)
 
 
+def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
+    """Never raises: the other ranks wait for this one, and the job can do without."""
+    try:
+        return newest_incarnation(job_directory(persist_dir, job_id), job_id) if persist_dir else 0
+    except (ReftError, OSError) as error:
+        logger.warning("the incarnations on disk are not known: %s", error)
+        return 0
+
+
 def agree_on_incarnation(
     config: ReftConfig, job_dir: JobDir, record: JobRecord, control: ControlGroup
 ) -> int:
@@ -52,7 +66,5 @@ def agree_on_incarnation(
     seen = job_dir.newest_incarnation()
     if control.rank == 0:
         seen = max(seen, record.next_incarnation() - 1)
-        if config.persist.dir is not None:
-            persisted = latest_persisted(config.persist.dir)
-            seen = max(seen, persisted.label.incarnation if persisted else 0)
+        seen = max(seen, _newest_on_disk(config.persist.dir, job_dir.job_id))
     return 1 + max(values[0] for values in control.gather_ints([seen]))

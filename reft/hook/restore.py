@@ -1,4 +1,4 @@
-"""``load_checkpoint`` and ``save_checkpoint`` as reft gives them back.
+"""``load_checkpoint`` as reft gives it back.
 
 Loading returns the newest state there is: this job's memory, else the newest checkpoint on disk. The
 recovered version is whole and protected again on every node before the first step, and what recovery
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from reft.blocks import Section
-from reft.errors import ConfigError, ReftError, UnrecoverableError
+from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import LoadCall
 from reft.hook.coordinates import local_rank
-from reft.hook.disk import DiskCheckpoint, host_file, newest_on_disk, read_host_state
+from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Sound, nothing_sound
 from reft.hook.session import Session
 from reft.load.exchange import allgather_bytes
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
 from reft.load.recover import RecoveryOutcome, recover
 from reft.state.blob import DecodedBlob
-from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
+from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
 from reft.store.arena_files import coordinates_in_slots, frozen_slots
 from reft.store.label import Label
@@ -44,22 +44,17 @@ class Resumed:
     Attributes:
         path: as it was returned to the script.
         client_state: likewise.
-        disk: the checkpoint; None: it was memory.
+        source: the checkpoint, or the version in memory; None: a load that reft knows nothing of.
     """
 
     path: Any
     client_state: Any
-    disk: DiskCheckpoint | None
+    source: DiskCheckpoint | Label | None
 
-    def is_the_jobs_own(self, persist_dir: Path | None) -> bool:
-        """Whether reft wrote it: a directory of the script may hold another training to start from."""
-        return self.disk is None or (
-            persist_dir is not None and self.disk.directory.is_relative_to(persist_dir)
-        )
-
-    def gives_way_to(self, found: DiskCheckpoint, step: int) -> bool:
-        """Whether a later load shall replace it. ``step``: of this state."""
-        return found.step > step if self.disk is None else found != self.disk
+    @property
+    def is_the_jobs_own(self) -> bool:
+        """Whether this job wrote it: a directory of the script may hold another training to start from."""
+        return isinstance(self.source, Label) or (self.source is not None and self.source.label is not None)
 
 
 class ClientStateView(dict[str, Any]):
@@ -76,7 +71,7 @@ class ClientStateView(dict[str, Any]):
 
 
 class Restorer:
-    """Loads and saves for one session."""
+    """Loads for one session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -88,6 +83,7 @@ class Restorer:
         """Loads of base weights before the first step."""
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
+        self._disk = DiskRung(session.control, session.coordinate, session.job_id, session.config.persist.dir)
 
     # -- hooks ------------------------------------------------------------------------------------
 
@@ -121,6 +117,7 @@ class Restorer:
 
         Raises:
             UnrecoverableError: the job made progress, but no whole version of it is left.
+            PersistError: the checkpoint that was asked for by its tag is damaged.
         """
         if call.base_only:
             return self._load_base(original, call)
@@ -138,52 +135,33 @@ class Restorer:
         if call.tag is not None:
             return self._load_by_tag(original, call, plan)
         self._tagged = None
-        disk = self._agree_on_disk(call.directory)
-        if isinstance(plan, RecoveryPlan) and (disk is None or disk.step <= plan.label.step):
-            outcome = self._restore_from_memory(inventories)
-            if isinstance(outcome, RecoveryOutcome):
-                path = f"memory:{session.job_id}/{outcome.plan.label.step}"
-                return self._has_resumed(path, self._client_state, None)
-            plan = outcome
-        if disk is not None:
-            self._explain_disk(plan, disk)
-            path, client_state = self._load_from_disk(original, disk.directory, disk.tag, call.options)
-            return self._has_resumed(path, client_state, disk)
-        self._refuse_silent_restart(plan)
+        found = self._disk.find(call.directory)
+        sound = None
+        if isinstance(plan, RecoveryPlan):
+            sound = self._disk.newest_sound(found, beyond=plan.label)
+            if sound is None:
+                outcome = self._restore_from_memory(inventories)
+                if isinstance(outcome, RecoveryOutcome):
+                    label = outcome.plan.label
+                    return self._has_resumed(
+                        f"memory:{session.job_id}/{label.step}", self._client_state, label
+                    )
+                plan = outcome
+        sound = sound or self._disk.newest_sound(found)
+        if sound is not None:
+            self._explain_disk(plan, sound.checkpoint)
+            return self._load_sound(original, call, sound)
+        self._refuse_silent_restart(plan, found)
         result = original(call.load_dir, tag=call.tag, **call.options)
         session.start({})
         return result
 
-    def _has_resumed(self, path: Any, client_state: Any, disk: DiskCheckpoint | None) -> tuple[Any, Any]:
+    def _has_resumed(
+        self, path: Any, client_state: Any, source: DiskCheckpoint | Label | None
+    ) -> tuple[Any, Any]:
         if path is not None:
-            self._resumed = Resumed(path, client_state, disk)
+            self._resumed = Resumed(path, client_state, source)
         return path, client_state
-
-    def save(
-        self,
-        original: Callable[..., Any],
-        save_dir: Any,
-        tag: Any,
-        client_state: dict[str, Any],
-        options: dict[str, Any],
-    ) -> Any:
-        """``engine.save_checkpoint``: DeepSpeed's own, with reft's host state beside it."""
-        session = self._session
-        result = original(save_dir, tag=tag, client_state=client_state, **options)
-        from reft.state.deepspeed_format import write_host_file
-
-        name = str(tag) if tag is not None else f"global_step{session.engine.global_steps}"
-        try:
-            state = capture_host_state(
-                session.engine,
-                session.adapter,
-                session.client_state() if session.client_state else client_state,
-                session.data.state(),
-            )
-            write_host_file(host_file(Path(save_dir) / name, session.coordinate), state)
-        except (ReftError, OSError) as error:
-            logger.warning("the checkpoint is complete, but without random and data state: %s", error)
-        return result
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -286,15 +264,12 @@ class Restorer:
 
     # -- disk -------------------------------------------------------------------------------------
 
-    def _agree_on_disk(self, load_dir: Path | None) -> DiskCheckpoint | None:
-        """What rank 0 finds on disk; all ranks must choose alike."""
-        session = self._session
-        mine = b""
-        if session.is_rank_zero:
-            found = newest_on_disk(load_dir, session.config.persist.dir)
-            mine = found.encode() if found else b""
-        data = allgather_bytes(mine, session.control.group)[0]
-        return DiskCheckpoint.decode(data) if data else None
+    def _load_sound(self, original: Load, call: LoadCall, sound: Sound) -> tuple[Any, Any]:
+        disk = sound.checkpoint
+        path, client_state = self._load_from_disk(
+            original, disk.directory, disk.tag, call.options, sound.host_state
+        )
+        return self._has_resumed(path, client_state, disk)
 
     def _load_from_disk(
         self,
@@ -302,9 +277,11 @@ class Restorer:
         directory: Path | None,
         tag: Any,
         options: dict[str, Any],
+        state: dict[str, Any] | None,
         *,
         start: bool = True,
     ) -> tuple[Any, Any]:
+        """Load what was checked (P5). ``state``: this rank's host state from there."""
         session = self._session
         began = time.perf_counter()
         path, client_state = original(str(directory), tag=tag, **options)
@@ -312,11 +289,11 @@ class Restorer:
             session.start({})
         if path is None:
             return path, client_state
-        state = read_host_state(directory / str(tag), session.coordinate) if directory is not None else None
         if state is not None:
             scheduler = bool(options.get("load_lr_scheduler_states", True))
             restore_data_free_state(session.engine, state, scheduler=scheduler)
             self._after_restore(state)
+            client_state = {**(client_state or {}), **client_state_of(state)}
         session.restored()
         session.events.write(
             "restored",
@@ -330,20 +307,28 @@ class Restorer:
         self._report(f"disk, {path}", began)
         return path, client_state
 
-    def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
-        """A load in a running job, for example back to before a loss spike: what is in memory is the
-        abandoned future, so the versions to come belong to a new incarnation."""
+    def _leave_this_future(self) -> None:
+        """What is in memory is the abandoned future: the versions to come belong to a new incarnation."""
         session = self._session
         assert session.worker is not None
         session.worker.drain(session.config.commit_timeout_secs)
         session.worker.fence()
         session.incarnation += 1
-        directory, tag = call.directory, call.tag
-        disk = self._agree_on_disk(directory) if tag is None else None
-        if disk is not None:
-            directory, tag = disk.directory, disk.tag
-        path, client_state = self._load_from_disk(original, directory, tag, call.options)
-        return self._has_resumed(path, client_state, disk)
+
+    def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """A load in a running job, for example back to before a loss spike."""
+        self._leave_this_future()
+        if call.tag is not None:
+            sound = self._disk.check_named(call.directory, call.tag)
+        else:
+            found = self._disk.find(call.directory)
+            sound = self._disk.newest_sound(found)
+            if sound is None and (refused := self._disk.refused(found)):
+                raise UnrecoverableError(nothing_sound(refused))
+        if sound is not None:
+            return self._load_sound(original, call, sound)
+        path, client_state = self._load_from_disk(original, call.directory, call.tag, call.options, None)
+        return self._has_resumed(path, client_state, None)
 
     # -- several loads before the first step ---------------------------------------------------------
 
@@ -354,7 +339,7 @@ class Restorer:
         """
         session = self._session
         resumed = self._resumed
-        if resumed is not None and not self._trains and resumed.is_the_jobs_own(session.config.persist.dir):
+        if resumed is not None and not self._trains and resumed.is_the_jobs_own:
             if session.is_rank_zero:
                 logger.warning(
                     "reft: %s is left out: the job was resumed at step %d, and base weights would replace "
@@ -364,6 +349,7 @@ class Restorer:
             return resumed.path, resumed.client_state
         if session.worker is not None:
             session.worker.fence()  # P2: nothing is copied while weights are written
+        self._disk.check_named(call.directory, call.tag, whole=False)
         if not self._trains:
             self._bases.append(call)
         result = original(call.load_dir, tag=call.tag, **call.options)
@@ -374,9 +360,13 @@ class Restorer:
         """A second load of a whole state before the first step: only what is newer than memory, or another
         checkpoint than the one from disk, takes its place."""
         assert self._resumed is not None
-        disk = self._agree_on_disk(call.directory)
-        if disk is not None and self._resumed.gives_way_to(disk, int(self._session.engine.global_steps)):
-            return self._load_again(original, call)
+        source = self._resumed.source
+        sound = self._disk.newest_sound(
+            self._disk.find(call.directory), beyond=source if isinstance(source, Label) else None
+        )
+        if sound is not None and sound.checkpoint != source:
+            self._leave_this_future()
+            return self._load_sound(original, call, sound)
         if self._session.is_rank_zero:
             logger.info("reft: %s found nothing newer: the job has been resumed already", call)
         return self._resumed.path, self._resumed.client_state
@@ -385,7 +375,9 @@ class Restorer:
         self, original: Load, call: LoadCall, plan: RecoveryPlan | NotRecoverable
     ) -> tuple[Any, Any]:
         """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded yet."""
-        result = self._load_from_disk(original, call.directory, call.tag, call.options, start=False)
+        sound = self._disk.check_named(call.directory, call.tag)
+        state = None if sound is None else sound.host_state
+        result = self._load_from_disk(original, call.directory, call.tag, call.options, state, start=False)
         if result[0] is None:
             return result
         self._tagged = call
@@ -399,19 +391,23 @@ class Restorer:
 
     # -- refusals ---------------------------------------------------------------------------------
 
-    def _refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable) -> None:
+    def _refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, found: Found | None = None) -> None:
         """Nothing to resume from: right for a new job, an error for one that had made progress."""
         session = self._session
         assert isinstance(plan, NotRecoverable)
         noted = session.record.newest_commit() if session.is_rank_zero else None
         note = allgather_bytes(str(noted or "").encode(), session.control.group)[0].decode()
+        refused = self._disk.refused(found) if found is not None else ()
         if plan.newest_committed is None and not plan.layout_mismatch and not note:
+            if refused:
+                raise UnrecoverableError(nothing_sound(refused))
             return
         where = session.config.persist.dir or "not configured (persist.dir)"
         progress = note or plan.newest_committed or "versions of another layout"
         raise UnrecoverableError(
             f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint "
             f"is on disk (persist directory: {where}).\n{plan}\n"
+            f"{nothing_sound(refused) + chr(10) if refused else ''}"
             f"To start from scratch on purpose, run 'reft clean --job {session.job_id} --force' on every "
             f"node, or give the job another id."
         )

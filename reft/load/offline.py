@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,8 +16,14 @@ from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.rebuild import rebuild_offline
 from reft.store.arena import Arena
 from reft.store.jobdir import JobDir
-from reft.store.persist import PersistOptions, PersistProgress, VersionSource, write_version
-from reft.store.persisted import PersistedInfo
+from reft.store.persist import (
+    PersistOptions,
+    PersistProgress,
+    VersionSource,
+    stored_fingerprint,
+    write_version,
+)
+from reft.store.persisted import PersistedInfo, job_directory
 from reft.store.staging import SourceBlock
 from reft.topology import Coordinate
 
@@ -53,7 +59,7 @@ def persist_offline(
 
     Args:
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
-        directory: where to write; ``latest`` in it is switched.
+        directory: where to write, in a directory of the job's name, whose ``latest`` is switched.
         keep: newest checkpoints of the job to keep there.
         progress: told what happens.
 
@@ -82,8 +88,9 @@ def persist_offline(
             plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
         if isinstance(plan, NotRecoverable):
             raise plan.error()
-        source = _source(plan, inventories, arenas, job_id, secret)
-        options = PersistOptions(directory=directory, keep=keep, progress=progress)
+        fingerprint = next((f for job in jobs if (f := stored_fingerprint(job.path))), None)
+        source = replace(_source(plan, inventories, arenas, job_id, secret), fingerprint=fingerprint)
+        options = PersistOptions(directory=job_directory(directory, job_id), keep=keep, progress=progress)
         return OfflineResult(write_version(source, options), plan, len(bad))
 
 

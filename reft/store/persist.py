@@ -43,6 +43,7 @@ from reft.store.persisted import (
     FileRecord,
     PersistedInfo,
     file_checksum,
+    job_directory,
     latest_persisted,
     list_persisted,
     tag_of,
@@ -100,6 +101,7 @@ class VersionSource:
             image, its owned and its host image, whole.
         secret: authenticates the records that the writing processes exchange.
         node: this node, for messages.
+        fingerprint: of the job, encoded; None where it is not known.
     """
 
     job_id: str
@@ -109,6 +111,7 @@ class VersionSource:
     blocks: Mapping[Coordinate, Sequence[SourceBlock]]
     secret: bytes
     node: str
+    fingerprint: str | None = None
 
     @property
     def leads(self) -> bool:
@@ -145,7 +148,7 @@ def persist_label(
     if config.persist.dir is None:
         raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
     options = PersistOptions(
-        directory=config.persist.dir,
+        directory=job_directory(config.persist.dir, job_dir.job_id),
         keep=config.persist.keep,
         timeout_secs=config.persist.timeout_secs,
         stop=stop or threading.Event(),
@@ -205,7 +208,16 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
         blocks={c: _own_blocks(arena, header) for c, (arena, header) in held.items()},
         secret=job_dir.secret,
         node=job_dir.node,
+        fingerprint=stored_fingerprint(job_dir.path),
     )
+
+
+def stored_fingerprint(job_dir: Path) -> str | None:
+    """What the trainers noted in a job's memory about the job (:mod:`reft.state.fingerprint`), encoded."""
+    try:
+        return (job_dir / "fingerprint.json").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _own_blocks(arena: Arena, header: ArenaHeader) -> list[SourceBlock]:
@@ -284,9 +296,10 @@ def _write(
 
 
 def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
-    # One level is made, as DeepSpeed does. A missing parent is a file system that is not mounted.
-    with suppress(FileExistsError):
-        work.root.parent.mkdir()
+    # The persist directory is made, as DeepSpeed does. A missing parent is a file system that is not mounted.
+    for directory in (work.root.parent.parent, work.root.parent):
+        with suppress(FileExistsError):
+            directory.mkdir()
     if source.leads:
         remove_debris(work)
     work.staging.mkdir(parents=True, exist_ok=True)
@@ -417,6 +430,7 @@ def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> Pe
         created_unix_secs=time.time(),
         layouts={str(c): read_part(work, c, source.secret).layout for c in everyone},
         files=files,
+        fingerprint=source.fingerprint,
     )
     publish(work, info, options.keep, lambda phase: options.progress(PersistProgress(phase)))
     return info

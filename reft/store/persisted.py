@@ -1,8 +1,10 @@
 """Checkpoints that reft wrote into a persist directory, as they are found again.
 
-A persisted checkpoint is an ordinary DeepSpeed tag directory with reft's host files and one marker,
-``reft.json``, beside DeepSpeed's own files. The directory gets its final name only when it is complete
-and on storage, so the marker is there exactly if everything else is.
+A persist directory holds one directory per job (P7), and that is what ``load_checkpoint`` takes as
+``load_dir``: ``latest``, and a tag directory for each checkpoint. A persisted checkpoint is an ordinary
+DeepSpeed tag directory with reft's host files and one marker, ``reft.json``, beside DeepSpeed's own
+files. The directory gets its final name only when it is complete and on storage, so the marker is there
+exactly if everything else is.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class PersistedInfo:
     """A checkpoint written by reft.
 
     Attributes:
-        directory: the persist directory, what ``load_checkpoint`` takes as ``load_dir``.
+        directory: the job's directory within the persist directory, what ``load_checkpoint`` takes as
+            ``load_dir``.
         tag: name of the checkpoint's directory within it.
         job_id: job whose state it is.
         label: incarnation and step of that state.
@@ -52,6 +55,7 @@ class PersistedInfo:
         layouts: layout hash of every coordinate's arena, by coordinate.
         created_unix_secs: when it was completed.
         files: every file but the marker.
+        fingerprint: what makes the job the one that it is, encoded; None where it was not known.
     """
 
     directory: Path
@@ -62,6 +66,7 @@ class PersistedInfo:
     created_unix_secs: float
     layouts: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    fingerprint: str | None = None
 
     @property
     def path(self) -> Path:
@@ -89,7 +94,19 @@ class PersistedInfo:
             "layouts": dict(self.layouts),
             "created_unix_secs": self.created_unix_secs,
             "files": {name: [f.nbytes, f.checksum] for name, f in sorted(self.files.items())},
+            "fingerprint": self.fingerprint,
         }
+
+
+def job_directory(directory: Path, job_id: str) -> Path:
+    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7).
+
+    Raises:
+        PersistError: if the name cannot be that of a directory.
+    """
+    if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
+        raise PersistError(f"job id {job_id!r} cannot name a directory in {directory}; choose another one")
+    return directory / job_id
 
 
 def tag_of(label: Label) -> str:
@@ -124,13 +141,20 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
             degrees=Degrees(*(int(n) for n in content["degrees"])),
             created_unix_secs=float(content["created_unix_secs"]),
             layouts=content["layouts"],
-            files={name: FileRecord(int(v[0]), int(v[1])) for name, v in content["files"].items()},
+            files={_file(name): FileRecord(int(v[0]), int(v[1])) for name, v in content["files"].items()},
+            fingerprint=content.get("fingerprint"),
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise PersistError(
             f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); remove the "
             f"directory if it is of no use"
         ) from error
+
+
+def _file(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not a file of the checkpoint")
+    return name
 
 
 def missing_files(info: PersistedInfo) -> list[str]:
@@ -147,47 +171,74 @@ def missing_files(info: PersistedInfo) -> list[str]:
     return problems
 
 
-def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
-    """Complete checkpoints in ``directory`` that reft wrote, oldest first; others are skipped.
+def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[PersistedInfo], list[str]]:
+    """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is wrong with
+    directories whose marker cannot be read.
 
-    Incomplete ones are named in the log. A directory that was set aside while its replacement was
-    being renamed (``.global_step…``) counts: at that instant it may be the only one.
+    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at
+    that instant it may be the only one.
+
+    Args:
+        directory: a job's directory; a missing one holds nothing.
+        job_id: only what this job wrote; None: whoever did.
+
+    Raises:
+        PersistError: if it cannot be listed.
     """
-    found = []
+    found, problems = [], []
     for name in _subdirectories(directory):
         if not _TAG.match(name) or name.endswith(".tmp"):
             continue
         try:
             info = read_marker(directory / name)
         except PersistError as error:
-            logger.warning("skipped: %s", error)
+            problems.append(str(error))
             continue
-        if info is None or job_id not in (None, info.job_id):
-            continue
+        if info is not None and job_id in (None, info.job_id):
+            found.append(info)
+    # Of equal labels the one under its own name comes last.
+    return sorted(found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))), problems
+
+
+def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
+    """Complete checkpoints in ``directory`` that reft wrote, oldest first; others are named in the log."""
+    found, skipped = find_markers(directory, job_id)
+    for problem in skipped:
+        logger.warning("skipped: %s", problem)
+    complete = []
+    for info in found:
         problems = missing_files(info)
         if problems:
             logger.warning("%s is incomplete and is not used: %s", info.path, "; ".join(problems[:3]))
-            continue
-        found.append(info)
-    # Of equal labels the one under its own name comes last.
-    return sorted(found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith(".")))
+        else:
+            complete.append(info)
+    return complete
+
+
+def newest_incarnation(directory: Path, job_id: str) -> int:
+    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not;
+    0 if there is none. Damaged ones count: what is written next must be newer than they are.
+
+    Raises:
+        PersistError: if it cannot be listed.
+    """
+    return max((info.label.incarnation for info in find_markers(directory, job_id)[0]), default=0)
 
 
 def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInfo | None:
-    """The checkpoint to resume from: complete, and the newest.
+    """The newest complete checkpoint.
 
-    Labels of different jobs do not compare. Among several jobs ``job_id`` decides if it wrote any,
-    else the job of the checkpoint that ``latest`` names, else the one that wrote last.
+    Labels of different jobs do not compare. Without ``job_id`` the job is that of the checkpoint that
+    ``latest`` names, else the one that wrote last.
 
     Args:
-        directory: a persist directory; a missing one holds nothing.
-        job_id: the running job.
+        directory: a job's directory; a missing one holds nothing.
+        job_id: only what this job wrote.
     """
-    found = list_persisted(directory)
+    found = list_persisted(directory, job_id)
     if not found:
         return None
-    jobs = {info.job_id for info in found}
-    if job_id not in jobs:
+    if job_id is None:
         named = latest_tag(directory)
         by_tag = {info.tag: info for info in found}
         job_id = (
@@ -199,10 +250,11 @@ def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInf
 
 
 def latest_tag(directory: Path) -> str | None:
-    """What the file ``latest`` says, None if there is none."""
+    """What the file ``latest`` says, None if there is none or it names nothing in the directory."""
     try:
-        return (directory / LATEST_NAME).read_text().strip() or None
-    except OSError:
+        tag = (directory / LATEST_NAME).read_text(errors="replace").strip()
+        return _file(tag)
+    except (OSError, ValueError):
         return None
 
 
@@ -210,8 +262,8 @@ def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
     """Read a persisted checkpoint back and compare every file with its checksum (P5).
 
     Args:
-        directory: the persist directory.
-        tag: the checkpoint; None takes the one to resume from.
+        directory: a job's directory in the persist directory.
+        tag: the checkpoint; None takes the newest.
 
     Returns:
         What is wrong, one line each; empty if all is well.
@@ -223,13 +275,19 @@ def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
     if info is None:
         what = "no complete checkpoint" if tag is None else f"no marker {MARKER_NAME} in {tag}"
         raise PersistError(f"{directory}: {what} written by reft was found")
-    problems = missing_files(info)
-    unreadable = {p.split(":")[0] for p in problems}
-    for name, record in info.files.items():
-        if name in unreadable:
-            continue
+    return check_files(info.path, info.files)
+
+
+def check_files(checkpoint: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """Read files of a checkpoint and compare them with their records (P5); one line for each that differs."""
+    problems = []
+    for name, record in files.items():
         try:
-            found = file_checksum(info.path / name)
+            nbytes = (checkpoint / name).stat().st_size
+            if nbytes != record.nbytes:
+                problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
+                continue
+            found = file_checksum(checkpoint / name)
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
             continue

@@ -128,7 +128,12 @@ def _check_replaceable(info: PersistedInfo) -> None:
             f"{info.path} exists and was not written by reft; remove it, or give persist.dir a directory "
             f"of its own"
         )
-    if present.job_id == info.job_id and info.label < present.label:
+    if present.job_id != info.job_id:
+        raise PersistError(
+            f"{info.path} is a checkpoint of job {present.job_id}; job {info.job_id} does not replace "
+            f"it. Give one of them another directory"
+        )
+    if info.label < present.label:
         raise PersistError(
             f"{info.path} holds {present.label}; writing {info.label} is refused, as it is older"
         )

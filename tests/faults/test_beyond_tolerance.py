@@ -36,7 +36,8 @@ def test_two_nodes_at_once(scratch: Scratch) -> None:
     }
     # Never reaches its last step: it is ended by what is tested.
     with FaultJob(scratch, "beyond", DP3, optimizer, steps=10**6, block=block) as job:
-        job.wait_for("a checkpoint on disk", lambda: latest_persisted(persist_dir) is not None)
+        written = persist_dir / job.cluster.job_id
+        job.wait_for("a checkpoint on disk", lambda: latest_persisted(written) is not None)
         _lose_two(job)
         job.wait_for_commit(8, life=2)
         life = job.history.incarnations[2]

@@ -145,7 +145,7 @@ def test_storage_and_daemon_fail(scratch: Scratch) -> None:
             _kill_daemon(job)
             assert _is_written(job, persist_dir, after=first) > first
             job.end_well(scratch)
-            persisted = latest_persisted(persist_dir)
+            persisted = latest_persisted(persist_dir / job.cluster.job_id)
             assert persisted is not None
             assert persisted.label.step == max(job.history.current.committed)
         if reason is not None:
@@ -174,7 +174,7 @@ def _goes_stale(job: Watched, because: str) -> None:
 
 def _is_written(job: Watched, persist_dir: Path, after: int = 0) -> int:
     def newest() -> int:
-        persisted = latest_persisted(persist_dir)
+        persisted = latest_persisted(persist_dir / job.cluster.job_id)
         return persisted.label.step if persisted is not None else 0
 
     job.wait_for("a newer checkpoint on disk", lambda: newest() > after)

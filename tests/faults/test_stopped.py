@@ -101,7 +101,7 @@ def test_stopped_and_damaged_and_started_again(scratch: Scratch) -> None:
             job.wait_for_step(8)
             preempted_at = whole.stop(job, signal.SIGTERM)
             assert wrong_losses(job.history, reference) == []
-        persisted = latest_persisted(whole.persist_dir)
+        persisted = latest_persisted(whole.persist_dir / job.cluster.job_id)
         assert persisted is not None
         assert persisted.label.step == preempted_at
 

@@ -38,6 +38,7 @@ from reft.state.host import capture_host_state
 from reft.state.template import same_value
 from reft.store.label import Label
 from reft.store.persist import persist_label, verify_persisted
+from reft.store.persisted import job_directory
 from reft.topology import Coordinate
 from tests.old_deepspeed import step_without_autograd
 from tests.persist.job_memory import Memory, RankImages
@@ -263,6 +264,7 @@ def persist(at: Coordinate, images: list[bytearray], template: bytes, state: byt
         node = memory.node_of(at)
         persist_label(memory.job_dir(node), label, memory.config(directory))
     torch.distributed.barrier()
+    directory = job_directory(directory, memory.job_id)
     assert verify_persisted(directory) == []
     if "zero1" in PERSISTED_KIND:
         assert (directory / "zero_to_fp32.py").is_file()

@@ -25,7 +25,7 @@ from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.store.arena import Arena
 from reft.store.label import Label
 from reft.store.persist import PersistProgress, latest_persisted, persist_label, verify_persisted
-from reft.store.persisted import latest_tag
+from reft.store.persisted import job_directory, latest_tag
 from reft.store.staging import WorkDir
 from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
 from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node
@@ -54,6 +54,7 @@ def step_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_checkpoint(directory: Path, label: Label) -> None:
     """Every file is what the version holds, and nothing else is left in the directory."""
+    directory = job_directory(directory, JOB)
     info = latest_persisted(directory)
     assert info is not None
     assert (info.label, info.job_id, info.degrees) == (label, JOB, DEGREES)
@@ -83,7 +84,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def no_debris(directory: Path) -> bool:
-    return not [p.name for p in directory.iterdir() if p.name.startswith(".")]
+    return not list(directory.glob("**/.*"))
 
 
 def flip(memory: Memory, node: str, arena: str, section: Section, owner: bool) -> None:
@@ -103,12 +104,12 @@ def test_two_nodes_write_one_checkpoint_and_keep_the_newest(
     check_checkpoint(directory, V4)
     config = memory.config(directory, keep=1)
     memory.write(V8, made_up_images(DEGREES, 8), slot=1)
-    assert persist_on_all(memory, V8, config, NODES) == dict.fromkeys(NODES, directory / "global_step8")
+    assert persist_on_all(memory, V8, config, NODES) == dict.fromkeys(NODES, directory / JOB / "global_step8")
     check_checkpoint(directory, V8)
     assert no_debris(directory)
-    assert not (directory / "global_step4").exists()
+    assert not (directory / JOB / "global_step4").exists()
     # Written again: it is there already.
-    assert persist_on_all(memory, V8, config, ["n1"]) == {"n1": directory / "global_step8"}
+    assert persist_on_all(memory, V8, config, ["n1"]) == {"n1": directory / JOB / "global_step8"}
     with pytest.raises(PersistError, match="older version of the job"):
         persist_label(memory.job_dir("n0"), V4, config)
 
@@ -148,7 +149,7 @@ def test_the_assembling_process_dies_with_the_daemon(memory: Memory, tmp_path: P
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
     children[0].wait(10)
-    assert latest_persisted(tmp_path / "checkpoints") is None
+    assert latest_persisted(tmp_path / "checkpoints" / JOB) is None
 
 
 def wait_for(look: Any, limit_secs: float = 60.0) -> Any:
@@ -169,7 +170,7 @@ def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory
     assert isinstance(results["n0"], PersistError)
     assert "node n1 gave up: PersistError: owned block 0" in str(results["n0"])
     assert time.monotonic() - began < 60
-    assert latest_persisted(directory) is None
+    assert latest_persisted(directory / JOB) is None
     assert no_debris(directory)
 
 
@@ -197,7 +198,7 @@ def test_arenas_are_free_while_a_node_waits_for_others_and_it_can_be_stopped(
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, memory.config(directory), stop=stop)
         try:
-            wait_for(lambda: len(list(directory.glob(".*/.staging/part-*"))) == 2)
+            wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2)
             wait_for(lambda: all(free_to_write(a) for _, a in memory.job_dir("n0").scan()))
             assert not waiting.done()
         finally:
@@ -215,7 +216,7 @@ def free_to_write(arena: Arena | str) -> bool:
 
 def test_the_newest_version_overtakes_an_older_one(memory: Memory, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    WorkDir.of(directory, JOB, Label(2, 1)).staging.mkdir(parents=True)
+    WorkDir.of(directory / JOB, JOB, Label(2, 1)).staging.mkdir(parents=True)
     with pytest.raises(PersistError, match=r"overtaken by step 1 \(incarnation 2\)"):
         persist_label(memory.job_dir("n0"), V4, memory.config(directory))
 
@@ -255,7 +256,7 @@ def test_a_full_disk_is_an_error_without_debris_and_goes_on_when_there_is_room(
         results = persist_on_all(memory, V4, config, NODES)
         assert all(isinstance(r, PersistError) for r in results.values())
         assert "No space left on device; make room" in str(results["n0"]) + str(results["n1"])
-        assert latest_persisted(directory) is None
+        assert latest_persisted(directory / JOB) is None
         leader_cleans_up(memory, config)
         assert no_debris(directory)
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
@@ -300,7 +301,7 @@ def test_records_of_another_job_are_refused(memory: Memory, tmp_path: Path) -> N
     config = memory.config(directory, timeout_secs=0.2)
     with pytest.raises(PersistError):
         persist_label(memory.job_dir("n1"), V4, config)
-    work = WorkDir.of(directory, JOB, V4)
+    work = WorkDir.of(directory / JOB, JOB, V4)
     part = next(work.staging.glob("failed-*.json"))
     part.write_text(part.read_text().replace("n1", "n7"))
     with pytest.raises(Exception, match="does not carry the job's secret"):

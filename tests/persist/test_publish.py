@@ -18,9 +18,12 @@ from reft.store.persisted import (
     FileRecord,
     PersistedInfo,
     file_checksum,
+    find_markers,
+    job_directory,
     latest_persisted,
     latest_tag,
     list_persisted,
+    newest_incarnation,
     tag_of,
     verify_persisted,
 )
@@ -219,7 +222,41 @@ def test_labels_of_different_jobs_do_not_compare(tmp_path: Path) -> None:
     # Unknown job: the one that ``latest`` names.
     assert latest_persisted(tmp_path).job_id == "new"  # type: ignore[union-attr]
     (tmp_path / "latest").write_text("global_step90")
-    assert latest_persisted(tmp_path, "third").job_id == "old"  # type: ignore[union-attr]
+    assert latest_persisted(tmp_path).job_id == "old"  # type: ignore[union-attr]
+    # P7: a job never takes another's.
+    assert latest_persisted(tmp_path, "third") is None
+
+
+def test_p7_the_checkpoint_of_another_job_is_not_replaced(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4), job_id="one")
+    with pytest.raises(PersistError, match="is a checkpoint of job one; job two does not replace it"):
+        write(tmp_path, Label(3, 4), job_id="two")
+    assert state_of(latest_persisted(tmp_path, "one")) == "state of step 4 (incarnation 1) of one"
+
+
+@pytest.mark.parametrize("job_id", ["", ".", "..", "a/b"])
+def test_p7_a_job_directory_lies_in_the_persist_directory(tmp_path: Path, job_id: str) -> None:
+    with pytest.raises(PersistError, match="cannot name a directory"):
+        job_directory(tmp_path, job_id)
+
+
+def test_p5_a_marker_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4))
+    marker = tmp_path / "global_step4" / "reft.json"
+    marker.write_text(marker.read_text().replace("mp_rank_00_model_states.pt", "../global_step4/reft.json"))
+    assert find_markers(tmp_path)[0] == []
+    assert "is not a file of the checkpoint" in find_markers(tmp_path)[1][0]
+
+
+def test_p5_a_torn_latest_is_no_obstacle(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4))
+    for content in (b"", b"\xff\xfe", b"global\0", b"../elsewhere"):
+        (tmp_path / "latest").write_bytes(content)
+        assert latest_tag(tmp_path) in (None, "\N{REPLACEMENT CHARACTER}" * 2)
+        assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
+    write(tmp_path, Label(1, 8))
+    assert latest_tag(tmp_path) == "global_step8"
+    assert newest_incarnation(tmp_path, JOB) == 1
 
 
 def test_a_missing_directory_holds_nothing(tmp_path: Path) -> None:

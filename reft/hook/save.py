@@ -1,0 +1,53 @@
+"""``save_checkpoint`` as reft gives it back: DeepSpeed's own, with reft's host state beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reft.errors import ReftError
+from reft.hook.disk import SAVED_BY, host_file
+from reft.hook.session import Session
+from reft.state.host import capture_host_state
+from reft.store.persist import stored_fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+def save_with_host_state(session: Session, original: Callable[..., Any], call: Mapping[str, Any]) -> Any:
+    """``engine.save_checkpoint``, with the client state that was attached and the one that is given.
+
+    Args:
+        session: of the engine.
+        original: DeepSpeed's method.
+        call: its arguments, by name.
+
+    Returns:
+        What DeepSpeed returns.
+    """
+    attached = dict(session.client_state()) if session.client_state else {}
+    client_state = {**attached, **(call.get("client_state") or {})}
+    result = original(**{**call, "client_state": client_state})
+    from reft.state.deepspeed_format import write_host_file
+
+    step = int(session.engine.global_steps)
+    name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
+    try:
+        state = capture_host_state(
+            session.engine,
+            session.adapter,
+            {k: v for k, v in client_state.items() if k in attached} if attached else client_state,
+            session.data.state(),
+        )
+        state[SAVED_BY] = {
+            "job_id": session.job_id,
+            "incarnation": session.incarnation,
+            "step": step,
+            "fingerprint": stored_fingerprint(session.job_dir.path),
+        }
+        write_host_file(host_file(Path(call["save_dir"]) / name, session.coordinate), state)
+    except (ReftError, OSError) as error:
+        logger.warning("the checkpoint is complete, but without random and data state: %s", error)
+    return result

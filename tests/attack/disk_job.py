@@ -1,0 +1,268 @@
+"""Two ranks, each a node of its own, whose checkpoints on disk are attacked between their lives.
+
+A life is an engine that is made, resumes, trains and is closed. What it committed is written to disk by the
+code of ``reft persist``, from the memory of both nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+import reft
+from reft.hook.cpu import avoid_build_at_start
+from reft.hook.deepspeed import session_of
+from reft.load.offline import persist_offline
+
+avoid_build_at_start()
+torch.set_num_threads(1)
+RANK = int(os.environ["RANK"])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.second(self.dropout(self.first(x)).relu()), x)
+
+
+class Lives:
+    """The lives of several jobs that share a persist directory.
+
+    Args:
+        root: for everything of this run.
+        name: of this run's directories.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root = root / name
+        self.persist = self.root / "persist"
+        if RANK == 0:
+            self.root.mkdir()
+        torch.distributed.barrier()
+
+    def memory(self, job: str, rank: int = RANK) -> Path:
+        return self.root / f"memory{rank}" / job
+
+    def start(self, job: str, **client: Any) -> Any:
+        block = {
+            "enabled": True,
+            "job_id": job,
+            "memory_dir": str(self.memory(job).parent),
+            "persist": {"dir": str(self.persist)},
+        }
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": True},
+            "steps_per_print": None,
+            "reft": block,
+        }
+        model = Model()
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        reft.attach(engine, client_state=lambda: {"step": engine.global_steps, "rank": RANK, **client})
+        torch.manual_seed(100 + RANK)
+        random.seed(200 + RANK)
+        return engine
+
+    def load(self, engine: Any, where: str = "ckpt", **options: Any) -> list[Any]:
+        """The step after loading and the client state, or the error."""
+        try:
+            path, client = engine.load_checkpoint(str(self.root / where), **options)
+        except reft.ReftError as error:
+            return [type(error).__name__, str(error)]
+        assert path is None or client is not None
+        kept = ("step", "rank", "epoch", "given")
+        return [int(engine.global_steps), {k: client.get(k) for k in kept} if path is not None else None]
+
+    def write(self, job: str) -> None:
+        """What both nodes hold, as a checkpoint on disk."""
+        torch.distributed.barrier()
+        if RANK == 0:
+            persist_offline([self.memory(job, r) for r in (0, 1)], self.persist, keep=5)
+        torch.distributed.barrier()
+
+    def lose_memory(self, job: str) -> None:
+        torch.distributed.barrier()
+        shutil.rmtree(self.memory(job))
+        torch.distributed.barrier()
+
+    def attack(self, attack: Callable[[], None]) -> None:
+        torch.distributed.barrier()
+        if RANK == 0:
+            attack()
+        torch.distributed.barrier()
+
+    def find(self, job: str, pattern: str) -> Path:
+        """A file of a job's checkpoints."""
+        return next(p for p in sorted(self.persist.rglob(pattern)) if job in p.parts or job == "")
+
+
+def train(engine: Any, until: int) -> list[str]:
+    """Steps up to ``until``; the loss of each, exactly. The data is a function of the step."""
+    losses = []
+    while engine.global_steps < until:
+        generator = torch.Generator().manual_seed(1000 * engine.global_steps + RANK)
+        loss = engine((torch.randn(4, 16, generator=generator) + random.random()).to(torch.bfloat16))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss).hex())
+    return losses
+
+
+def close(engine: Any) -> None:
+    session = session_of(engine)
+    assert session is not None
+    if session.worker is not None:
+        session.worker.drain(60)
+    session.close()
+    torch.distributed.barrier()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    for at in range(middle, middle + 64):
+        data[at] ^= 64
+    path.write_bytes(data)
+
+
+def first_life(lives: Lives, job: str = "one") -> list[str]:
+    """Checkpoints of steps 4 and 8, and no memory; the losses of all ten steps."""
+    engine = lives.start(job)
+    lives.load(engine)
+    losses = train(engine, 4)
+    session_of(engine).worker.drain(60)
+    lives.write(job)
+    losses += train(engine, 8)
+    session_of(engine).worker.drain(60)
+    lives.write(job)
+    losses += train(engine, 10)
+    close(engine)
+    return losses
+
+
+def damaged(root: Path) -> dict[str, Any]:
+    """Bits flipped in the newest checkpoint, then in all of them."""
+    out: dict[str, Any] = {}
+    lives = Lives(root, "damaged")
+    losses = first_life(lives)
+    lives.lose_memory("one")
+    lives.attack(lambda: flip(lives.find("", "global_step8/*pp_rank_1_*optim_states.pt")))
+    engine = lives.start("one")
+    out["step"], out["client"] = lives.load(engine)
+    out["incarnation"] = session_of(engine).incarnation
+    step = int(engine.global_steps)
+    out["equal"] = train(engine, 10) == losses[step:]
+    close(engine)
+    lives.lose_memory("one")
+    # The host state of one rank alone is damaged: its peers must hear of it.
+    lives.attack(lambda: flip(lives.find("", "global_step4/reft_host-pp0.dp1.tp0.msgpack")))
+    engine = lives.start("one")
+    out["all_damaged"] = lives.load(engine)
+    close(engine)
+    return out
+
+
+def shared(root: Path) -> dict[str, Any]:
+    """Two jobs, one persist directory."""
+    out: dict[str, Any] = {}
+    lives = Lives(root, "shared")
+    losses = first_life(lives)
+    other = lives.start("two")
+    out["fresh"] = lives.load(other)
+    train(other, 8)
+    session_of(other).worker.drain(60)
+    lives.write("two")
+    close(other)
+    lives.lose_memory("one")
+    engine = lives.start("one")
+    out["step"], out["client"] = lives.load(engine)
+    out["equal"] = train(engine, 10) == losses[8:]
+    close(engine)
+    return out
+
+
+def went_back(root: Path) -> dict[str, Any]:
+    """The job goes back behind its newest checkpoint on purpose, and is restarted."""
+    out: dict[str, Any] = {}
+    lives = Lives(root, "back")
+    engine = lives.start("one")
+    lives.load(engine)
+    train(engine, 4)
+    engine.save_checkpoint(str(lives.root / "ckpt"))
+    train(engine, 8)
+    session_of(engine).worker.drain(60)
+    lives.write("one")
+    out["back"] = lives.load(engine, tag="global_step4")
+    train(engine, 6)
+    close(engine)
+    engine = lives.start("one")
+    out["resumed"] = lives.load(engine)[0]
+    close(engine)
+    # The user's own checkpoint of the future that was given up.
+    engine = lives.start("one")
+    lives.load(engine)
+    train(engine, 9)
+    engine.save_checkpoint(str(lives.root / "ckpt"))
+    out["back again"] = lives.load(engine, tag="global_step4")[0]
+    train(engine, 7)
+    close(engine)
+    engine = lives.start("one")
+    out["resumed again"] = lives.load(engine)[0]
+    close(engine)
+    return out
+
+
+def own(root: Path) -> dict[str, Any]:
+    """Checkpoints of ``save_checkpoint``: client state, and a torn ``latest``."""
+    out: dict[str, Any] = {}
+    lives = Lives(root, "own")
+    engine = lives.start("one", epoch=3)
+    lives.load(engine)
+    losses = train(engine, 4)
+    engine.save_checkpoint(str(lives.root / "ckpt"), client_state={"given": 5})
+    losses += train(engine, 6)
+    close(engine)
+    lives.lose_memory("one")
+    engine = lives.start("one", epoch=0)
+    out["step"], out["client"] = lives.load(engine)
+    out["equal"] = train(engine, 6) == losses[4:]
+    close(engine)
+    lives.lose_memory("one")
+    for name, content in (("torn", b"global_st\xff\xfe"), ("empty", b""), ("outside", b"../own/ckpt")):
+        lives.attack(lambda content=content: (lives.root / "ckpt" / "latest").write_bytes(content))
+        engine = lives.start("one")
+        out[name] = lives.load(engine)
+        close(engine)
+        lives.lose_memory("one")
+    return out
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.set_flush_denormal(True)
+    os.environ["REFT_NODE_ID"] = f"node{RANK}"
+    root, names = Path(sys.argv[1]), {"damaged": damaged, "shared": shared, "back": went_back, "own": own}
+    result = {name: run(root) for name, run in names.items()}
+    (root / f"result-{RANK}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()
