@@ -28,7 +28,7 @@ from rich.console import Console
 
 from reft.demo.history import History
 from reft.elastic.local_cluster import LocalClusterError
-from tests.attack.storm_attacks import ATTACKS, Attack, Strike
+from tests.attack.storm_attacks import ATTACKS, Attack, Strike, tell_to_stop
 from tests.attack.storm_job import BrokenPromiseError, StormJob, memory_of
 from tests.attack.storm_judge import Verdict, judge
 from tests.attack.storm_setups import SETUPS, StormSetup
@@ -42,6 +42,10 @@ _IN_A_ROW_SECS = 8.0
 _LAST_PART = 0.15
 """Of its steps; a job that is so near its end is left alone: who is quicker must not decide whether it ended."""
 _GONE_SECS = 120.0
+_REFERENCE_STEPS = 200
+"""Undisturbed runs are a multiple of it long: the next job with the same numbers may be as long."""
+_TOLD_TO_STOP = 0.6
+"""How often a job whose end is far is told to stop, so that others get their turn."""
 
 console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
 
@@ -56,6 +60,7 @@ class Episode:
     attacks: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     verdict: Verdict | None = None
+    ended: str = "broken off"
     secs: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -67,6 +72,7 @@ class Episode:
             "protection": self.setup.protection,
             "steps": self.steps,
             "secs": round(self.secs, 1),
+            "ended": self.ended,
             "attacks": self.attacks,
             "recoveries": [
                 {"source": r.source, "version": r.version, "last_step": r.last_step, "commit": r.commit}
@@ -152,9 +158,16 @@ class Storm:
             self._bag += fresh
         raise SystemExit(f"none of the chosen kinds of attack fits {setup.name}; choose others with --kinds")
 
-    @staticmethod
-    def _end(episode: Episode, job: StormJob) -> None:
-        job.wait(lambda: False, "the end of the job", job.steps * 2.0 + 600)
+    def _end(self, episode: Episode, job: StormJob) -> None:
+        """To its own end, or told to stop where that is far: then its memory has to hold the newest commit."""
+        if self._rng.random() < _TOLD_TO_STOP and job.poll().last_step < job.steps / 2:
+            codes = tell_to_stop(job, signal.SIGTERM)
+            episode.ended = f"told to stop: {codes}"
+            if all(codes):
+                episode.problems += job.forgotten()
+        else:
+            job.wait(lambda: False, "the end of the job", job.steps * 2.0 + 600)
+            episode.ended = "by itself"
         deadline = time.monotonic() + _GONE_SECS
         while (left := job.left_over()) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -162,8 +175,10 @@ class Storm:
 
     def _judge(self, episode: Episode, job: StormJob) -> None:
         chapters = [(chapter, History.of(chapter.events_dir)) for chapter in job.all_chapters()]
+        done = max([1, *(step for _, history in chapters for step in history.losses)])
+        steps = min(job.steps, -(-done // _REFERENCE_STEPS) * _REFERENCE_STEPS)
         try:
-            reference = self._scratch.reference(job.setup.shape, job.setup.optimizer, job.steps)
+            reference = self._scratch.reference(job.setup.shape, job.setup.optimizer, steps)
         except LocalClusterError as error:
             episode.problems.append(str(error))
             return

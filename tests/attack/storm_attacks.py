@@ -129,24 +129,33 @@ def cut_power(s: Strike) -> None:
     s.job.cluster.come_back()
 
 
-def stop_job(s: Strike) -> None:
-    """SIGTERM or Ctrl-C to every launcher, as a batch system or a person does."""
-    number = s.rng.choice([signal.SIGTERM, signal.SIGINT])
-    cluster = s.job.cluster
-    for index in cluster.current:
-        cluster.signal_node(index, number)
+def tell_to_stop(job: StormJob, number: signal.Signals) -> list[int | None]:
+    """Send a signal to every launcher, as a batch system or a person does; returns their exit codes.
+
+    Raises:
+        BrokenPromiseError: they do not end, or with other codes than they must.
+    """
+    for index in job.cluster.current:
+        job.cluster.signal_node(index, number)
     deadline = time.monotonic() + _ENDING_SECS
-    while not s.job.ended:
+    while not job.ended:
         if time.monotonic() > deadline:
-            raise BrokenPromiseError(f"{_ENDING_SECS:.0f} s after {number.name}: launchers {s.job.codes()}")
+            raise BrokenPromiseError(f"{_ENDING_SECS:.0f} s after {number.name}: launchers {job.codes()}")
         time.sleep(0.1)
-    codes = s.job.codes()
-    s.say(f"by {number.name}: launchers ended with {codes}")
+    codes = job.codes()
     if not set(codes) <= {0, 128 + number}:
         raise BrokenPromiseError(f"after {number.name} the launchers ended with {codes}, not {128 + number}")
+    return codes
+
+
+def stop_job(s: Strike) -> None:
+    """SIGTERM or Ctrl-C, and another run goes on from memory."""
+    number = s.rng.choice([signal.SIGTERM, signal.SIGINT])
+    codes = tell_to_stop(s.job, number)
+    s.say(f"by {number.name}: launchers ended with {codes}")
     if any(codes):
-        cluster.kill_rendezvous()  # its rendezvous is closed, a new run takes a new one
-        cluster.come_back()
+        s.job.cluster.kill_rendezvous()  # its rendezvous is closed, a new run takes a new one
+        s.job.cluster.come_back()
 
 
 # -- standing still ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import psutil
 
 from reft.demo.history import EventReader, History
 from reft.elastic.local_cluster import LocalCluster, LocalNode
+from reft.store.inspect import inspect_job
 from reft.store.jobdir import read_json
 from reft.store.persisted import MARKER_NAME
 from reft.store.protection import read_record
@@ -253,9 +254,21 @@ class StormJob:
         )
 
     def left_over(self) -> list[str]:
-        """What must not be there after a good end: processes, and memory on the nodes that live."""
+        """What must not be there when all launchers have ended: processes, and after a good end memory."""
         wrong = [f"left behind: {line}" for line in self._job.left_over()]
+        if any(self.codes()):
+            return wrong
         return wrong + [f"memory left after a good end: {path}" for path in self._job.memory_left()]
+
+    def forgotten(self) -> list[str]:
+        """What the memory of a job that was told to stop ought to hold, by the words of ``reft inspect``."""
+        report = inspect_job([self.cluster.job_dir(index) for index in self.cluster.current], verify=True)
+        wanted = max(self.poll().current.committed, default=0)
+        if report.restores is not None and report.restores.step >= wanted and not report.bad_blocks:
+            return []
+        return [
+            f"step {wanted} was committed; memory restores {report.restores}, bad blocks {report.bad_blocks}"
+        ]
 
     def _committed_now(self) -> int:
         return max(self.poll().current.committed, default=0)
