@@ -136,16 +136,16 @@ class Storm:
 
     def _strike(self, episode: Episode, job: StormJob, attack: Attack, fillable: bool) -> int:
         """Strike once; returns the step behind which the job has to get."""
-        behind, chapters, began = job.poll().last_step, len(job.chapters), time.monotonic()
+        step, chapters, began = job.poll().last_step, len(job.chapters), time.monotonic()
         strike = Strike(job, self._rng, fillable)
-        facts: dict[str, Any] = {"kind": attack.name, "step": behind}
+        facts: dict[str, Any] = {"kind": attack.name, "step": step}
         episode.attacks.append(facts)
         try:
             attack.strike(strike)
         finally:
             facts |= {"said": "; ".join(strike.said), "secs": round(time.monotonic() - began, 1)}
-            console.print(f"    step {behind}: {attack.name}: {facts['said']}")
-        return behind if len(job.chapters) == chapters else job.restored
+            console.print(f"    step {step}: {attack.name}: {facts['said']}")
+        return job.under_way() if len(job.chapters) == chapters else job.restored
 
     def _draw(self, setup: StormSetup, fillable: bool) -> Attack:
         for _ in range(2):

@@ -184,8 +184,8 @@ def freeze_node(s: Strike) -> None:
     """A host that hangs is replaced, and then goes on as if nothing had been."""
     index = s.node()
     node = s.job.cluster.current[index]
-    behind = s.job.poll().last_step
     s.job.cluster.stand_still(node)
+    behind = s.job.under_way()
     s.job.cluster.replace_node(index)
     s.say(f"{node.node_id}, replaced")
     s.job.settle(behind)
@@ -276,9 +276,8 @@ def damaged_alive(damage: Damage) -> Callable[[Strike], None]:
 
     def strike(s: Strike) -> None:
         index = s.node()
-        behind = s.job.poll().last_step
         s.say(f"node {index}: {damage(s.job.cluster.job_dir(index), s.rng)} while it trained")
-        if not s.job.settle(behind + _COMMITS_AFTER_DAMAGE):
+        if not s.job.settle(s.job.under_way() + _COMMITS_AFTER_DAMAGE):
             return
         other = s.another(index)
         s.job.cluster.kill_node(other)

@@ -179,6 +179,10 @@ class StormJob:
         """Newest step that was committed in any life."""
         return max((max(life.committed, default=0) for life in self.poll().incarnations.values()), default=0)
 
+    def under_way(self) -> int:
+        """The step that a life which is about to end may still do and commit."""
+        return self.poll().last_step + 1
+
     def tolerance(self) -> int:
         """Lost nodes that the job itself says it survives, on the node that says least."""
         records = [read_record(self.cluster.job_dir(index)) for index in self.cluster.current]
