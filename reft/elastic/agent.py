@@ -4,8 +4,9 @@ What differs from ``torchrun``'s agent:
 
 - Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.elastic.exits`);
   restarts are counted for the whole job (:mod:`reft.elastic.agreement`).
-- Every round gets a store of its own for the trainers. TorchElastic keeps the first one: a replacement
-  waits for its address in vain when the old first node lives, and the survivors call the dead when not.
+- Every round gets a store of its own for the trainers (:mod:`reft.elastic.trainer_store`). TorchElastic
+  keeps the first one: a replacement waits for its address in vain when the old first node lives, and the
+  survivors call the dead when not.
 - A node that dies while a round forms costs another round, not the job.
 - A lost rendezvous store does not stop healthy trainers; the next round waits for it to come back.
 - A failed group is ended quickly: what counts is in memory already.
@@ -27,7 +28,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -36,7 +36,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -47,7 +46,9 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
 from reft.elastic.exits import ENV_EXIT_DIR, EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.elastic.trainer_store import LOOPBACK, TrainerStore
 from reft.errors import ReftError
+from reft.store.keyvalue import KeyValueStore, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,9 @@ class ReftAgent(LocalElasticAgent):
 
     Args:
         spec: what to run; see TorchElastic.
-        reconnect: makes a new rendezvous handler when the store was lost; raises RendezvousError.
+        reconnect: waits for a lost store to come back.
         card: this node, as it introduces itself to the others.
+        secret: the user's, for what nodes say to each other.
         observer: told of what happens.
         exits_dir: directory where trainers may leave why they ended.
         free_restarts: restarts because of peers without any progress in between, before they count
@@ -100,8 +102,9 @@ class ReftAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         *,
-        reconnect: Callable[[], RendezvousHandler],
+        reconnect: Callable[[], None],
         card: Card,
+        secret: bytes,
         observer: Observer,
         exits_dir: Path,
         free_restarts: int = 10,
@@ -113,6 +116,7 @@ class ReftAgent(LocalElasticAgent):
         self._spec = spec
         self._reconnect = reconnect
         self._card = card
+        self._secret = secret
         self._observer = observer
         self._free_restarts = free_restarts
         self._stop_secs = stop_secs
@@ -121,8 +125,7 @@ class ReftAgent(LocalElasticAgent):
         self._started_at = 0.0
         self._exit_root = Path(tempfile.mkdtemp(prefix=EXITS_PREFIX, dir=exits_dir))
         self._exit_dir = self._exit_root
-        self._static_store: Any = None
-        self._static_store_port = 0
+        self._trainer_store: TrainerStore | None = None
         self._store_lost = False
         self._joined = 0
         self._without_progress = 0
@@ -195,22 +198,24 @@ class ReftAgent(LocalElasticAgent):
         return self._without_progress <= self._free_restarts
 
     def _nodes_waiting(self) -> bool:
-        if self._store_lost:
-            return False
         try:
-            return bool(self._spec.rdzv_handler.num_nodes_waiting() > 0)
-        except RendezvousConnectionError:
-            self._note_lost_store()
+            waiting = self._spec.rdzv_handler.num_nodes_waiting() > 0
+        except RendezvousConnectionError as error:
+            if not self._store_lost:
+                logger.warning(
+                    "the rendezvous store does not answer any more. Training goes on; without the store no "
+                    "node can be replaced, and a restart waits for it to come back (%s)",
+                    error,
+                )
+            self._store_lost = True
             return False
+        self._note_store_is_back()
+        return bool(waiting)
 
-    def _note_lost_store(self) -> None:
-        logger.warning(
-            "the rendezvous store does not answer any more. Training goes on; without the store no node can "
-            "be replaced, and a restart waits for it to come back"
-        )
-        self._store_lost = True
-        with suppress(AttributeError):
-            self._spec.rdzv_handler._stop_heartbeats()  # type: ignore[attr-defined]
+    def _note_store_is_back(self) -> None:
+        if self._store_lost:
+            logger.warning("the rendezvous store answers again")
+        self._store_lost = False
 
     # -- forming a round ---------------------------------------------------------------------------
 
@@ -218,8 +223,8 @@ class ReftAgent(LocalElasticAgent):
         self._observer.state_changed("waiting for nodes")
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
-                self._replace_handler()
-            self._forget_trainer_store()
+                self._reconnect()
+                self._note_store_is_back()
             try:
                 super()._rendezvous(worker_group)
                 break
@@ -232,14 +237,15 @@ class ReftAgent(LocalElasticAgent):
             except (RendezvousError, RuntimeError, TimeoutError) as error:
                 if isinstance(error, ReftError) or attempt == _FORM_ATTEMPTS:
                     raise
-                self._store_lost = isinstance(error, RendezvousConnectionError)
+                self._store_lost = isinstance(error, (RendezvousConnectionError, StoreError))
                 logger.warning(
                     "a node vanished while the job was forming (%s); once more", _first_line(error)
                 )
         agreement = self.agreement
         assert agreement is not None
-        if self._is_static:
-            worker_group.master_port = self._static_store_port  # type: ignore[assignment]
+        assert self._trainer_store is not None
+        worker_group.master_addr = LOOPBACK  # type: ignore[assignment]
+        worker_group.master_port = self._trainer_store.port  # type: ignore[assignment]
         if agreement.restarts_used > self._spec.max_restarts:
             reason = self.failure.reason if self.failure else "on another node"
             raise JobEndedError(
@@ -248,46 +254,21 @@ class ReftAgent(LocalElasticAgent):
             )
         self._observer.round_formed(agreement)
 
-    def _replace_handler(self) -> None:
-        self._spec.rdzv_handler = self._rdzv_handler = self._reconnect()
-        self._store_lost = False
-        logger.warning("the rendezvous store answers again")
-
-    def _forget_trainer_store(self) -> None:
-        """Make TorchElastic serve a new store to the trainers of the next round, under a new port."""
-        handler = self._spec.rdzv_handler
-        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
-            if hasattr(handler, name):
-                setattr(handler, name, None)
-
-    @property
-    def _is_static(self) -> bool:
-        return bool(self._spec.rdzv_handler.get_backend() == "static")
-
-    def _serve_static_store(self, store: Any, prefix: str, group_rank: int) -> None:
-        """A new store for the trainers of this round, as :meth:`_forget_trainer_store` has made for
-        the other backends: in the old one they would find the addresses of the dead."""
-        key = f"{prefix}/port"
-        if group_rank == 0:
-            self._static_store = TCPStore(
-                self._spec.master_addr or "", 0, is_master=True, wait_for_workers=False
-            )
-            store.set(key, str(self._static_store.port))
-        store.wait([key], timedelta(seconds=_EXCHANGE_SECS))
-        self._static_store_port = int(store.get(key))
-
     def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+        self, store: KeyValueStore, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Exchange cards with the other agents and number the trainers."""
+        """Exchange cards with the other agents, number the trainers, and say where they meet."""
         # A static rendezvous gives every round the same store; its agents restart in step.
-        prefix = f"reft/card/{self._joined if self._is_static else 0}"
-        if self._is_static:
-            self._serve_static_store(store, prefix, group_rank)
-        store.set(f"{prefix}/{group_rank}", self._card.to_json())
-        keys = [f"{prefix}/{i}" for i in range(group_world_size)]
-        store.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        agreement = agree([Card.from_json(store.get(k)) for k in keys])
+        is_static = spec.rdzv_handler.get_backend() == "static"
+        table = store.with_prefix(f"reft/round/{self._joined if is_static else 0}")
+        table.set(f"card/{group_rank}", self._card.to_json())
+        keys = [f"card/{i}" for i in range(group_world_size)]
+        table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
+        agreement = agree([Card.from_json(table.get(k)) for k in keys])
+        self._close_trainer_store()
+        self._trainer_store = TrainerStore.open(
+            table, self._secret, group_rank, group_world_size, spec.local_addr
+        )
         self._joined += 1
         self.agreement = agreement
         self._card = self._card.after(agreement)
@@ -414,8 +395,14 @@ class ReftAgent(LocalElasticAgent):
             if not self.all_ended_well:
                 logger.warning("cannot ask whether all nodes ended well: %s", _first_line(error))
 
+    def _close_trainer_store(self) -> None:
+        if self._trainer_store is not None:
+            self._trainer_store.close()
+            self._trainer_store = None
+
     def close(self) -> None:
         """Remove what trainers left."""
+        self._close_trainer_store()
         shutil.rmtree(self._exit_root, ignore_errors=True)
 
 

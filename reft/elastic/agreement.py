@@ -43,15 +43,11 @@ class Card:
         members: agents of that round.
         restarts_used: restarts the job had used up at that round.
         cause: why the agent's trainers of that round ended; None if they did not fail.
-        secret: the secret this agent knows or proposes, hexadecimal.
-        holds_memory: the node's memory was written under that secret.
     """
 
     node: str
     agent: str
     workers: int
-    secret: str
-    holds_memory: bool = False
     round: int = 0
     members: tuple[str, ...] = ()
     restarts_used: int = 0
@@ -72,8 +68,6 @@ class Card:
         """The card for the next round, if the trainers of this one do not fail."""
         return replace(
             self,
-            secret=agreement.secret,
-            holds_memory=True,
             round=agreement.round,
             members=agreement.members,
             restarts_used=agreement.restarts_used,
@@ -92,7 +86,6 @@ class Agreement:
         first_ranks: global rank of the first trainer of each node.
         world_size: trainers of the job.
         restarts_used: of ``--max-restarts``, by the whole job.
-        secret: the job's secret, hexadecimal.
     """
 
     round: int
@@ -101,7 +94,6 @@ class Agreement:
     first_ranks: tuple[int, ...]
     world_size: int
     restarts_used: int
-    secret: str
 
 
 def agree(cards: Sequence[Card]) -> Agreement:
@@ -129,7 +121,6 @@ def agree(cards: Sequence[Card]) -> Agreement:
         first_ranks=first_ranks,
         world_size=sum(c.workers for c in cards),
         restarts_used=used + _uses_restart(last),
-        secret=_choose_secret(cards),
     )
 
 
@@ -151,11 +142,3 @@ def _uses_restart(last: Sequence[Card]) -> bool:
     nobody_vanished = {c.agent for c in last} == expected
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
     return Cause.UNCLEAR in causes and nobody_vanished
-
-
-def _choose_secret(cards: Sequence[Card]) -> str:
-    """The secret that most of the memory was written under, so that a restarted job can read it."""
-    held = Counter(c.secret for c in cards if c.holds_memory)
-    if held:
-        return max(held.items(), key=lambda item: (item[1], item[0]))[0]
-    return min(c.secret for c in cards)

@@ -33,11 +33,12 @@ from reft.elastic.agreement import Agreement, Card
 from reft.elastic.meeting import Meeting
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
-from reft.errors import ConfigError, ReftError
+from reft.errors import AuthenticationError, ConfigError, ReftError
 from reft.events import EventLog
 from reft.hook.auto import ENV_LAUNCHER_PID
 from reft.store.daemon import CONFIG_FILE
 from reft.store.jobdir import STATUS_FILE, read_json
+from reft.store.user_secret import user_secret
 
 logger = logging.getLogger("reft.elastic.launch")
 
@@ -99,8 +100,9 @@ class Launcher(Observer):
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
+        self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self._meeting = Meeting(options)
+        self._meeting = Meeting(options, self._secret)
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
@@ -110,16 +112,10 @@ class Launcher(Observer):
     # -- observer ----------------------------------------------------------------------------------
 
     def round_formed(self, agreement: Agreement) -> None:
-        job_dir = self._memory.adopt(agreement.secret)
-        os.environ.update(
-            {
-                ENV_SECRET: agreement.secret,
-                ENV_STORE: self._meeting.store_endpoint(),
-                ENV_ROUND: str(agreement.round),
-            }
-        )
+        os.environ.update({ENV_STORE: self._meeting.store_endpoint(), ENV_ROUND: str(agreement.round)})
         if self._options.daemon and self._daemon is None:
-            self._daemon = DaemonKeeper(job_dir)
+            assert self._memory.job_dir is not None
+            self._daemon = DaemonKeeper(self._memory.job_dir)
             self._daemon.start()
         logger.info(
             "round %d: %d trainers on %s; restarts used: %d of %d",
@@ -157,8 +153,8 @@ class Launcher(Observer):
         """Run this node to its end; returns the exit code."""
         self._signals.install()
         try:
-            secret, holds_memory = self._memory.prepare(self._options.secret)
-            return self._run(secret, holds_memory)
+            self._memory.prepare(self._secret)
+            return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
             return 128 + int(stop.sigval)
@@ -167,7 +163,7 @@ class Launcher(Observer):
             self._tidy_up()
             self._signals.ignore()
 
-    def _run(self, secret: str, holds_memory: bool) -> int:
+    def _run(self) -> int:
         options = self._options
         os.environ.update(
             {
@@ -175,15 +171,10 @@ class Launcher(Observer):
                 ENV_MEMORY_DIR: str(options.memory_dir),
                 ENV_JOB_ID: options.job_id,
                 ENV_LAUNCHER_PID: str(os.getpid()),
+                ENV_SECRET: self._secret.hex(),
             }
         )
-        card = Card(
-            node=options.node,
-            agent=new_agent_id(),
-            workers=options.config.nproc_per_node,
-            secret=secret,
-            holds_memory=holds_memory or options.secret is not None,
-        )
+        card = Card(node=options.node, agent=new_agent_id(), workers=options.config.nproc_per_node)
         agent = self._agent = self._make_agent(self._meeting.connect(), card)
         self._signals.agent = agent
         try:
@@ -236,9 +227,6 @@ class Launcher(Observer):
         options, config = self._options, self._options.config
         known = {f.name for f in fields(WorkerSpec)}
         same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
-        if config.rdzv_backend == "static":
-            host, _, port = config.rdzv_endpoint.rpartition(":")
-            same |= {"master_addr": host, "master_port": int(port)}
         spec = WorkerSpec(
             **same,
             local_world_size=config.nproc_per_node,
@@ -254,6 +242,7 @@ class Launcher(Observer):
             spec,
             reconnect=self._meeting.reconnect,
             card=card,
+            secret=self._secret,
             observer=self,
             free_restarts=options.free_restarts,
             stop_secs=options.stop_secs,
@@ -276,6 +265,7 @@ class Launcher(Observer):
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
+        self._meeting.leave()
         if self._daemon is not None:
             self._daemon.end(0.0 if self._ended_well else self._flush_secs())
         self._memory.write_state(state="ended well" if self._ended_well else "ended")
@@ -307,7 +297,7 @@ def launch(options: LaunchOptions) -> int:
     _log_to_stderr(options.node)
     try:
         return Launcher(options).run()
-    except ConfigError as error:
+    except (ConfigError, AuthenticationError) as error:
         logger.error("%s", error)
         return 2
     except (ReftError, OSError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -29,7 +30,7 @@ import psutil
 from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.elastic.node import LAUNCHER_FILE
 from reft.errors import ReftError
-from reft.store.jobdir import STATUS_FILE, read_json
+from reft.store.jobdir import SECRET_BYTES, STATUS_FILE, read_json
 
 ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
 """Every process of a cluster has ``<token>:<node id>`` here, wherever it was forked."""
@@ -115,6 +116,7 @@ class LocalCluster:
 
     def __post_init__(self) -> None:
         self.token = uuid.uuid4().hex
+        self._secret = secrets.token_hex(SECRET_BYTES)
         self.history: list[LocalNode] = []
         self.current: dict[int, LocalNode] = {}
         self.rendezvous: subprocess.Popen[str] | None = None
@@ -198,7 +200,7 @@ class LocalCluster:
         source = str(Path(__file__).resolve().parents[2])
         python_path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
         own = {"PYTHONPATH": python_path, ENV_CLUSTER: f"{self.token}:{name}"}
-        return {"OMP_NUM_THREADS": "1", **inherited, **self.env, **own}
+        return {"OMP_NUM_THREADS": "1", ENV_SECRET: self._secret, **inherited, **self.env, **own}
 
     # -- failures ----------------------------------------------------------------------------------
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.elastic.agent import JobEndedError
+from reft.elastic.handler import StaticRendezvous, StoreRendezvous
 from reft.elastic.options import LaunchOptions
-from reft.elastic.rendezvous import is_reachable, is_served_by_reft, parse_endpoint, wait_until_reachable
+from reft.elastic.rendezvous import is_reachable, is_served_by_reft
+from reft.errors import ConfigError
+from reft.store.door import format_endpoint, is_loopback, listen, parse_endpoint
+from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
 
 logger = logging.getLogger(__name__)
 
 _FIRST_CONTACT_SECS = 120.0
+_STATIC_CONTACT_SECS = 900
+_ASK_SECS = 0.5
 
 
 class Meeting:
@@ -26,12 +32,16 @@ class Meeting:
 
     Args:
         options: of ``reft launch``.
+        secret: the user's; who does not know it, meets nobody (P11).
     """
 
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
         self._options = options
         self._config: LaunchConfig = options.config
+        self._secret = secret
         self._outcome_key = f"reft/{self._config.run_id}/outcome"
+        self._server: KeyValueServer | None = None
+        self._store: KeyValueStore | None = None
         self.handler: RendezvousHandler | None = None
 
     @property
@@ -43,11 +53,21 @@ class Meeting:
         endpoint is this machine's.
 
         Raises:
-            JobEndedError: nothing is served there.
+            JobEndedError: nothing of reft's is served there.
+            AuthenticationError: it has another secret.
+            ConfigError: it cannot be served at this address, or an option cannot be used.
         """
-        serves = self._connects_first()
-        self.handler = self._make_handler({} if serves else self._as_client())
-        if self._options.is_c10d and self._config.max_nodes > 1 and not self._outlives_nodes():
+        config = self._config
+        if self._has_to_serve():
+            self._serve()
+        timeout = float(config.rdzv_configs.get("read_timeout", 30))
+        self._store = KeyValueStore(self.store_endpoint(), self._secret, timeout_secs=timeout)
+        try:
+            self._store.check([])
+        except StoreError as error:
+            raise JobEndedError(f"the rendezvous endpoint {self.endpoint} cannot be used: {error}") from error
+        self.handler = self._make_handler(self._store)
+        if not self._options.is_static and config.max_nodes > 1 and not self._outlives_nodes():
             logger.warning(
                 "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
                 "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
@@ -55,36 +75,36 @@ class Meeting:
             )
         return self.handler
 
-    def reconnect(self) -> RendezvousHandler:
+    def reconnect(self) -> None:
         """Wait for a lost store to come back, as long as for a node.
 
         Raises:
             JobEndedError: it does not.
+            AuthenticationError: another came, with another secret.
         """
         timeout = self._options.join_timeout_secs
         logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, self.endpoint)
-        if not wait_until_reachable(self.endpoint, timeout):
-            raise JobEndedError(
-                f"the rendezvous store at {self.endpoint} is gone and did not come back in {timeout:.0f} s. "
-                f"It lived in a launcher or process that died; serve it with `reft rendezvous` on a host "
-                f"that does not train, so that any node may die"
-            )
-        self.handler = self._make_handler(self._as_client())
-        return self.handler
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if time.monotonic() > deadline:
+                raise JobEndedError(
+                    f"the rendezvous store at {self.endpoint} is gone and did not come back in {timeout:.0f} "
+                    f"s. It lived in a launcher or process that died; serve it with `reft rendezvous` on a "
+                    f"host that does not train, so that any node may die"
+                )
+            time.sleep(_ASK_SECS)
 
     def store_endpoint(self) -> str:
         """``host:port`` of the store, for trainers."""
-        store = self._store()
-        if store is None or not hasattr(store, "port"):
-            return self.endpoint
-        return f"{store.host}:{store.port}"
+        host, port = parse_endpoint(self.endpoint)
+        return format_endpoint(host, self._server.port if self._server is not None else port)
 
     def close(self, outcome: str) -> None:
         """Tell all nodes, also those yet to come, that the job has ended."""
-        if self.handler is None:
+        if self.handler is None or self._store is None:
             return
-        with suppress(RuntimeError, AttributeError):
-            self._store().set(self._outcome_key, outcome)
+        with suppress(StoreError):
+            self._store.set(self._outcome_key, outcome)
         try:
             self.handler.shutdown()
         except (RuntimeError, RendezvousError) as error:
@@ -92,57 +112,98 @@ class Meeting:
 
     def outcome(self) -> str | None:
         """What was said when the rendezvous was closed."""
-        with suppress(RuntimeError, AttributeError):
-            store = self._store()
-            if store.check([self._outcome_key]):
-                return str(store.get(self._outcome_key).decode())
+        if self._store is None:
+            return None
+        with suppress(StoreError):
+            said = self._store.peek(self._outcome_key)
+            return said.decode(errors="replace") if said is not None else None
         return None
 
-    def _connects_first(self) -> bool:
-        """Whether this node may have to serve the store itself."""
-        config = self._config
-        if not self._options.is_c10d or "is_host" in config.rdzv_configs:
-            return True
+    def leave(self) -> None:
+        """End the connection, and the store if it was served here."""
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _has_to_serve(self) -> bool:
+        """Whether this node has to serve the store itself."""
+        conf: dict[str, Any] = self._config.rdzv_configs
         host, port = parse_endpoint(self.endpoint)
-        if port == 0:
+        if self._options.is_static and int(conf["rank"]) == 0:
             return True
-        if is_reachable(self.endpoint):
-            return False
-        if _matches_machine_hostname(host):
-            return True
-        logger.info("waiting for the rendezvous store at %s", self.endpoint)
-        if not wait_until_reachable(self.endpoint, _FIRST_CONTACT_SECS):
-            raise JobEndedError(
-                f"nothing answers at the rendezvous endpoint {self.endpoint}; start `reft rendezvous` there, "
-                f"and check that its port is open to the nodes"
-            )
+        if "is_host" in conf and not self._options.is_static:
+            return str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
+        if not self._options.is_static:
+            if port == 0:
+                return True
+            if is_reachable(self.endpoint):
+                return False
+            if _matches_machine_hostname(host):
+                return True
+        self._wait_for_the_store(conf)
         return False
 
-    def _as_client(self) -> dict[str, Any]:
-        return {"is_host": "0"} if self._options.is_c10d else {}
+    def _wait_for_the_store(self, conf: dict[str, Any]) -> None:
+        patience = _FIRST_CONTACT_SECS
+        if self._options.is_static:
+            patience = float(conf.get("timeout", _STATIC_CONTACT_SECS))
+        logger.info("waiting for the rendezvous store at %s", self.endpoint)
+        deadline = time.monotonic() + patience
+        while not is_reachable(self.endpoint):
+            if time.monotonic() > deadline:
+                hint = "start the launcher with --node-rank 0" if self._options.is_static else ""
+                raise JobEndedError(
+                    f"nothing answers at the rendezvous endpoint {self.endpoint}; "
+                    f"{hint or 'start `reft rendezvous`'} there, and check that its port is open to the nodes"
+                )
+            time.sleep(_ASK_SECS)
 
-    def _make_handler(self, extra: dict[str, Any]) -> RendezvousHandler:
-        config = self._config
-        parameters = RendezvousParameters(
-            backend=config.rdzv_backend,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **{**config.rdzv_configs, **extra},
-        )
+    def _serve(self) -> None:
+        host, port = parse_endpoint(self.endpoint)
         try:
-            return get_rendezvous_handler(parameters)
-        except RendezvousConnectionError as error:
-            raise JobEndedError(
-                f"the rendezvous endpoint {self.endpoint} cannot be used: {error.__cause__ or error}"
-            ) from error
+            listener = listen(host, port)
+        except ConfigError:
+            # Another launcher on this machine may have been quicker.
+            if port and not self._options.is_static and is_reachable(self.endpoint):
+                return
+            raise
+        self._server = KeyValueServer(listener, self._secret)
+        if self._config.max_nodes > 1 and is_loopback(self._server.host) and not is_loopback(host):
+            logger.warning(
+                "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "
+                "host's address as --rdzv-endpoint (or --master-addr)",
+                host,
+                self._server.host,
+            )
 
-    def _store(self) -> Any:
-        return getattr(self.handler, "_store", None)
+    def _make_handler(self, store: KeyValueStore) -> RendezvousHandler:
+        config = self._config
+        if self._options.is_static:
+            return StaticRendezvous(store, int(config.rdzv_configs["rank"]), config.max_nodes, config.run_id)
+        try:
+            parameters = RendezvousParameters(
+                backend=config.rdzv_backend,
+                endpoint=config.rdzv_endpoint,
+                run_id=config.run_id,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                local_addr=config.local_addr,
+                **config.rdzv_configs,
+            )
+            return StoreRendezvous(store, parameters)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
+
+    def _answers(self) -> bool:
+        assert self._store is not None
+        try:
+            return self._store.check([])
+        except StoreError:
+            return False
 
     def _outlives_nodes(self) -> bool:
-        with suppress(RuntimeError, AttributeError):
-            return is_served_by_reft(self._store())
+        assert self._store is not None
+        with suppress(StoreError):
+            return is_served_by_reft(self._store)
         return False

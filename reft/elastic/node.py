@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -18,12 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from reft.config import ENV_SECRET
 from reft.elastic.exits import EXITS_PREFIX
 from reft.errors import AuthenticationError, ConfigError, ReftError
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
 from reft.store.client import request
-from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, check_place, read_secret, write_json
+from reft.store.jobdir import SECRET_FILE, JobDir, check_place, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -59,34 +59,17 @@ class NodeMemory:
         self._lock_fd = -1
         self._made = False
 
-    def kept_secret(self) -> str | None:
-        """Secret of the memory that an earlier run left here; None if there is no memory, or no secret.
-
-        Raises:
-            AuthenticationError: there is one that cannot be read. The memory under it is not given up.
-        """
-        if not self.holds_versions() or not os.path.lexists(self.path / SECRET_FILE):
-            return None
-        try:
-            return read_secret(self.path).hex()
-        except AuthenticationError as error:
-            raise AuthenticationError(
-                f"{error}. The memory that an earlier run left in {self.path} is kept: mend its secret, or "
-                f"remove both with 'reft clean', or start under another --job-id"
-            ) from error
-
-    def prepare(self, given_secret: str | None) -> tuple[str, bool]:
+    def prepare(self, secret: bytes) -> JobDir:
         """Make the directory and hold it against other launchers, before any other node is met.
 
         Args:
-            given_secret: what the user gave; then memory under another secret is an error.
-
-        Returns:
-            The secret to propose, hexadecimal, and whether the memory here was written under it.
+            secret: the user's.
 
         Raises:
             ConfigError: another launcher has the directory.
-            ReftError, OSError: it cannot be made, or the secret of the memory in it cannot be read.
+            AuthenticationError: it holds memory under another secret, or one that cannot be read; the
+                memory stays.
+            ReftError, OSError: it cannot be made.
         """
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
@@ -95,35 +78,31 @@ class NodeMemory:
             # Of a launcher that was killed: this one holds the lock.
             for left in self.path.glob(f"{EXITS_PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
-        kept = self.kept_secret()
-        if kept is None:
-            # A secret without memory under it protects nothing, and would bar the agreed one.
+        if not self.holds_versions():
+            # A secret without memory under it protects nothing, and would bar the user's.
             (self.path / SECRET_FILE).unlink(missing_ok=True)
-        secret = given_secret or kept or secrets.token_hex(SECRET_BYTES)
-        self.job_dir = self._open(secret)
+        elif not os.path.lexists(self.path / SECRET_FILE):
+            self._remove_unreadable(secret)
+        try:
+            self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
+        except AuthenticationError as error:
+            if not self.holds_versions():
+                raise
+            raise AuthenticationError(
+                f"{error}. The memory that an earlier run left in {self.path} is kept: mend its secret or "
+                f"give it as {ENV_SECRET}, or remove both with 'reft clean', or start under another --job-id"
+            ) from error
         self._hold()
-        return secret, kept is not None
-
-    def adopt(self, secret: str) -> JobDir:
-        """Go on under the secret that the nodes agreed on."""
-        assert self.job_dir is not None
-        if self.job_dir.secret.hex() == secret:
-            return self.job_dir
-        kept = self.kept_secret() is not None
-        for path, arena in scan(self.path, bytes.fromhex(secret)):
-            if isinstance(arena, Arena):
-                arena.close()  # its own secret was lost, and the peers have it
-                continue
-            if kept:
-                # Most nodes hold memory under the agreed secret; this one's cannot be used with theirs.
-                logger.warning("%s: memory of an older run, under another secret, is removed", path)
-            path.unlink(missing_ok=True)
-        (self.path / SECRET_FILE).unlink(missing_ok=True)
-        self.job_dir = self._open(secret)
         return self.job_dir
 
-    def _open(self, secret: str) -> JobDir:
-        return JobDir.open_or_create(self.memory_dir, self.job_id, self.node, bytes.fromhex(secret))
+    def _remove_unreadable(self, secret: bytes) -> None:
+        """The secret next to the memory is lost: what the user's does not open, nobody's does."""
+        for path, arena in scan(self.path, secret):
+            if isinstance(arena, Arena):
+                arena.close()
+                continue
+            logger.warning("%s: memory under a secret that is lost is removed", path)
+            path.unlink(missing_ok=True)
 
     def _hold(self) -> None:
         if self._lock_fd >= 0:

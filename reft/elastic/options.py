@@ -8,17 +8,16 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, JOB_ID, parse_block
+from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, JOB_ID, parse_block
 from reft.elastic.node import default_node_id
 from reft.errors import ConfigError
-from reft.store.jobdir import parse_secret
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class LaunchOptions:
         memory_dir: directory for the memory of all jobs on this node.
         node: this node's id.
         job_id: name of the job's memory.
-        secret: the job's secret, hexadecimal, if the user gave one.
         daemon: start the node daemon.
         keep_memory: do not remove the memory after a good end.
         grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
@@ -53,7 +51,6 @@ class LaunchOptions:
     memory_dir: Path
     node: str
     job_id: str
-    secret: str | None = field(repr=False)
     daemon: bool
     keep_memory: bool
     grace_secs: float | None
@@ -61,10 +58,8 @@ class LaunchOptions:
     free_restarts: int
 
     @property
-    def is_c10d(self) -> bool:
-        return (
-            self.config.rdzv_backend == "c10d" and self.config.rdzv_configs.get("store_type", "tcp") == "tcp"
-        )
+    def is_static(self) -> bool:
+        return bool(self.config.rdzv_backend == "static")
 
     @property
     def join_timeout_secs(self) -> float:
@@ -152,13 +147,13 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         _choose_rendezvous(args)
         _check_program(args)
         config, _, _ = torchrun.config_from_args(args)
+        _check_rendezvous(config)
     except (ValueError, AssertionError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"these options cannot be used: {error}") from error
     _complete_rendezvous_conf(config)
     entrypoint, arguments = _program(args)
-    secret = os.environ.get(ENV_SECRET)
     return LaunchOptions(
         config=config,
         entrypoint=entrypoint,
@@ -166,7 +161,6 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         memory_dir=args.memory_dir.absolute(),
         node=args.node_id or default_node_id(args.memory_dir),
         job_id=_job_id(args),
-        secret=parse_secret(secret, ENV_SECRET).hex() if secret else None,
         daemon=not args.no_daemon,
         keep_memory=args.keep_memory,
         grace_secs=args.grace_secs,
@@ -200,6 +194,18 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         )
     if args.master_port is None:
         args.master_port = 29500
+
+
+def _check_rendezvous(config: LaunchConfig) -> None:
+    """Refuse what would serve strangers (P11): only reft's own store asks for the secret."""
+    backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
+    if backend not in ("c10d", "static") or store != "tcp":
+        found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
+        raise ConfigError(
+            f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote it. Leave it "
+            f"out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not train and "
+            f"give its address as --rdzv-endpoint HOST:PORT"
+        )
 
 
 def _check_program(args: argparse.Namespace) -> None:

@@ -1,30 +1,28 @@
 """``reft rendezvous``: the rendezvous store as a process of its own.
 
-TorchElastic's c10d store lives in the launcher of one worker node and dies with it, taking the job
-along. Served here, on a batch or login host, any worker node may die.
+Without it the store lives in the launcher of one worker node and dies with it, taking the job along.
+Served here, on a batch or login host, any worker node may die.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
 import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import Any
 
-from reft.errors import ConfigError
+from reft.errors import AuthenticationError, ConfigError
+from reft.store.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
+from reft.store.keyvalue import KeyValueServer, KeyValueStore
+from reft.store.user_secret import user_secret
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORT = 29400
 _SERVED_KEY = "reft/rendezvous"
 
 
@@ -34,78 +32,42 @@ class RendezvousInfo:
 
     Attributes:
         endpoint: ``host:port`` for ``--rdzv-endpoint``.
+        address: the one address that it listens on.
     """
 
     endpoint: str
     host: str
     port: int
     pid: int
+    address: str
 
 
 class RendezvousServer:
-    """A TCP store that belongs to no worker node.
+    """A store that belongs to no worker node, for those who know the secret (P11).
 
     Args:
-        host: name or address under which nodes reach this machine; None: its full host name, served
-            on all interfaces.
+        host: name or address under which nodes reach this machine, and the only one it listens on;
+            None: its full host name.
         port: port to listen on; 0 takes a free one.
+        secret: the user's; None: as :func:`reft.store.user_secret.user_secret` finds it.
 
     Raises:
         ConfigError: the address cannot be listened on.
+        AuthenticationError: the user's secret cannot be used.
     """
 
-    def __init__(self, host: str | None = None, port: int = DEFAULT_PORT) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        listener = _listen(host, port)
-        bound_port = int(listener.getsockname()[1])
+    def __init__(
+        self, host: str | None = None, port: int = DEFAULT_PORT, secret: bytes | None = None
+    ) -> None:
         name = host or socket.getfqdn()
-        bound = str(listener.getsockname()[0])
-        address = "localhost" if bound in ("0.0.0.0", "::") else bound
-        # The store takes over the descriptor: it listens before anybody is told the port.
-        self._store: Any = TCPStore(
-            address,
-            bound_port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=30),
-            master_listen_fd=listener.detach(),
-        )
-        self._store.set(_SERVED_KEY, str(os.getpid()))
-        shown = f"[{name}]" if ":" in name else name
-        self.info = RendezvousInfo(f"{shown}:{bound_port}", name, bound_port, os.getpid())
+        secret = secret or user_secret()
+        self._server = KeyValueServer(listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()})
+        endpoint = format_endpoint(name, self._server.port)
+        self.info = RendezvousInfo(endpoint, name, self._server.port, os.getpid(), self._server.host)
 
-
-def _listen(host: str | None, port: int) -> socket.socket:
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
-    try:
-        if host is None:
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=2048)
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=socket.AddressFamily(family), backlog=2048)
-    except OSError as error:
-        hint = "give an address of this machine with --host"
-        if error.errno == errno.EADDRINUSE:
-            hint = "another process listens there: end it, or take another --port (0 finds a free one)"
-        where = f"{host or 'any address'} port {port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; {hint}") from error
-
-
-def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Split ``host[:port]``; IPv6 addresses are in brackets.
-
-    Raises:
-        ConfigError: the port is no number.
-    """
-    host, separator, port = endpoint.strip().rpartition(":")
-    if not separator or port.endswith("]"):
-        host, port = endpoint.strip(), str(default_port)
-    if not port.isdigit() or not 0 <= int(port) < 2**16:
-        raise ConfigError(f"rendezvous endpoint is {endpoint!r}; expected host:port with a port to 65535")
-    return host.strip("[]") or "localhost", int(port)
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
 
 
 def is_reachable(endpoint: str, timeout_secs: float = 1.0) -> bool:
@@ -117,30 +79,24 @@ def is_reachable(endpoint: str, timeout_secs: float = 1.0) -> bool:
         return False
 
 
-def wait_until_reachable(endpoint: str, timeout_secs: float) -> bool:
-    """Wait for something to listen at ``endpoint``; False after ``timeout_secs``."""
-    deadline = time.monotonic() + timeout_secs
-    while not is_reachable(endpoint):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
-    return True
-
-
-def is_served_by_reft(store: Any) -> bool:
+def is_served_by_reft(store: KeyValueStore) -> bool:
     """Whether ``store`` belongs to ``reft rendezvous``, so that no node's death takes it along."""
-    return bool(store.check([_SERVED_KEY]))
+    return store.check([_SERVED_KEY])
 
 
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft rendezvous``; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="reft rendezvous",
-        description="Serve the rendezvous store of `reft launch` and `torchrun` from a host that is not a "
-        "worker node, until SIGTERM or Ctrl-C. Nodes join with --rdzv-backend c10d --rdzv-endpoint "
-        "HOST:PORT.",
+        description="Serve the rendezvous store of `reft launch` from a host that is not a worker node, "
+        "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same secret: the "
+        "file ~/.reft/secret, which is made at its first use, or REFT_SECRET.",
     )
-    parser.add_argument("--host", help="address to serve and to be reached under (default: all, host name)")
+    parser.add_argument(
+        "--host",
+        help="name or address of this host to be reached under; it listens on that address only (default: "
+        "this host's full name)",
+    )
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)"
     )
@@ -151,10 +107,18 @@ def main(argv: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         server = RendezvousServer(options.host, options.port)
-    except ConfigError as error:
+    except (ConfigError, AuthenticationError) as error:
         print(f"reft rendezvous: {error}", file=sys.stderr)
         return 2
-    text = json.dumps(asdict(server.info)) if options.json else f"rendezvous at {server.info.endpoint}"
+    info = server.info
+    if is_loopback(info.address) and not is_loopback(info.host):
+        print(
+            f"reft rendezvous: {info.host} is {info.address} on this host, so other hosts cannot reach it; "
+            f"give an address of this host with --host",
+            file=sys.stderr,
+        )
+    where = f"rendezvous at {info.endpoint}, listening on {info.address} only"
+    text = json.dumps(asdict(info)) if options.json else where
     print(text, flush=True)
     signal.sigwait(ends)
     return 0

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
-from typing import Any
+import time
 
+from reft.errors import AuthenticationError
+from reft.store.keyvalue import KeyValueStore, StoreError
 from reft.store.label import Label
+from reft.store.user_secret import user_secret
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_SECS = 10.0
+_SILENT_SECS = 30.0
+"""A store that did not answer is left alone for so long."""
 
 
 class JobRecord:
@@ -24,7 +30,8 @@ class JobRecord:
 
     def __init__(self, endpoint: str | None, job_id: str) -> None:
         self._prefix = f"reft/{job_id}"
-        self._store: Any = None
+        self._store: KeyValueStore | None = None
+        self._lost_until = 0.0
         if endpoint:
             self._store = _connect(endpoint)
 
@@ -34,13 +41,15 @@ class JobRecord:
 
     def note_commit(self, label: Label) -> None:
         """Remember that ``label`` was committed."""
-        if self._store is None:
+        if self._store is None or time.monotonic() < self._lost_until:
             return
         try:
             self._store.set(f"{self._prefix}/committed", f"{label.incarnation}:{label.step}")
-        except RuntimeError as error:
-            logger.warning("the rendezvous store does not answer, commits are no longer noted: %s", error)
-            self._store = None
+            self._lost_until = 0.0
+        except (StoreError, AuthenticationError) as error:
+            if not self._lost_until:
+                logger.warning("commits are not noted until the rendezvous store answers again: %s", error)
+            self._lost_until = time.monotonic() + _SILENT_SECS
 
     def newest_commit(self) -> Label | None:
         """The newest commit noted, or None if there was none (or no store)."""
@@ -56,18 +65,11 @@ class JobRecord:
         return int(self._store.add(key, amount))
 
 
-def _connect(endpoint: str) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    host, _, port = endpoint.rpartition(":")
+def _connect(endpoint: str) -> KeyValueStore | None:
     try:
-        return TCPStore(
-            host.strip("[]"),
-            int(port),
-            is_master=False,
-            timeout=timedelta(seconds=10),
-            wait_for_workers=False,
-        )
-    except (RuntimeError, ValueError) as error:
+        store = KeyValueStore(endpoint, user_secret(), timeout_secs=_ANSWER_SECS)
+        store.check([])
+    except (StoreError, AuthenticationError, ValueError) as error:
         logger.warning("cannot reach the rendezvous store at %s: %s", endpoint, error)
         return None
+    return store

@@ -393,9 +393,9 @@ def _ensure_secret(path: Path, wanted: bytes | None) -> None:
             draft.unlink(missing_ok=True)
     if wanted is not None and read_secret(path) != wanted:
         raise AuthenticationError(
-            f"{file}: the memory of this job on this node was made with another secret than the one given "
-            f"({ENV_SECRET}): another run with the same job_id. Give that run's secret to resume it, or "
-            f"remove its memory with 'reft clean' or choose another job_id"
+            f"{file}: the memory of this job on this node was made with another secret than yours now "
+            f"({ENV_SECRET}, or ~/.reft/secret): another run with the same job_id. Give that run's "
+            f"secret to resume it, or remove its memory with 'reft clean' or choose another job_id"
         )
 
 

@@ -1,8 +1,8 @@
-"""Messages between trainers, tools and the node daemon: msgpack frames with a keyed MAC (P11).
+"""Messages between processes: msgpack frames with a keyed MAC (P11).
 
 Both sides prove that they know the job's secret by answering the other's challenge, before anything
 else is read. Every later frame carries a MAC over its direction, its number and its bytes, so that it
-can be neither forged nor replayed nor reordered. Nothing is unpickled.
+can be neither forged nor replayed nor reordered. Nothing is unpickled. Frames are not encrypted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hmac
 import os
 import socket
 import struct
+import time
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,30 +36,44 @@ class Channel:
         connection: connected; its timeout bounds every read and write.
         secret: the job's secret.
         server: which side this is.
+        line: name of the line in error messages.
+        handshake_secs: time for the whole handshake; None: the connection's timeout bounds each read.
 
     Raises:
         AuthenticationError: the other side does not know the secret.
         OSError: the connection broke or timed out.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, server: bool) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        secret: bytes,
+        *,
+        server: bool,
+        line: str = "the daemon's socket",
+        handshake_secs: float | None = None,
+    ) -> None:
         self._socket = connection
+        self._line = line
         self._outgoing = b"s" if server else b"c"
         self._incoming = b"c" if server else b"s"
         self._sent = 0
         self._received = 0
-        self._key = self._handshake(secret)
+        patience = connection.gettimeout()
+        deadline = None if handshake_secs is None else time.monotonic() + handshake_secs
+        self._key = self._handshake(secret, deadline)
+        connection.settimeout(patience)
 
-    def _handshake(self, secret: bytes) -> bytes:
+    def _handshake(self, secret: bytes, deadline: float | None) -> bytes:
         mine = os.urandom(_NONCE_BYTES)
         self._socket.sendall(mine)
-        theirs = self._read_exactly(_NONCE_BYTES)
+        theirs = self._read_exactly(_NONCE_BYTES, deadline)
         self._socket.sendall(_mac(secret, b"proof", self._outgoing, mine, theirs))
-        proof = self._read_exactly(_MAC_BYTES)
+        proof = self._read_exactly(_MAC_BYTES, deadline)
         if not hmac.compare_digest(proof, _mac(secret, b"proof", self._incoming, theirs, mine)):
             raise AuthenticationError(
-                "the other side of the daemon's socket does not know this job's secret: it belongs to "
-                "another job or run; check the job id and the 'secret' file next to the socket"
+                f"the other side of {self._line} does not know this job's secret: it belongs to another job "
+                f"or run, or to another user"
             )
         return _mac(secret, b"session", *sorted((mine, theirs)))
 
@@ -80,18 +96,35 @@ class Channel:
         mac = self._read_exactly(_MAC_BYTES)
         body = self._read_exactly(length)
         if not hmac.compare_digest(mac, _mac(self._key, self._incoming, _NUMBER.pack(self._received), body)):
-            raise AuthenticationError("a message on the daemon's socket was changed, repeated or reordered")
+            raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
         self._received += 1
         return msgpack.unpackb(body, raw=False, strict_map_key=False)
 
-    def _read_exactly(self, nbytes: int) -> bytes:
+    def _read_exactly(self, nbytes: int, deadline: float | None = None) -> bytes:
         parts = bytearray()
         while len(parts) < nbytes:
+            if deadline is not None:
+                # Whoever sends a byte now and then does not get more time by it.
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             part = self._socket.recv(nbytes - len(parts))
             if not part:
-                raise EOFError("the daemon's socket was closed by the other side")
+                raise EOFError(f"{self._line} was closed by the other side")
             parts += part
         return bytes(parts)
+
+    @property
+    def local_address(self) -> str:
+        """This side's address on a TCP connection."""
+        return str(self._socket.getsockname()[0])
+
+    def settimeout(self, secs: float | None) -> None:
+        """Bound every later read and write; None: wait for ever."""
+        self._socket.settimeout(secs)
+
+    def shutdown(self) -> None:
+        """End the connection; a thread that receives sees its end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

@@ -48,11 +48,11 @@ def test_p11_nothing_is_removed_behind_a_link(tmp_path: Path) -> None:
     (home / "job" / SECRET_FILE).write_text("precious")
     (tmp_path / "reft").symlink_to(home)
     with pytest.raises(AuthenticationError, match="symbolic link"):
-        NodeMemory(tmp_path / "reft", "job", "node0").prepare(None)
+        NodeMemory(tmp_path / "reft", "job", "node0").prepare(bytes(32))
     (tmp_path / "memory").mkdir(mode=0o700)
     (tmp_path / "memory" / "job").symlink_to(home / "job")
     with pytest.raises(AuthenticationError, match="expected a directory"):
-        NodeMemory(tmp_path / "memory", "job", "node0").prepare(None)
+        NodeMemory(tmp_path / "memory", "job", "node0").prepare(bytes(32))
     assert [path.name for path in (home / "job").iterdir()] == [SECRET_FILE]
 
 
@@ -133,30 +133,30 @@ def test_p3_memory_whose_secret_cannot_be_read_stays(tmp_path: Path, damage: str
     before = {p.name: p.read_bytes() for p in path.iterdir()}
     node = NodeMemory(tmp_path / "memory", "job", "node0")
     with pytest.raises(AuthenticationError, match=r"secret.*reft clean"):
-        node.adopt(node.prepare(None)[0])
+        node.prepare(bytes.fromhex(secret))
     after = {p.name: p.read_bytes() for p in path.iterdir()}
     assert {name: after.get(name) for name in before} == before
 
 
-def test_p3_memory_without_a_secret_waits_for_the_peers_secret(tmp_path: Path) -> None:
+def test_p3_memory_under_another_secret_stays(tmp_path: Path) -> None:
+    path, secret = remembered(tmp_path / "memory")
+    with pytest.raises(AuthenticationError, match=r"another secret.*is kept.*reft clean"):
+        NodeMemory(tmp_path / "memory", "job", "node0").prepare(b"x" * 32)
+    assert (path / "rank0-slot0.arena").exists()
+    assert (path / SECRET_FILE).read_text().strip() == secret
+
+
+def test_p3_memory_whose_secret_is_lost_is_opened_by_the_users(tmp_path: Path) -> None:
     from reft.store.arena import Arena
 
     job = JobDir.open_or_create(tmp_path, "job", "node0")
-    secret = job.secret.hex()
-    arena = job.path / "rank0-slot0.arena"
-    Arena.create(arena, 4096, 4, job.secret).close()
+    mine, other = job.path / "rank0-slot0.arena", job.path / "rank1-slot0.arena"
+    Arena.create(mine, 4096, 4, job.secret).close()
+    Arena.create(other, 4096, 4, bytes(32)).close()
     (job.path / SECRET_FILE).unlink()
-    node = NodeMemory(tmp_path, "job", "node0")
-    proposed, holds = node.prepare(None)
-    assert (proposed != secret, holds) == (True, False)
-    node.adopt(secret)
-    assert arena.exists()
-    other = NodeMemory(tmp_path, "job2", "node0")
-    JobDir.open_or_create(tmp_path, "job2", "node0")
-    Arena.create(tmp_path / "job2" / "rank0-slot0.arena", 4096, 4, bytes(32)).close()
-    other.prepare(None)
-    other.adopt(secret)
-    assert not (tmp_path / "job2" / "rank0-slot0.arena").exists()
+    NodeMemory(tmp_path, "job", "node0").prepare(job.secret)
+    assert mine.exists()
+    assert not other.exists()
 
 
 # -- what launchers leave ----------------------------------------------------------------------------
@@ -199,16 +199,15 @@ def test_p7_a_refused_launch_leaves_nothing(tmp_path: Path) -> None:
     code = run_launcher([*arguments, *endpoint, "train.py"])
     assert code == 1
     assert list(memory_dir.iterdir()) == []
-    path, _ = remembered(memory_dir, "refused")
-    assert run_launcher([*arguments, *endpoint, "train.py"]) == 1
+    path, secret = remembered(memory_dir, "refused")
+    assert run_launcher([*arguments, *endpoint, "train.py"], REFT_SECRET=secret) == 1
     assert (path / "rank0-slot0.arena").exists(), "memory of an earlier run is not the refused launch's"
 
 
-def run_launcher(arguments: list[str]) -> int:
+def run_launcher(arguments: list[str], **env: str) -> int:
     """`reft launch` in a process of its own: it sets signal handlers and the environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "reft.elastic.launch", *arguments], check=False, timeout=100
-    ).returncode
+    command = [sys.executable, "-m", "reft.elastic.launch", *arguments]
+    return subprocess.run(command, check=False, timeout=100, env={**os.environ, **env}).returncode
 
 
 # -- the fault kill_node -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from reft.elastic.exits import Cause
 
 
 def card(name: str, **fields: object) -> Card:
-    return replace(Card(node=f"node-{name}", agent=name, workers=2, secret=name * 64), **fields)
+    return replace(Card(node=f"node-{name}", agent=name, workers=2), **fields)
 
 
 def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agreement:
@@ -31,7 +31,6 @@ def test_the_first_round() -> None:
         first_ranks=(0, 2, 5),
         world_size=7,
         restarts_used=0,
-        secret="a" * 64,
     )
 
 
@@ -75,14 +74,6 @@ def test_who_missed_a_round_does_not_decide() -> None:
     assert (agreement.round, agreement.restarts_used) == (5, 1)
 
 
-def test_the_secret_that_the_memory_was_written_under_wins() -> None:
-    """A job is started anew: three nodes still have its memory, the first to come does not."""
-    kept = [card(n, secret="f" * 64, holds_memory=True) for n in "bcd"]
-    assert agree([card("a"), *kept]).secret == "f" * 64
-    foreign = card("e", secret="e" * 64, holds_memory=True)
-    assert agree([foreign, *kept]).secret == "f" * 64
-
-
 def test_two_nodes_of_one_name_are_refused() -> None:
     with pytest.raises(DuplicateNodeError, match="--node-id") as caught:
         agree([card("a", node="x"), card("b", node="x"), card("c")])
@@ -97,6 +88,6 @@ def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
 
 
 def test_cards_survive_the_way_through_the_store() -> None:
-    full = replace(card("a"), round=2, members=("a", "b"), cause=UNCLEAR, holds_memory=True)
+    full = replace(card("a"), round=2, members=("a", "b"), cause=UNCLEAR)
     assert Card.from_json(full.to_json()) == full
     assert Card.from_json(card("b").to_json().encode()) == card("b")

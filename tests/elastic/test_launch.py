@@ -89,6 +89,9 @@ def test_static_rendezvous_only_when_asked_for(caplog: pytest.LogCaptureFixture)
         (("--no-python", "-m"), "exclude each other"),
         (("--job-id", "a/b"), "--job-id"),
         (("--rdzv-conf", "join"), "rendezvous"),
+        (("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "x"), "--rdzv-backend c10d"),
+        (("--rdzv-backend", "zeus", "--rdzv-endpoint", "x"), "unpickles"),
+        (("--rdzv-endpoint", "x", "--rdzv-conf", "store_type=file"), "store_type=file"),
     ],
 )
 def test_wrong_use_says_what_to_write(args: tuple[str, ...], says: str) -> None:
@@ -104,17 +107,18 @@ def test_wrong_use_is_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_lost_store_is_waited_for_and_then_explained() -> None:
-    server = RendezvousServer("127.0.0.1", 0)
+    secret = b"s" * 32
+    server = RendezvousServer("127.0.0.1", 0, secret)
     endpoint = server.info.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    meeting = Meeting(options)
+    meeting = Meeting(options, secret)
     meeting.connect()
     assert meeting.store_endpoint() == endpoint
     meeting.close("node a gave up: local rank 0: ValueError")
-    late = Meeting(options)
+    late = Meeting(options, secret)
     late.connect()
     assert late.outcome() == "node a gave up: local rank 0: ValueError"
-    del server
+    server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
         meeting.reconnect()
 

@@ -8,23 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from reft.elastic.rendezvous import (
-    RendezvousServer,
-    is_reachable,
-    is_served_by_reft,
-    parse_endpoint,
-    wait_until_reachable,
-)
+from reft.elastic.rendezvous import RendezvousServer, is_reachable, is_served_by_reft
 from reft.errors import ConfigError
+from reft.store.door import parse_endpoint
+from reft.store.keyvalue import KeyValueStore, StoreError
+from tests.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+SECRET = b"s" * 32
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_SECRET": SECRET.hex()}
 COMMAND = [sys.executable, "-m", "reft.elastic.rendezvous", "--json"]
 
 
@@ -36,15 +32,12 @@ def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
         info = json.loads(process.stdout.readline())
         assert info["pid"] == process.pid
         assert info["endpoint"].endswith(f":{info['port']}")
-        for host in ("127.0.0.1", "localhost"):
-            store = dist.TCPStore(
-                host, info["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
-            assert is_served_by_reft(store)
+        store = KeyValueStore(info["endpoint"], SECRET)
+        assert is_served_by_reft(store)
         store.set("key", "value")
         process.send_signal(number)
         assert process.wait(60) == 0
-        assert not is_reachable(f"127.0.0.1:{info['port']}")
+        assert not is_reachable(info["endpoint"])
         process.stdout.close()
     finally:
         process.kill()
@@ -54,11 +47,11 @@ def test_a_taken_port_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"{port}.*another --port"):
-            RendezvousServer("127.0.0.1", port)
+            RendezvousServer("127.0.0.1", port, SECRET)
     with pytest.raises(ConfigError, match="--host"):
-        RendezvousServer("192.0.2.1", 0)  # no address of this machine
+        RendezvousServer("192.0.2.1", 0, SECRET)  # no address of this machine
     with pytest.raises(ConfigError, match="65535"):
-        RendezvousServer(None, 70_000)
+        RendezvousServer(None, 70_000, SECRET)
 
 
 def test_the_command_line_says_it_without_a_traceback() -> None:
@@ -79,15 +72,18 @@ def test_the_command_line_says_it_without_a_traceback() -> None:
 
 def test_the_same_port_can_be_served_again_at_once() -> None:
     """The rendezvous host is rebooted: nodes come back to the endpoint they know."""
-    first = RendezvousServer("127.0.0.1", 0)
-    port = first.info.port
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    port = free_port()
+    first = RendezvousServer("127.0.0.1", port, SECRET)
+    client = KeyValueStore(first.info.endpoint, SECRET)
     client.set("a", "b")
-    del first
-    with pytest.raises(RuntimeError):
+    first.close()
+    with pytest.raises(StoreError, match="does not answer"):
         client.get("a")
-    second = RendezvousServer("127.0.0.1", port)
-    assert is_reachable(second.info.endpoint)
+    second = RendezvousServer("127.0.0.1", port, SECRET)
+    try:
+        assert KeyValueStore(second.info.endpoint, SECRET).peek("a") is None
+    finally:
+        second.close()
 
 
 def test_endpoints() -> None:
@@ -99,4 +95,4 @@ def test_endpoints() -> None:
     for bad in ("host:port", "host:70000"):
         with pytest.raises(ConfigError, match="host:port"):
             parse_endpoint(bad)
-    assert not wait_until_reachable("127.0.0.1:1", 0.1)
+    assert not is_reachable("127.0.0.1:1", 0.1)

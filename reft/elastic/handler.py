@@ -1,0 +1,326 @@
+"""TorchElastic's rendezvous over reft's store, and its ``static`` one.
+
+Two things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is JSON, read field
+by field: TorchElastic unpickles it, so that whoever writes it runs code on every node (P11). And a node
+that was struck out while it stood still, or while the store did, takes its place again; TorchElastic's
+never beats again and never sees who waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _Action,
+    _NodeDesc,
+    _remove_participant_epilogue,
+    _RendezvousContext,
+    _RendezvousExitOp,
+    _RendezvousJoinOp,
+    _RendezvousKeepAliveOp,
+    _RendezvousState,
+    _RendezvousStateHolder,
+)
+from torch.distributed.elastic.rendezvous.utils import _delay
+
+from reft.errors import AuthenticationError
+from reft.store.keyvalue import KeyValueStore, StoreError
+
+_CACHE_SECS = 1.0
+_LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
+"""Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
+
+
+def encode_state(state: _RendezvousState) -> bytes:
+    """The shared state as JSON."""
+    fields = {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": state.deadline and state.deadline.timestamp(),
+        "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
+        "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
+        "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
+        "last_heartbeats": [[*_node_fields(n), at.timestamp()] for n, at in state.last_heartbeats.items()],
+    }
+    return json.dumps(fields).encode()
+
+
+def decode_state(data: bytes) -> _RendezvousState:
+    """Read what :func:`encode_state` wrote.
+
+    Raises:
+        RendezvousStateError: it is something else.
+    """
+    try:
+        fields = json.loads(data)
+        deadline = fields["deadline"]
+        state = _RendezvousState()
+        state.round = int(fields["round"])
+        state.complete = bool(fields["complete"])
+        state.closed = bool(fields["closed"])
+        state.deadline = None if deadline is None else _time(deadline)
+        state.participants = {_node(f[:3]): int(f[3]) for f in fields["participants"]}
+        state.wait_list = {_node(f) for f in fields["wait_list"]}
+        state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
+        state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
+        raise RendezvousStateError(
+            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
+            f"nodes need the same version of reft"
+        ) from error
+    return state
+
+
+def _node_fields(node: _NodeDesc) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(fields: Iterable[Any]) -> _NodeDesc:
+    addr, pid, local_id = fields
+    return _NodeDesc(str(addr), int(pid), int(local_id))
+
+
+def _time(seconds: Any) -> datetime:
+    return datetime.fromtimestamp(float(seconds), UTC)
+
+
+class StateHolder(_RendezvousStateHolder):
+    """This node's view of the shared state; strikes out nodes that fell silent, but never itself.
+
+    After a gap in its own view (this process or the store stood still) it gives the others the time
+    again in which a living node beats: their silence may have been its own.
+
+    Args:
+        store: of the job.
+        node: this node.
+        settings: of the rendezvous.
+    """
+
+    def __init__(self, store: KeyValueStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
+        self._store = store
+        self._node = node
+        self._settings = settings
+        self._key = f"rendezvous/{settings.run_id}"
+        self._alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        self._state = _RendezvousState()
+        self._held: bytes | None = None
+        self._dirty = False
+        self._synced_at = float("-inf")
+        self._trusts_after = float("-inf")
+
+    @property
+    def state(self) -> _RendezvousState:
+        return self._state
+
+    def mark_dirty(self) -> None:
+        self._dirty = True
+
+    def sync(self) -> bool | None:
+        """Write the state if it was changed here, else read it; whether it was written, None if read.
+
+        Raises:
+            RendezvousConnectionError: the store does not answer.
+            RendezvousStateError: it holds something else.
+        """
+        now = time.monotonic()
+        written = None
+        try:
+            if self._dirty:
+                written, self._held = self._store.compare_set(
+                    self._key, self._held, encode_state(self._state)
+                )
+            elif now - self._synced_at < _CACHE_SECS:
+                return None
+            else:
+                self._held = self._store.peek(self._key)
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        self._state = _RendezvousState() if self._held is None else decode_state(self._held)
+        self._dirty = False
+        now = time.monotonic()
+        if self._alive_secs < now - self._synced_at < float("inf"):
+            self._trusts_after = now + self._alive_secs
+        self._synced_at = now
+        if now >= self._trusts_after:
+            self._strike_out_the_silent()
+        return written
+
+    def _strike_out_the_silent(self) -> None:
+        state = self._state
+        expired = datetime.now(UTC) - timedelta(seconds=self._alive_secs)
+        silent = {n for n, at in state.last_heartbeats.items() if at < expired and n != self._node}
+        took_part = not silent.isdisjoint(state.participants)
+        for node in silent:
+            del state.last_heartbeats[node]
+            state.participants.pop(node, None)
+        state.wait_list -= silent
+        state.redundancy_list -= silent
+        if took_part:
+            _remove_participant_epilogue(state, self._settings)
+
+
+class StoreRendezvous(DynamicRendezvousHandler):
+    """Elastic rendezvous of one node over reft's store.
+
+    Args:
+        store: of the job.
+        parameters: as ``torchrun`` makes them.
+
+    Raises:
+        ValueError: a parameter cannot be used.
+    """
+
+    def __init__(self, store: KeyValueStore, parameters: RendezvousParameters) -> None:
+        node = self._node_desc_generator.generate(parameters.local_addr)
+        settings = RendezvousSettings(
+            parameters.run_id,
+            parameters.min_nodes,
+            parameters.max_nodes,
+            RendezvousTimeout(
+                **{n: _secs(parameters, f"{n}_timeout") for n in ("join", "last_call", "close", "heartbeat")}
+            ),
+            keep_alive_interval=timedelta(seconds=int(parameters.get("keep_alive_interval", 5))),
+            keep_alive_max_attempt=int(parameters.get("keep_alive_max_attempt", 3)),
+        )
+        self._place: tuple[int, int] | None = None
+        self._lost: str | None = None
+        super().__init__(node, settings, "c10d", store, StateHolder(store, node, settings))  # type: ignore[arg-type]
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round; see TorchElastic."""
+        self._stop_heartbeats()
+        self._place, self._lost = None, None
+        if self._state_holder.state.round == 0:
+            _delay(seconds=(0, 0.3))
+        deadline = self._get_deadline(self._settings.timeout.join)
+        self._op_executor.run(_RendezvousExitOp(), deadline)
+        self._op_executor.run(_RendezvousJoinOp(), deadline, self._get_deadline)
+        rank, size = self._get_world()
+        current = self._state_holder.state.round
+        self._place = current, rank
+        self._start_heartbeats()
+        store: Any = self._store
+        prefix = f"run/{self._settings.run_id}/{current}"
+        return RendezvousInfo(store.with_prefix(prefix), rank, size, _LOOPBACK)
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that this round's trainers keep waiting, as the last heartbeat saw it; does not wait for
+        the store.
+
+        Raises:
+            RendezvousConnectionError: the last heartbeat did not reach the store.
+        """
+        if self._lost is not None:
+            raise RendezvousConnectionError(self._lost)
+        state = self._state_holder.state
+        if self._place is None or not self._has_lost_its_place(state):
+            return len(state.wait_list)
+        # The job goes on, or gathers, without this node: it joins again.
+        return max(1, len(state.wait_list))
+
+    def _has_lost_its_place(self, state: _RendezvousState) -> bool:
+        if self._place is None or self._this_node in state.participants or state.closed:
+            return False
+        return not self._may_take_its_place(state)
+
+    def _may_take_its_place(self, state: _RendezvousState) -> bool:
+        """Whether this node's round still runs and its place is free: it was struck out, or the store
+        came back empty."""
+        assert self._place is not None
+        if _is_empty(state):
+            return True
+        same = state.complete and state.round == self._place[0]
+        return same and len(state.participants) < self._settings.max_nodes
+
+    def _keep_alive(self) -> None:
+        with self._heartbeat_lock:
+            try:
+                self._op_executor.run(self._beat, self._get_deadline(self._settings.timeout.heartbeat))
+                self._lost = None
+            except RendezvousTimeoutError:
+                pass  # the store stood still and goes on: the next beat is in time
+            except (RendezvousError, AuthenticationError) as error:
+                self._lost = str(error)
+
+    def _beat(self, context: _RendezvousContext, deadline: float) -> _Action:
+        state = context.state
+        missing = self._this_node not in state.participants and not state.closed
+        if self._place is not None and missing and self._may_take_its_place(state):
+            if time.monotonic() > deadline:
+                return _Action.ERROR_TIMEOUT
+            state.round, state.participants[self._this_node] = self._place
+            state.complete = True
+            return _Action.KEEP_ALIVE
+        return _RendezvousKeepAliveOp()(context, deadline)
+
+
+def _is_empty(state: _RendezvousState) -> bool:
+    return not (state.complete or state.closed or state.participants or state.wait_list or state.round)
+
+
+def _secs(parameters: RendezvousParameters, name: str) -> timedelta | None:
+    value = parameters.get_as_int(name)
+    return None if value is None else timedelta(seconds=value)
+
+
+class StaticRendezvous(RendezvousHandler):
+    """A fixed set of nodes, numbered by ``--node-rank``.
+
+    Args:
+        store: of the job, served by node 0.
+        rank: of this node.
+        size: number of nodes.
+        run_id: of the job.
+    """
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, run_id: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store: Any = self._store.with_prefix(f"run/{self._run_id}")
+        return RendezvousInfo(store, self._rank, self._size, _LOOPBACK)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,170 @@
+"""Where the trainers of one round find each other: torch's TCPStore, on loopback only (P11).
+
+Torch's store serves whoever reaches its port, so the launcher of the first node serves it to its own
+host alone. The other launchers listen on their own loopback and relay their trainers' connections,
+through an authenticated door, to that launcher. Trainers on every node find it at ``127.0.0.1``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+from reft.errors import ConfigError
+from reft.store.door import Door, format_endpoint, is_loopback, knock, listen, parse_endpoint
+from reft.store.keyvalue import KeyValueStore
+from reft.store.wire import Channel
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PURPOSE = "trainers' store"
+_CHUNK_BYTES = 1 << 16
+_CONNECT_SECS = 30.0
+_ENDPOINT_KEY = "trainers"
+
+
+class TrainerStore:
+    """The store of one round, served or relayed.
+
+    Args:
+        port: where this node's trainers connect, on loopback.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._store: Any = None
+        self._door: Door | None = None
+        self._listener: socket.socket | None = None
+
+    @classmethod
+    def open(
+        cls, store: KeyValueStore, secret: bytes, group_rank: int, nodes: int, local_addr: str | None
+    ) -> TrainerStore:
+        """Serve the store on the first node, and relay to it on the others.
+
+        Args:
+            store: the agents' own, with the round's prefix.
+            secret: the user's secret.
+            group_rank: of this node; 0 serves.
+            nodes: of this round; a single one opens no door.
+            local_addr: ``--local-addr``; None: the address that the rendezvous sees.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            TimeoutError, StoreError: the first node did not say where it serves.
+        """
+        if group_rank:
+            return cls._relay(store.get(_ENDPOINT_KEY).decode(), secret)
+        served = cls._serve()
+        if nodes > 1:
+            host = local_addr or _own_address(store)
+            served._door = Door(listen(host, 0), secret, PURPOSE, served._pass_on)
+            store.set(_ENDPOINT_KEY, format_endpoint(host, served._door.port))
+        return served
+
+    @classmethod
+    def _serve(cls) -> TrainerStore:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        listener = listen(LOOPBACK, 0)
+        served = cls(int(listener.getsockname()[1]))
+        # The store takes over the descriptor: torch would listen on all interfaces.
+        served._store = TCPStore(
+            LOOPBACK, served.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return served
+
+    @classmethod
+    def _relay(cls, endpoint: str, secret: bytes) -> TrainerStore:
+        listener = listen(LOOPBACK, 0)
+        relay = cls(int(listener.getsockname()[1]))
+        relay._listener = listener
+        threading.Thread(
+            target=_accept,
+            args=(listener, endpoint, secret),
+            name="trainers' relay",
+            daemon=True,
+        ).start()
+        return relay
+
+    def _pass_on(self, channel: Channel) -> None:
+        with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as trainer:
+            _join(trainer, channel)
+
+    def close(self) -> None:
+        """Stop serving: the trainers of the round have ended."""
+        if self._door is not None:
+            self._door.close()
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        self._store = None
+
+
+def _own_address(store: KeyValueStore) -> str:
+    """An address under which the other nodes reach this one: what the rendezvous sees."""
+    address = store.local_address()
+    rendezvous, _ = parse_endpoint(store.endpoint)
+    if is_loopback(address) and not is_loopback(rendezvous):
+        raise ConfigError(
+            f"the rendezvous host {rendezvous} is {address} on this machine, which other nodes cannot reach: "
+            f"give this machine's address with --local-addr"
+        )
+    return address
+
+
+def _accept(listener: socket.socket, endpoint: str, secret: bytes) -> None:
+    while True:
+        try:
+            trainer, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(
+            target=_carry, args=(trainer, endpoint, secret), name="trainer's store", daemon=True
+        ).start()
+
+
+def _carry(trainer: socket.socket, endpoint: str, secret: bytes) -> None:
+    with trainer:
+        try:
+            channel = knock(endpoint, secret, PURPOSE, _CONNECT_SECS)
+        except OSError as error:
+            logger.warning("the trainers' store at %s cannot be reached: %s", endpoint, error)
+            return
+        try:
+            _join(trainer, channel)
+        finally:
+            channel.close()
+
+
+def _join(trainer: socket.socket, channel: Channel) -> None:
+    """Pass bytes both ways until one side ends."""
+    trainer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trainer.settimeout(None)
+    channel.settimeout(None)
+    outgoing = threading.Thread(target=_send, args=(trainer, channel), name="trainer's store", daemon=True)
+    outgoing.start()
+    try:
+        while True:
+            trainer.sendall(channel.receive())
+    except (EOFError, OSError):
+        pass
+    finally:
+        # Ends the other direction, too, which then has nobody to pass to.
+        with suppress(OSError):
+            trainer.shutdown(socket.SHUT_RDWR)
+        outgoing.join()
+
+
+def _send(trainer: socket.socket, channel: Channel) -> None:
+    try:
+        while data := trainer.recv(_CHUNK_BYTES):
+            channel.send(data)
+    except OSError:
+        pass
+    channel.shutdown()

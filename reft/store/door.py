@@ -1,0 +1,231 @@
+"""TCP doors between hosts: who does not prove that it knows the secret gets nothing (P11).
+
+A door listens on one address and speaks :class:`reft.store.wire.Channel`: before both sides have
+proved the secret, exactly one challenge and one proof, 64 bytes, are read from a connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+
+from reft.errors import AuthenticationError, ConfigError
+from reft.store.wire import Channel
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 29400
+HANDSHAKE_SECS = 10.0
+_BACKLOG = 2048
+_MOST_STRANGERS = 256
+"""Connections that have not proved the secret yet; more are closed at once."""
+_MOST_TOLD = 100
+_IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
+
+
+def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Split ``host[:port]``; IPv6 addresses are in brackets.
+
+    Raises:
+        ConfigError: the port is no number.
+    """
+    host, separator, port = endpoint.strip().rpartition(":")
+    if not separator or port.endswith("]"):
+        host, port = endpoint.strip(), str(default_port)
+    if not port.isdigit() or not 0 <= int(port) < 2**16:
+        raise ConfigError(f"rendezvous endpoint is {endpoint!r}; expected host:port with a port to 65535")
+    return host.strip("[]") or "localhost", int(port)
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """``host:port``, with brackets round an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is written as this machine's loopback."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on the address that ``host`` resolves to on this machine, and on no other.
+
+    Args:
+        host: name or address of this machine.
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG)
+    except OSError as error:
+        hint = "give an address of this machine with --host"
+        if error.errno == errno.EADDRINUSE:
+            hint = "another process listens there: end it, or take another --port (0 finds a free one)"
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; {hint}"
+        ) from error
+
+
+def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Channel:
+    """Connect to a door and prove the secret.
+
+    Args:
+        endpoint: ``host:port``.
+        secret: the user's secret.
+        purpose: what the door is for; doors for something else do not open.
+        timeout_secs: bounds connecting, the handshake, and later every read and write.
+
+    Raises:
+        AuthenticationError: it is no door of ours, or has another secret.
+        OSError: nothing answers.
+    """
+    connection = socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
+    try:
+        _keep_alive(connection)
+        return Channel(
+            connection,
+            _key(secret, purpose),
+            server=False,
+            line=f"the {purpose} at {endpoint}",
+            handshake_secs=timeout_secs,
+        )
+    except AuthenticationError as error:
+        connection.close()
+        raise AuthenticationError(
+            f"the {purpose} at {endpoint} has another secret than this node, or is none of reft's. Every "
+            f"process of a job needs the same secret: share ~/.reft/secret between the hosts, or set "
+            f"REFT_SECRET to the same 64 hexadecimal digits everywhere, and check the address"
+        ) from error
+    except EOFError as error:
+        connection.close()
+        raise ConnectionError(f"{endpoint} closed the connection: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+class Door:
+    """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
+
+    Args:
+        listener: listening; the door closes it.
+        secret: the user's secret.
+        purpose: as in :func:`knock`.
+        serve: talks to one peer until it returns or raises EOFError or OSError; the channel is closed
+            after it.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], None]
+    ) -> None:
+        self._listener = listener
+        self._secret = _key(secret, purpose)
+        self._purpose = purpose
+        self._serve = serve
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._strangers = 0
+        self._told: set[str] = set()
+        self._closed = False
+        host, port = listener.getsockname()[:2]
+        self.host, self.port = str(host), int(port)
+        self._thread = threading.Thread(target=self._accept, name=f"door of the {purpose}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        with suppress(OSError):
+            # Wakes the thread that accepts; closing alone would leave the port listening until then.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                logger.warning("the door of the %s cannot accept: %s", self._purpose, error)
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                refused = self._closed or self._strangers >= _MOST_STRANGERS
+                if not refused:
+                    self._strangers += 1
+                    self._connections.add(connection)
+            if refused:
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._talk, args=(connection, str(address[0])), name=self._purpose, daemon=True
+            ).start()
+
+    def _talk(self, connection: socket.socket, address: str) -> None:
+        try:
+            channel = self._admit(connection, address)
+            if channel is not None:
+                self._serve(channel)
+        except AuthenticationError as error:
+            logger.warning("%s: %s; the connection is closed", address, error)
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _admit(self, connection: socket.socket, address: str) -> Channel | None:
+        try:
+            _keep_alive(connection)
+            line = f"the {self._purpose}"
+            return Channel(connection, self._secret, server=True, line=line, handshake_secs=HANDSHAKE_SECS)
+        except AuthenticationError:
+            if address not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(address)
+                logger.warning(
+                    "%s was refused at the %s: it does not know the secret", address, self._purpose
+                )
+            return None
+        finally:
+            with self._lock:
+                self._strangers -= 1
+
+
+def _key(secret: bytes, purpose: str) -> bytes:
+    """A key of its own for every kind of door: a proof made for one opens no other."""
+    return hmac.new(secret, b"reft door: " + purpose.encode(), sha256).digest()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Notice peers whose host is gone, on connections that are silent for hours."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _IDLE_SECS),
+        ("TCP_KEEPINTVL", _PROBE_SECS),
+        ("TCP_KEEPCNT", _PROBES),
+    ):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,269 @@
+"""The rendezvous store: a table of bytes behind a door (P11).
+
+It takes the place of torch's TCPStore, which serves whoever reaches its port. One request, one answer:
+``[operation, arguments...]`` and ``[True, result]`` or ``[False, why not]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from reft.errors import AuthenticationError
+from reft.store.door import Door, knock
+from reft.store.wire import Channel
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "rendezvous"
+_SLICE_SECS = 0.5
+"""A wait at the server lasts so long at most: the client's other threads share the connection."""
+_RETRY_SECS = 1.0
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait")
+"""Doing these twice leaves what doing them once does; a lost answer is asked for again."""
+
+
+class StoreError(RuntimeError):
+    """The store does not answer, or refuses an operation."""
+
+
+class KeyValueServer:
+    """Serves a table to everybody who knows the secret.
+
+    Args:
+        listener: listening socket; closed with the server.
+        secret: the user's secret.
+        table: what it holds from the start.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, table: Mapping[str, bytes] | None = None
+    ) -> None:
+        self._table: dict[str, bytes] = dict(table or {})
+        self._changed = threading.Condition()
+        self._operations: dict[str, Callable[..., Any]] = {
+            "get": self._get,
+            "set": self._set,
+            "add": self._add,
+            "check": self._check,
+            "delete": self._delete,
+            "compare_set": self._compare_set,
+            "wait": self._wait,
+        }
+        self._door = Door(listener, secret, PURPOSE, self._serve)
+        self.host, self.port = self._door.host, self._door.port
+
+    def close(self) -> None:
+        """Stop serving; every connection ends."""
+        self._door.close()
+
+    def _serve(self, channel: Channel) -> None:
+        while True:
+            request = channel.receive()
+            try:
+                name, *arguments = request
+                answer = [True, self._operations[name](*arguments)]
+            except (KeyError, TypeError, ValueError) as error:
+                answer = [False, f"{type(error).__name__}: {error}"]
+            channel.send(answer)
+
+    def _get(self, key: str) -> bytes | None:
+        with self._changed:
+            return self._table.get(key)
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._table[_text(key)] = _bytes(value)
+            self._changed.notify_all()
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._table.get(key, b"0")) + int(amount)
+            self._table[_text(key)] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def _check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(k in self._table for k in keys)
+
+    def _delete(self, key: str) -> bool:
+        with self._changed:
+            return self._table.pop(key, None) is not None
+
+    def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
+        """Set ``key`` if it holds ``expected`` (None: nothing): [whether it was set, what it holds]."""
+        with self._changed:
+            held = self._table.get(_text(key))
+            if held != expected:
+                return [False, held]
+            self._table[key] = _bytes(value)
+            self._changed.notify_all()
+            return [True, value]
+
+    def _wait(self, keys: list[str], timeout_secs: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(k in self._table for k in keys), min(float(timeout_secs), _SLICE_SECS)
+            )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"key is {type(value).__name__}; expected text")
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"value is {type(value).__name__}; expected bytes")
+    return value
+
+
+class KeyValueStore:
+    """A client; what TorchElastic and reft need of a ``torch.distributed.Store``. Connects at the first
+    request and again at the next one after the connection broke. Safe to use from several threads.
+
+    Args:
+        endpoint: ``host:port`` of the server.
+        secret: the user's secret.
+        timeout_secs: for every request, and for the keys that :meth:`get` waits for.
+        prefix: put before every key.
+    """
+
+    def __init__(self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = "") -> None:
+        self.endpoint = endpoint
+        self._line = _Line(endpoint, secret, timeout_secs)
+        self._timeout_secs = timeout_secs
+        self._prefix = prefix
+
+    def with_prefix(self, prefix: str) -> KeyValueStore:
+        """The same store over the same connection, with ``prefix/`` before every key."""
+        view = KeyValueStore.__new__(KeyValueStore)
+        view.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
+        return view
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Raises StoreError if the store does not answer, as every method does."""
+        self._line.ask("set", self._prefix + key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, once there is one; raises TimeoutError if none comes."""
+        value = self.peek(key)
+        if value is None:
+            self.wait([key])
+            value = self.peek(key)
+        if value is None:
+            raise StoreError(f"the rendezvous store has lost {key!r}")
+        return value
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key``, or None."""
+        value: bytes | None = self._line.ask("get", self._prefix + key)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._line.ask("add", self._prefix + key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._line.ask("check", [self._prefix + k for k in keys]))
+
+    def delete(self, key: str) -> bool:
+        """Whether it was there."""
+        return bool(self._line.ask("delete", self._prefix + key))
+
+    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
+        """Set ``key`` if it holds ``expected`` (None: nothing).
+
+        Returns:
+            Whether it was set, and what the key holds now.
+        """
+        done, held = self._line.ask("compare_set", self._prefix + key, expected, value)
+        return bool(done), held
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there; raises TimeoutError."""
+        secs = self._timeout_secs if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + secs
+        wanted = [self._prefix + k for k in keys]
+        while not self._line.ask("wait", wanted, max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+
+    def local_address(self) -> str:
+        """The address of this host that the store's host sees."""
+        self.check([])
+        return self._line.local_address
+
+    def close(self) -> None:
+        """End the connection, also for all views of this store."""
+        self._line.close()
+
+
+class _Line:
+    """The connection that all views of a store share."""
+
+    def __init__(self, endpoint: str, secret: bytes, timeout_secs: float) -> None:
+        self._endpoint = endpoint
+        self._secret = secret
+        self._timeout_secs = timeout_secs
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._refused_until = 0.0
+        self.local_address = ""
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        with self._lock:
+            was_connected = self._channel is not None
+            if not was_connected and time.monotonic() < self._refused_until:
+                raise StoreError(f"the rendezvous store at {self._endpoint} did not answer a moment ago")
+            try:
+                try:
+                    done, result = self._ask_once(operation, *arguments)
+                except (ConnectionError, EOFError):
+                    if not was_connected or operation not in _REPEATABLE:
+                        raise
+                    # The server was started again since the last request.
+                    self._drop()
+                    done, result = self._ask_once(operation, *arguments)
+            except AuthenticationError:
+                self._drop()
+                raise
+            except (OSError, EOFError) as error:
+                self._drop()
+                # Others that wait for the lock are not made to wait as long each.
+                self._refused_until = time.monotonic() + _RETRY_SECS
+                raise StoreError(
+                    f"the rendezvous store at {self._endpoint} does not answer: {error}"
+                ) from error
+        if not done:
+            raise StoreError(f"the rendezvous store refuses {operation}: {result}")
+        return result
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+    def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
+        channel = self._connected()
+        channel.send([operation, *arguments])
+        answer: list[Any] = channel.receive()
+        return answer
+
+    def _connected(self) -> Channel:
+        if self._channel is None:
+            self._channel = knock(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
+            self.local_address = self._channel.local_address
+        return self._channel
+
+    def _drop(self) -> None:
+        if self._channel is not None:
+            with suppress(OSError):
+                self._channel.close()
+        self._channel = None

@@ -1,0 +1,53 @@
+"""P3: a node that stands still is replaced, also after an earlier pause of somebody else."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.elastic.local_cluster import KillKind
+from tests.elastic.cluster import WatchedCluster, cluster
+
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
+OPTIONS = ("--rdzv-conf", KEEP_ALIVE)
+PAUSE_SECS = 6.0
+"""Longer than the 3 s after which a silent node counts as gone."""
+
+
+def trains(job: WatchedCluster, attempt: int) -> None:
+    job.wait_until(
+        lambda: {e["rank"] for e in job.events("step", attempt=attempt, step=3)} == {0, 1},
+        240,
+        f"steps of round {attempt + 1}",
+    )
+
+
+def pause(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(PAUSE_SECS)
+    process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("paused", ["launcher", "rendezvous"])
+def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path, paused: str) -> None:
+    patient = {"TEST_TIMEOUT": "1800"}  # as gloo: a trainer does not notice that its peer hangs
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=OPTIONS, env=patient) as job:
+        trains(job, 0)
+        assert job.rendezvous is not None
+        victim = job.rendezvous if paused == "rendezvous" else job.current[0].process
+        pause(psutil.Process(victim.pid))
+        # Trainers went on meanwhile; nobody restarts for a pause that is over.
+        after = max(e["step"] for e in job.events("step", rank=0))
+        job.wait_until(lambda: job.events("step", rank=0)[-1]["step"] > after + 3, 120, "further steps")
+
+        job.kill_node(1, KillKind.STOP)
+        time.sleep(PAUSE_SECS)  # its replacement finds it gone already
+        job.replace_node(1)
+        trains(job, 1)
+        assert {e["node"] for e in job.events("start", attempt=1)} == {"node0", "node1.1"}
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0}

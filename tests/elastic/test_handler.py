@@ -1,0 +1,212 @@
+"""The elastic rendezvous over reft's store: what is shared, and who is struck out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from reft.elastic.handler import StoreRendezvous, decode_state, encode_state
+from reft.store.door import listen
+from reft.store.keyvalue import KeyValueServer, KeyValueStore
+from tests.machine import free_port
+
+SECRET = b"s" * 32
+WAIT_SECS = 60.0
+LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
+
+nodes = st.builds(_NodeDesc, st.text(max_size=5), st.integers(0, 9), st.integers(0, 9))
+times = st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1), timezones=st.just(UTC))
+
+
+@st.composite
+def states(draw: st.DrawFn) -> _RendezvousState:
+    state = _RendezvousState()
+    state.round = draw(st.integers(0, 100))
+    state.complete, state.closed = draw(st.booleans()), draw(st.booleans())
+    state.deadline = draw(st.none() | times)
+    state.participants = draw(st.dictionaries(nodes, st.integers(0, 9), max_size=3))
+    state.wait_list = draw(st.sets(nodes, max_size=3))
+    state.redundancy_list = draw(st.sets(nodes, max_size=3))
+    state.last_heartbeats = draw(st.dictionaries(nodes, times, max_size=3))
+    return state
+
+
+def same(a: _RendezvousState, b: _RendezvousState) -> bool:
+    """To the microsecond; times are numbers on the way."""
+    x, y = dict(vars(a)), dict(vars(b))
+    close = [(x.pop("deadline"), y.pop("deadline"))]
+    left, right = x.pop("last_heartbeats"), y.pop("last_heartbeats")
+    close += [(left[n], right[n]) for n in left]
+    near = all(p == q or abs(p - q) < timedelta(milliseconds=1) for p, q in close)
+    return x == y and left.keys() == right.keys() and near
+
+
+@given(states())
+def test_the_state_survives_the_way_through_the_store(state: _RendezvousState) -> None:
+    assert same(decode_state(encode_state(state)), state)
+
+
+@given(st.binary(max_size=40) | st.sampled_from([b"{}", b"[]", b'{"round": "x"}', b"\x80\x04N."]))
+def test_p11_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(RendezvousStateError, match="none of reft's"):
+        decode_state(data)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def server(port: int) -> Iterator[KeyValueServer]:
+    served = KeyValueServer(listen("127.0.0.1", port), SECRET)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def joined(server: KeyValueServer) -> list[StoreRendezvous]:
+    """Two nodes that have formed a round; their heartbeats are the tests' business."""
+    handlers = [StoreRendezvous(client(server.port), parameters(server.port)) for _ in range(2)]
+    threads = [threading.Thread(target=h.next_rendezvous) for h in handlers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECS)
+    for handler in handlers:
+        handler._stop_heartbeats()
+    return handlers
+
+
+def client(port: int) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{port}", SECRET, timeout_secs=WAIT_SECS)
+
+
+def parameters(port: int) -> RendezvousParameters:
+    return RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, "127.0.0.1", keep_alive_interval=1)
+
+
+def rewrite(port: int, change: Any) -> None:
+    """Change the shared state, as another node does."""
+    store = client(port)
+    while True:
+        held = store.peek("rendezvous/job")
+        state = _RendezvousState() if held is None else decode_state(held)
+        change(state)
+        if store.compare_set("rendezvous/job", held, encode_state(state))[0]:
+            return
+
+
+def shared(port: int) -> _RendezvousState:
+    held = client(port).peek("rendezvous/job")
+    assert held is not None
+    return decode_state(held)
+
+
+def beat(handler: StoreRendezvous) -> None:
+    handler._state_holder._synced_at -= 1.0  # type: ignore[attr-defined]
+    handler._keep_alive()
+
+
+def struck(handler: StoreRendezvous) -> Any:
+    def change(state: _RendezvousState) -> None:
+        del state.participants[handler._this_node]
+        del state.last_heartbeats[handler._this_node]
+
+    return change
+
+
+def test_p3_a_node_that_was_struck_out_takes_its_place_again(
+    joined: list[StoreRendezvous], port: int
+) -> None:
+    before = shared(port).participants
+    for handler in joined:
+        rewrite(port, struck(handler))
+    for handler in joined:
+        beat(handler)
+    assert shared(port).participants == before
+    assert shared(port).last_heartbeats.keys() == before.keys()
+    assert [h.num_nodes_waiting() for h in joined] == [0, 0]
+
+
+def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], port: int) -> None:
+    """It stood still, and is the first to look again."""
+
+    def all_old(state: _RendezvousState) -> None:
+        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, LONG_AGO)
+
+    rewrite(port, all_old)
+    beat(joined[0])
+    assert shared(port).participants.keys() == {joined[0]._this_node}
+    beat(joined[1])
+    assert len(shared(port).participants) == 2
+
+
+def test_p3_others_have_time_again_after_a_gap_of_ones_own(joined: list[StoreRendezvous], port: int) -> None:
+    def all_old(state: _RendezvousState) -> None:
+        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, LONG_AGO)
+
+    rewrite(port, all_old)
+    joined[0]._state_holder._synced_at -= 3600.0  # type: ignore[attr-defined]
+    beat(joined[0])
+    assert len(shared(port).participants) == 2
+
+
+def test_p3_a_round_that_goes_on_without_a_node_is_joined_again(
+    joined: list[StoreRendezvous], port: int
+) -> None:
+    def next_round(state: _RendezvousState) -> None:
+        struck(joined[0])(state)
+        state.complete, state.round = False, state.round + 1
+
+    rewrite(port, next_round)
+    beat(joined[0])
+    assert joined[0].num_nodes_waiting() == 1
+
+
+def test_p3_a_store_that_came_back_empty_is_told_of_the_round(
+    joined: list[StoreRendezvous], server: KeyValueServer, port: int
+) -> None:
+    before = shared(port)
+    server.close()
+    for handler in joined:
+        beat(handler)
+        with pytest.raises(RendezvousConnectionError, match="not answer"):
+            handler.num_nodes_waiting()
+    second = KeyValueServer(listen("127.0.0.1", port), SECRET)
+    try:
+        for handler in joined:
+            deadline = time.monotonic() + WAIT_SECS
+            while handler._lost is not None and time.monotonic() < deadline:
+                beat(handler)
+                time.sleep(0.05)
+            assert handler.num_nodes_waiting() == 0
+        assert (shared(port).round, shared(port).participants) == (before.round, before.participants)
+    finally:
+        second.close()
+
+
+def test_a_closed_rendezvous_is_not_revived(joined: list[StoreRendezvous], port: int) -> None:
+    rewrite(port, struck(joined[0]))
+    joined[1].shutdown()
+    beat(joined[0])
+    assert joined[0]._this_node not in shared(port).participants
+    assert joined[0].num_nodes_waiting() == 0
+
+
+def test_p6_a_beat_that_came_late_is_no_lost_store(joined: list[StoreRendezvous], port: int) -> None:
+    """The store stood still for longer than a beat may take, and then answers."""
+    rewrite(port, lambda state: state.last_heartbeats.update({joined[0]._this_node: LONG_AGO}))
+    joined[0]._get_deadline = lambda timeout: 0.0  # type: ignore[method-assign]
+    beat(joined[0])
+    assert joined[0].num_nodes_waiting() == 0
