@@ -23,6 +23,7 @@ from reft.errors import (
 )
 
 if TYPE_CHECKING:
+    from reft.data.resumable import resumable
     from reft.hook.deepspeed import attach, initialize
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "UnsupportedStateError",
     "attach",
     "initialize",
+    "resumable",
 ]
 
 
@@ -50,4 +52,8 @@ def __getattr__(name: str) -> Any:
         from reft.hook import deepspeed
 
         return getattr(deepspeed, name)
+    if name == "resumable":
+        from reft.data import resumable
+
+        return resumable.resumable
     raise AttributeError(f"module 'reft' has no attribute {name!r}")

@@ -6,7 +6,7 @@ The signature is the wrapped method's own, so that every release of DeepSpeed is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,3 +74,25 @@ class LoadCall:
         if self.base_only is not None:
             shown.append(self.base_only)
         return f"load_checkpoint({', '.join(shown)})"
+
+
+def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
+    """What a script did before its first step that resumes nothing, as errors and warnings say it.
+
+    Args:
+        bases: its loads of base weights.
+        tagged: its load by tag.
+    """
+    if tagged is not None:
+        return f"the script names the checkpoint that it resumes: {tagged}"
+    if bases:
+        calls = ", ".join(str(base) for base in bases)
+        return f"the script has loaded base weights only ({calls}) and trains"
+    return "the script trains without calling engine.load_checkpoint(...)"
+
+
+def what_to_write(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
+    """The line by which it resumes the newest state."""
+    calls = [tagged] if tagged is not None else bases
+    behind = str(calls[-1]) if calls else "deepspeed.initialize"
+    return f"Write engine.load_checkpoint(save_dir) after {behind}"

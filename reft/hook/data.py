@@ -1,34 +1,42 @@
 """The data position: which samples the training has consumed (P8, trap 7).
 
-Two kinds of iterators are followed without a word from the user: one that offers ``state_dict`` and
-``load_state_dict`` (torchdata's stateful protocol, reft's own sampler), and the loader that DeepSpeed
-builds from ``training_data``, whose position is the number of micro-batches taken from it. Everything
-else belongs into the client state.
+What is followed, and restored:
+
+- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol,
+  reft's own sampler);
+- an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
+  ``training_data`` too;
+- loaders that the script has made :func:`reft.resumable`.
+
+A ``DataLoader`` that the script iterates over in a loop of its own is watched: the script has to go to where
+it was, and whether it did is checked. Everything else belongs into the client state. What is not followed is
+said at the first step (P12).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
 from typing import Any
+
+from torch.utils.data import SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from reft.data import resumable
+from reft.data.passes import Pass, Position, capture_start, is_loader, reads_lazily
+from reft.data.watch import WATCH, Resuming
 
 logger = logging.getLogger(__name__)
 
-
-class _Counting:
-    """Iterator that counts what was taken from the engine's own loader."""
-
-    def __init__(self, inner: Iterator[Any], taken: int) -> None:
-        self._inner = inner
-        self.taken = taken
-
-    def __iter__(self) -> _Counting:
-        return self
-
-    def __next__(self) -> Any:
-        item = next(self._inner)
-        self.taken += 1
-        return item
+_LINES_PLAIN = """
+    loader = reft.resumable(loader)
+    for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
+        for batch in loader: ..."""
+_LINES_PIPELINE = """
+    engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
+_LINES_STATE = """
+    reft.attach(engine, client_state=lambda: {"position": ...})
+    _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
 
 def _is_stateful(iterator: Any) -> bool:
@@ -38,45 +46,208 @@ def _is_stateful(iterator: Any) -> bool:
 
 
 class DataPosition:
-    """Follows the iterator that feeds an engine.
+    """Follows the data that feeds an engine.
 
     Args:
-        engine: the engine; its own loader, if it has one, is counted from now on.
+        engine: the engine; loaders are watched from now on.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._pipeline = hasattr(engine, "grid")
+        self._thread = threading.get_ident()
         self._stateful: Any = None
-        self._pending: Any = None
-        self._own: _Counting | None = None
-        iterator = getattr(engine, "data_iterator", None)
-        if iterator is not None and getattr(engine, "training_data", None) is not None:
-            self._own = _Counting(iterator, 0)
-            engine.data_iterator = self._own
+        self._stateful_saved: Any = None
+        self._repeating = False
+        self._inside = False
+        self._maybe: list[Pass] = []
+        self._batches = 0
+        self._micro_batches = 0
+        self._datasets: set[int] = set()
+        self._astray = False
+        self._pass: Pass | None = None
+        self._known = False
+        self._saved: Position | None = None
+        self._check: Position | None = None
+        self._phase: Resuming | None = None
+        self._unmoved: dict[str, Any] | None = None
+        """The captured position that was restored, until training reads on."""
+        WATCH.join(self)
+        if self._pipeline:
+            _watch_begun(getattr(engine, "data_iterator", None))
 
-    def saw(self, iterator: Any) -> None:
+    def close(self) -> None:
+        WATCH.leave(self)
+
+    # -- what training reads -----------------------------------------------------------------------
+
+    def before_batch(self, one: Pass) -> None:
+        if self._inside and self._repeating and self._saved is not None:
+            one.go_to(self._saved)
+            self._saved = None
+
+    def after_batch(self, one: Pass) -> None:
+        if threading.get_ident() != self._thread:
+            self._astray = True  # it is read ahead: how far is not known
+        elif self._inside:
+            self._take([one])
+        elif not self._pipeline:
+            self._maybe.append(one)
+
+    def _take(self, passes: list[Pass]) -> None:
+        for one in passes:
+            self._datasets.add(id(one.loader.dataset))
+            self._batches += 1
+            self._pass = one
+
+    def begin_batch(self, iterator: Any) -> None:
         """``train_batch`` was called with this iterator; a restored position is applied to it now."""
-        if iterator is None or not _is_stateful(iterator):
-            return
-        self._stateful = iterator
-        if self._pending is not None:
-            iterator.load_state_dict(self._pending)
-            self._pending = None
+        if _is_stateful(iterator):
+            self._stateful = iterator
+            self._apply_stateful()
+        source = iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
+        self._repeating = _is_repeating(source)
+        _watch_begun(source)
+        self._micro_batches += int(self._engine.gradient_accumulation_steps())
+        self._inside = True
+
+    def end_batch(self) -> None:
+        self._inside = False
+
+    def forward(self, *, training: bool) -> str | None:
+        """A plain engine computes. Returns what has to be said about data that is not where it was."""
+        passes, self._maybe = self._maybe, []
+        if not training:
+            return None
+        self._take(passes)
+        self._micro_batches += 1
+        expected, self._check = self._check, None
+        if expected is None or not passes or _is_behind(passes[-1], expected):
+            return None
+        return (
+            f"the version was taken behind batch {expected.taken} of a pass over the data, but the script "
+            f"goes on behind batch {passes[-1].taken - 1}: from here on its losses are not those of the "
+            f"undisturbed run. Write{_LINES_PLAIN}"
+        )
+
+    def trains(self) -> None:
+        """A step begins: the script has come to where it was."""
+        if self._phase is not None and WATCH.resuming is self._phase:
+            WATCH.resuming = None
+        self._phase = self._unmoved = None
+
+    # -- versions ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Encodable position after the step that just ended."""
+        if self._unmoved is not None:
+            return self._unmoved
+        self._settle()
+        found: dict[str, Any] = {}
         if self._stateful is not None:
-            return {"iterator": self._stateful.state_dict()}
-        if self._own is not None:
-            return {"taken": self._own.taken}
-        return {}
+            found["iterator"] = self._stateful.state_dict()
+        if self._known and self._pass is not None:
+            found["pass"] = self._pass.position().encode()
+        if loaders := resumable.positions():
+            found["resumable"] = {name: position.encode() for name, position in loaders.items()}
+        return found
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def _settle(self) -> None:
+        """Known is a position where every micro-batch was one batch of one loader."""
+        if self._micro_batches:
+            one_each = self._batches == self._micro_batches and len(self._datasets) == 1
+            self._known = one_each and not self._astray
+            self._batches = self._micro_batches = 0
+            self._datasets.clear()
+
+    def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
         """Go to a captured position, now or as soon as the iterator is seen."""
+        self._unmoved = state
+        position = Position.decode(state["pass"]) if "pass" in state else None
+        self._maybe.clear()
+        self._batches = self._micro_batches = 0
+        if rng is not None:
+            WATCH.resuming = self._phase = Resuming(position, rng)
+        self._saved, self._check = position, None
+        if not self._pipeline:
+            self._saved, self._check = None, position
+        resumable.restore({name: Position.decode(p) for name, p in state.get("resumable", {}).items()})
         if "iterator" in state:
-            self._pending = state["iterator"]
-            if self._stateful is not None:
-                self.saw(self._stateful)
-        elif "taken" in state and self._own is not None:
-            for _ in range(int(state["taken"]) - self._own.taken):
-                next(self._own)
+            self._stateful_saved = state["iterator"]
+            self._apply_stateful()
+
+    def _apply_stateful(self) -> None:
+        if self._stateful is not None and self._stateful_saved is not None:
+            self._stateful.load_state_dict(self._stateful_saved)
+            self._stateful_saved = None
+
+    # -- what is said (P12) ----------------------------------------------------------------------------
+
+    def advice(self) -> str | None:
+        """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
+        step."""
+        self._settle()
+        if self._saved is not None:
+            self._saved = None
+            return (
+                f"the position of the data could not be restored: train_batch was given something else than "
+                f"the iterator that the version was taken with, a RepeatingLoader. Write{_LINES_PIPELINE}"
+            )
+        if self._stateful is not None or resumable.positions():
+            return None
+        if self._known and self._pass is not None:
+            if self._pipeline and self._repeating:
+                return None
+            lines = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
+            return (
+                f"the script iterates over its DataLoader in a loop of its own. After a failure it has to go "
+                f"to where it was by itself; for reft to do so, write{lines}"
+            )
+        loader = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
+        return (
+            f"the position in the data is not known: it comes from something else than one DataLoader. After "
+            f"a failure the job goes on with other data, unless batches follow from engine.global_steps. "
+            f"Write{loader}\nor keep the position yourself:{_LINES_STATE}"
+        )
+
+
+def _is_behind(one: Pass, expected: Position) -> bool:
+    """Whether the batch just taken is the one that follows ``expected``."""
+    return one.taken == (1 if expected.complete else expected.taken + 1) or (
+        expected.complete and one.taken == expected.taken + 1
+    )
+
+
+def _is_repeating(source: Any) -> bool:
+    from deepspeed.runtime.dataloader import RepeatingLoader
+
+    return isinstance(source, RepeatingLoader)
+
+
+def _watch_begun(source: Any) -> None:
+    """Watch a pass of a RepeatingLoader that was begun before anybody watched, if nothing was taken of it."""
+    if not _is_repeating(source):
+        return
+    loader, begun = source.loader, source.data_iter
+    if is_loader(loader) and _is_fresh(begun) and _order_is_told(loader):
+        source.data_iter = _adopted(loader, begun)
+    inner = getattr(loader, "dataloader", None)
+    frame = getattr(getattr(loader, "data", None), "gi_frame", None)
+    if begun is loader and is_loader(inner) and frame is not None:
+        # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
+        raw = frame.f_locals.get(".0")
+        if _is_fresh(raw) and _order_is_told(inner):
+            loader.data = _adopted(inner, raw)
+
+
+def _is_fresh(begun: Any) -> bool:
+    return not isinstance(begun, Pass) and getattr(begun, "_num_yielded", None) == 0
+
+
+def _adopted(loader: Any, begun: Any) -> Pass:
+    return Pass(loader, begun, capture_start(loader), WATCH, adopted=True)
+
+
+def _order_is_told(loader: Any) -> bool:
+    """Whether its order can be told although the pass was begun unseen. Workers are given samples at once."""
+    return reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)

@@ -145,26 +145,30 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
 
     def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
-            restorer.before_first_step(data_iter, fetches_inside=True)
-            result = original(data_iter, *args, **kwargs)
+            restorer.before_batch(data_iter)
+            try:
+                result = original(data_iter, *args, **kwargs)
+            finally:
+                session.data.end_batch()
             session.after_step()
+            restorer.after_step()
             return result
 
         return wrapped
 
     def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if engine.training and torch.is_grad_enabled():
-                restorer.before_first_step(None, fetches_inside=False)
+            restorer.before_forward(training=engine.training and torch.is_grad_enabled())
             return original(*args, **kwargs)
 
         return wrapped
 
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            restorer.before_first_step(None, fetches_inside=False)
+            restorer.before_first_step()
             result = original(*args, **kwargs)
             session.after_step()
+            restorer.after_step()
             return result
 
         return wrapped

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from reft.blocks import Section
+from reft.config import Variant
 from reft.errors import ConfigError, UnrecoverableError
-from reft.hook.calls import LoadCall
+from reft.hook.calls import LoadCall, what_it_did, what_to_write
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Sound, nothing_sound
 from reft.hook.session import Session
@@ -84,26 +85,49 @@ class Restorer:
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
         self._disk = DiskRung(session.control, session.coordinate, session.job_id, session.config.persist.dir)
+        self._first_step, self._advised = int(session.engine.global_steps), False
 
     # -- hooks ------------------------------------------------------------------------------------
 
-    def before_first_step(self, data_iter: Any, *, fetches_inside: bool) -> None:
-        """Called before every step; does its work once.
-
-        Args:
-            data_iter: the iterator given to ``train_batch``, if any.
-            fetches_inside: the step itself takes its batches, so that the random state of the
-                snapshot must hold from here on; whatever the script drew since it loaded (a loader
-                draws a seed when it is iterated) is undone.
-        """
-        self._session.data.saw(data_iter)
-        if not self._trains:
-            if self._session.worker is None:
-                self._start_at_first_step()
-            self._trains = True
-        if self._rng is not None and fetches_inside:
+    def before_batch(self, data_iter: Any) -> None:
+        """``train_batch`` begins, which takes its batches itself. The random states of the version hold from
+        here on: whatever the script has drawn since it loaded is undone."""
+        self.before_first_step()
+        self._session.data.begin_batch(data_iter)
+        if self._rng is not None:
             restore_rng(self._rng)
         self._rng = None
+
+    def before_forward(self, *, training: bool) -> None:
+        """A plain engine computes on a batch that the script has read."""
+        session = self._session
+        if training:
+            self.before_first_step()
+        moved = session.data.forward(training=training)
+        if moved is not None and session.is_rank_zero:
+            logger.warning("reft: %s", moved)
+
+    def before_first_step(self) -> None:
+        """Called before every step; does its work once after every load."""
+        if not self._trains and self._session.worker is None:
+            self._start_at_first_step()
+        self._trains = True
+        self._session.restored_client = None
+        self._session.data.trains()
+
+    def after_step(self) -> None:
+        """A step has returned: after the first one it is known how the script reads its data."""
+        session = self._session
+        if self._advised or int(session.engine.global_steps) == self._first_step:
+            return
+        self._advised = True
+        text = session.data.advice()
+        if text is None or not session.is_rank_zero or session.variant is Variant.NONE:
+            return
+        if session.client_state is not None:
+            logger.info("reft: the position in the data is left to the client state that is attached")
+        else:
+            logger.warning("reft: %s", text)
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
@@ -223,9 +247,11 @@ class Restorer:
 
     def _after_restore(self, state: dict[str, Any]) -> None:
         session = self._session
-        session.data.restore(state.get("data") or {})
-        self._client_state = ClientStateView(state.get("client") or {})
+        session.data.restore(state.get("data") or {}, state.get("rng"))
+        session.restored_client = dict(state.get("client") or {})
+        self._client_state = ClientStateView(session.restored_client)
         self._rng = state.get("rng")
+        self._first_step = int(session.engine.global_steps)
         session.restored()
 
     def _frozen(self, label: Label) -> dict[int, Label]:
@@ -415,12 +441,13 @@ class Restorer:
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
         session = self._session
+        did, to_write = what_it_did(self._bases, self._tagged), what_to_write(self._bases, self._tagged)
         if self._tagged is None:
             plan = self._plan(self._gather_inventories())
             if isinstance(plan, RecoveryPlan):
                 raise UnrecoverableError(
-                    f"the memory of job {session.job_id} holds {plan.label}, but {self._what_it_did()}: it "
-                    f"would start from scratch and overwrite it. {self._what_to_write()}, or run "
+                    f"the memory of job {session.job_id} holds {plan.label}, but {did}: it "
+                    f"would start from scratch and overwrite it. {to_write}, or run "
                     f"'reft clean --job {session.job_id} --force' if that is meant"
                 )
             self._refuse_silent_restart(plan)
@@ -428,22 +455,8 @@ class Restorer:
         else:
             consequence = "After every failure it would go back there."
         if session.is_rank_zero:
-            logger.warning("reft: %s. %s %s", self._what_it_did(), consequence, self._what_to_write())
+            logger.warning("reft: %s. %s %s", did, consequence, to_write)
         session.start({})
-
-    def _what_it_did(self) -> str:
-        if self._tagged is not None:
-            return f"the script names the checkpoint that it resumes: {self._tagged}"
-        if self._bases:
-            calls = ", ".join(str(base) for base in self._bases)
-            return f"the script has loaded base weights only ({calls}) and trains"
-        return "the script trains without calling engine.load_checkpoint(...)"
-
-    def _what_to_write(self) -> str:
-        behind = "deepspeed.initialize"
-        if self._bases or self._tagged:
-            behind = str(self._tagged or self._bases[-1])
-        return f"Write engine.load_checkpoint(save_dir) after {behind}"
 
     def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
         if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:

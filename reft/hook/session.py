@@ -68,6 +68,8 @@ class Session:
         self.engine = engine
         self.config = config
         self.client_state = client_state
+        self.restored_client: dict[str, Any] | None = None
+        """Client state of the version that was restored, until the script trains on."""
         self.adapter = adapter_for(engine)
         self.coordinate, degrees = coordinate_of(engine)
         self.control = ControlGroup(config.commit_timeout_secs)
@@ -282,6 +284,7 @@ class Session:
         if self.worker is not None:
             self.worker.close(self.config.grace_secs)
         self._recomputing.close()
+        self.data.close()
         self.daemon.close()
         self.events.write("closed", **self.stats.to_json())
 
@@ -383,7 +386,7 @@ class Session:
             state = capture_host_state(
                 self.engine,
                 self.adapter,
-                self.client_state() if self.client_state else None,
+                self._client(),
                 self.data.state(),
             )
             encode = self._blob.prepare(self.engine, images, state)
@@ -408,6 +411,11 @@ class Session:
             request.copied.wait()
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
+
+    def _client(self) -> Mapping[str, Any] | None:
+        if self.restored_client is not None:
+            return self.restored_client
+        return self.client_state() if self.client_state else None
 
     def _current_images(self) -> LiveImages:
         signature = self.adapter.signature()

@@ -24,13 +24,39 @@ _MEGATRON = (
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
-def capture_rng() -> dict[str, Any]:
-    """State of all generators, encodable; no generator is advanced."""
+def capture_host_rng() -> dict[str, Any]:
+    """State of the generators in host memory, which data is drawn with; encodable, none is advanced."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
+    }
+
+
+def restore_host_rng(state: dict[str, Any]) -> None:
+    """Put the generators in host memory where :func:`capture_host_rng` found them."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+def same_host_rng(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two captured states would draw the same."""
+    return (
+        torch.equal(a["torch"], b["torch"])
+        and np.array_equal(a["python"]["words"], b["python"]["words"])
+        and a["python"]["gauss"] == b["python"]["gauss"]
+        and a["numpy"][2:] == b["numpy"][2:]
+        and np.array_equal(a["numpy"][1], b["numpy"][1])
+    )
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of all generators, encodable; no generator is advanced."""
+    return {
+        **capture_host_rng(),
         "device": _capture_device(),
         "trackers": {name: _capture_tracker(name, tracker) for name, tracker in _trackers()},
     }
@@ -42,10 +68,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     Raises:
         LayoutError: the snapshot has the generator of a tracker this process does not use.
     """
-    python = state["python"]
-    random.setstate((python["version"], tuple(int(w) for w in python["words"]), python["gauss"]))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    restore_host_rng(state)
     if state["device"] is not None:
         _restore_device(state["device"])
     trackers = dict(_trackers())

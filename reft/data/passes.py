@@ -1,0 +1,227 @@
+"""One pass over a ``DataLoader``, and how to come back into the middle of it (P8).
+
+The order of a pass follows from the random states at its beginning. To come back, the pass is begun again
+under these states, and the samples that were taken are skipped by their indices: no data is loaded for them,
+and nothing of an earlier pass is repeated. The script's own random states are as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from reft.state.rng import capture_host_rng, restore_host_rng, same_host_rng
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training is in a pass.
+
+    Attributes:
+        start: random states when the pass was begun, with those of the loader's own generators.
+        first: random states when the first batch was asked for, where something was drawn in between.
+        taken: batches that were taken.
+        length: batches of the pass; None where the loader cannot tell.
+        number: of the pass, for loaders that count them.
+    """
+
+    start: dict[str, Any]
+    first: dict[str, Any] | None
+    taken: int
+    length: int | None
+    number: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the next batch is the first one of another pass."""
+        return self.length is not None and self.taken >= self.length
+
+    def encode(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def decode(cls, data: dict[str, Any]) -> Position:
+        return cls(**data)
+
+
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """Generators of a loader and its samplers, each once, in a fixed order."""
+    batches = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def capture_start(loader: Any) -> dict[str, Any]:
+    """All that decides the order of the pass that is about to begin."""
+    return {**capture_host_rng(), "generators": [g.get_state() for g in own_generators(loader)]}
+
+
+def length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def reads_lazily(loader: Any) -> bool:
+    """Whether samples are chosen when batches are asked for; worker processes are given theirs at once."""
+    return int(getattr(loader, "num_workers", 0)) == 0
+
+
+class Pass:
+    """The iterator of one pass: the loader's own, counted.
+
+    Args:
+        loader: a ``DataLoader``.
+        inner: its iterator, of which nothing was taken.
+        start: what :func:`capture_start` returned before it was made.
+        watch: told before and after every batch, and at the end.
+        adopted: it was begun before anybody watched.
+    """
+
+    def __init__(
+        self, loader: Any, inner: Iterator[Any], start: dict[str, Any], watch: Any, *, adopted: bool = False
+    ) -> None:
+        self.loader = loader
+        self.taken = 0
+        self.number = 0
+        self.natural = True
+        """Whether it was begun with the random states that training had."""
+        self.era: object = None
+        self.resumable = False
+        """Whether reft brings it back by itself."""
+        self._inner = inner
+        self._start = start
+        self._first: dict[str, Any] | None = None
+        self._notes_first = reads_lazily(loader)
+        self._begun: dict[str, Any] | None = None if adopted else capture_host_rng()
+        self._watch = watch
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __next__(self) -> Any:
+        self._watch.before_batch(self)
+        if self.taken == 0 and self._notes_first:
+            now = capture_host_rng()
+            self._first = now if self._begun is None or not same_host_rng(now, self._begun) else None
+            self._begun = None
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._watch.after_last(self)
+            raise
+        self.taken += 1
+        self._watch.after_batch(self)
+        return batch
+
+    @property
+    def raw(self) -> Iterator[Any]:
+        return self._inner
+
+    def position(self) -> Position:
+        return Position(self._start, self._first, self.taken, length_of(self.loader), self.number)
+
+    def adopt(self, other: Pass) -> None:
+        """Become another pass over the same loader, of which nothing was taken."""
+        self._inner, self._start, self._first = other._inner, other._start, other._first
+        self._notes_first, self._begun = other._notes_first, other._begun
+        self.natural, self.era = other.natural, other.era
+
+    def go_to(self, position: Position, *, skip: bool = True) -> None:
+        """Become the pass of ``position``: behind what was taken of it, or at its beginning. The random
+        states that training uses stay as they are."""
+        taken = position.taken if skip else 0
+        self._inner = positioned(self.loader, position, taken)
+        self._start, self._first, self._notes_first = position.start, position.first, False
+        self.taken, self.number, self.natural = taken, position.number, False
+
+
+def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
+    """The loader's iterator as the pass of ``position`` had it after ``taken`` batches."""
+    here = capture_host_rng()
+    try:
+        restore_host_rng(position.start)
+        for generator, state in zip(own_generators(loader), position.start["generators"], strict=False):
+            generator.set_state(state)
+        if isinstance(loader.dataset, IterableDataset):
+            # There are no indices to skip by: the pass is read again.
+            inner = raw_iterator(loader)
+            for _ in itertools.islice(inner, taken):
+                pass
+            return inner
+        twin = copy.copy(loader)
+        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        skipping = _Skipping(getattr(loader, name), taken)
+        # DataLoader refuses to have these set; on the copy nothing else refers to them.
+        vars(twin).update({name: skipping, "persistent_workers": False, "_iterator": None})
+        inner = raw_iterator(twin)
+        if reads_lazily(loader):
+            skipping.first = position.first or capture_host_rng()
+        return inner
+    finally:
+        restore_host_rng(here)
+
+
+def raw_iterator(loader: Any) -> Iterator[Any]:
+    """What ``iter`` gives where nobody watches."""
+    global _unwatched
+    outer, _unwatched = _unwatched, True
+    try:
+        made = iter(loader)
+    finally:
+        _unwatched = outer
+    return made.raw if isinstance(made, Pass) else made
+
+
+_unwatched = False
+
+
+def is_watched() -> bool:
+    return not _unwatched
+
+
+class _Skipping:
+    """A sampler without its first draws. ``first``: random states for the draws that are made at once, in
+    which most samplers choose the whole order; None: those that are there."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+        self.first: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        here = capture_host_rng() if self.first is not None else None
+        if self.first is not None:
+            restore_host_rng(self.first)
+        indices = iter(self._sampler)
+        for _ in itertools.islice(indices, self._skip):
+            pass
+        head = list(itertools.islice(indices, 1))
+        if here is not None:
+            restore_host_rng(here)
+        yield from head
+        yield from indices
+
+
+def is_loader(candidate: Any) -> bool:
+    return isinstance(candidate, DataLoader)

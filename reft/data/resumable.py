@@ -1,0 +1,108 @@
+"""A ``DataLoader`` that goes on where the version was taken, in a script that iterates over it itself.
+
+    loader = reft.resumable(loader)             # before or after engine.load_checkpoint
+    for epoch in range(loader.epoch, epochs):
+        for batch in loader:
+            ...
+
+Without reft attached it is the loader.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from reft.data.passes import Pass, Position, is_loader
+from reft.data.watch import WATCH
+from reft.errors import ConfigError
+
+_named: weakref.WeakValueDictionary[str, ResumableLoader] = weakref.WeakValueDictionary()
+_waiting: dict[str, Position] = {}
+"""Positions of a version whose loaders the script has not made yet."""
+
+
+class ResumableLoader:
+    """Made by :func:`resumable`. Attributes that it does not have are the loader's."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader = loader
+        self._name = name
+        self._pass: Pass | None = None
+        self._restored: Position | None = _waiting.pop(name, None)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
+        if self._restored is not None:
+            return self._restored.number
+        return 0 if self._pass is None else self._pass.number
+
+    def __iter__(self) -> Iterator[Any]:
+        if _named.get(self._name) is not self:
+            raise ConfigError(
+                f"found two loaders that are resumable under the name {self._name!r}; expected one name "
+                f"each: write reft.resumable(loader, name='...')"
+            )
+        if self._restored is not None:
+            one, self._restored = WATCH.begin_at(self._loader, self._restored), None
+        else:
+            one = WATCH.open(self._loader)
+            one.number = 0 if self._pass is None else self._pass.number + 1
+        one.resumable = True
+        self._pass = one
+        return one
+
+    def position(self) -> Position | None:
+        """None where no pass was begun."""
+        return self._restored if self._pass is None else self._pass.position()
+
+    def go_to(self, position: Position) -> None:
+        """Go on behind ``position``: a pass that is being read at once, else the next one."""
+        if self._pass is None:
+            self._restored = position
+        else:
+            self._pass.go_to(position)
+            self._pass.era = WATCH.resuming
+
+
+def resumable(loader: Any, name: str = "data") -> Any:
+    """Have the position of a ``DataLoader`` restored with the training state, to the batch and the bit.
+
+    Args:
+        loader: a ``torch.utils.data.DataLoader``.
+        name: where a script has several, one for each; the same after a restart.
+
+    Raises:
+        ConfigError: it is no ``DataLoader``.
+    """
+    if not is_loader(loader):
+        raise ConfigError(
+            f"found {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data."
+            f"DataLoader. Keep the position of other data in reft.attach(engine, client_state=...)"
+        )
+    made = _named[name] = ResumableLoader(loader, name)
+    return made
+
+
+def positions() -> dict[str, Position]:
+    """Where the resumable loaders of this process are, by name."""
+    found = {name: loader.position() for name, loader in _named.items()}
+    return {name: position for name, position in found.items() if position is not None}
+
+
+def restore(saved: dict[str, Position]) -> None:
+    """Bring the loaders back, those too that the script makes later."""
+    _waiting.clear()
+    for name, position in saved.items():
+        if name in _named:
+            _named[name].go_to(position)
+        else:
+            _waiting[name] = position

@@ -1,0 +1,138 @@
+"""What scripts do with their ``DataLoader``\\ s, while an engine is under reft's care.
+
+``DataLoader.__iter__`` returns a :class:`~reft.data.passes.Pass` then, which behaves alike and counts. What a
+script draws in order to get back to where it was, before its first step after a resumption, leaves no trace:
+passes are begun in the order of the one that the version was in, and every batch is read under the random
+states of the version, so that the first batch that is trained on, and all behind it, are the undisturbed
+run's (P8).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from reft.data.passes import Pass, Position, capture_start, is_watched, raw_iterator
+from reft.state.rng import capture_host_rng, restore_host_rng, restore_rng
+
+
+class Listener(Protocol):
+    """Who wants to know what is read."""
+
+    def before_batch(self, one: Pass) -> None: ...
+
+    def after_batch(self, one: Pass) -> None: ...
+
+
+class Resuming:
+    """The time between a resumption and the first training step.
+
+    Args:
+        position: where the version was in its data, if that is known.
+        rng: the version's random states.
+    """
+
+    def __init__(self, position: Position | None, rng: dict[str, Any]) -> None:
+        self._position = position
+        self._rng = rng
+
+    def begin(self, loader: Any, watch: Watch) -> Pass:
+        position = self._position
+        if position is not None and position.complete:
+            # The version was at the end of its pass: this one may be the next, with draws that count.
+            restore_rng(self._rng)
+            one = watch.begin(loader)
+        else:
+            here = capture_host_rng()
+            one = watch.begin(loader)
+            restore_host_rng(here)
+            one.natural = False
+            if position is not None:
+                one.go_to(position, skip=False)
+        one.era = self
+        return one
+
+    def before_batch(self, one: Pass, watch: Watch) -> None:
+        if one.era is not self and one.taken == 0:
+            # Begun before the version was loaded.
+            one.adopt(self.begin(one.loader, watch))
+        if not (one.natural and one.taken == 0):
+            restore_rng(self._rng)
+
+    def after_last(self, one: Pass) -> bool:
+        """Whether the script is known to be where the version was: at the end of the pass that reft went back
+        to. At the end of another as long as that it may be there."""
+        position = self._position
+        if position is None or one.taken != position.taken:
+            return False
+        self._position = replace(position, length=one.taken)
+        restore_rng(self._rng)
+        return one.resumable
+
+
+class Watch:
+    """The one watcher of a process."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+        self._original: Any = None
+        self.resuming: Resuming | None = None
+
+    def join(self, listener: Listener) -> None:
+        """Watch from now on."""
+        self._listeners.append(listener)
+        if self._original is not None:
+            return
+        original = self._original = DataLoader.__iter__
+
+        @functools.wraps(original)
+        def watched(loader: Any) -> Any:
+            if not is_watched():
+                return original(loader)
+            return self.open(loader)
+
+        DataLoader.__iter__ = watched  # type: ignore[method-assign]
+
+    def leave(self, listener: Listener) -> None:
+        """With the last one gone, ``DataLoader`` is as torch made it."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        if not self._listeners and self._original is not None:
+            DataLoader.__iter__ = self._original  # type: ignore[method-assign]
+            self._original, self.resuming = None, None
+
+    def open(self, loader: Any) -> Pass:
+        """What a script gets that begins a pass."""
+        return self.begin(loader) if self.resuming is None else self.resuming.begin(loader, self)
+
+    def begin(self, loader: Any) -> Pass:
+        """A pass under the random states that are there."""
+        start = capture_start(loader)
+        return Pass(loader, raw_iterator(loader), start, self)
+
+    def begin_at(self, loader: Any, position: Position) -> Pass:
+        """The pass of a version, behind what was taken of it."""
+        one = Pass(loader, iter(()), position.start, self)
+        one.go_to(position)
+        one.era = self.resuming
+        return one
+
+    def before_batch(self, one: Pass) -> None:
+        if self.resuming is not None:
+            self.resuming.before_batch(one, self)
+        for listener in self._listeners:
+            listener.before_batch(one)
+
+    def after_batch(self, one: Pass) -> None:
+        for listener in self._listeners:
+            listener.after_batch(one)
+
+    def after_last(self, one: Pass) -> None:
+        if self.resuming is not None and self.resuming.after_last(one):
+            self.resuming = None
+
+
+WATCH = Watch()
