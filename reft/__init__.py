@@ -6,25 +6,28 @@ pipeline stage and kept redundantly; after a failure the job restarts from its p
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reft.config import ReftConfig
-from reft.errors import (
-    ArenaError,
-    AuthenticationError,
-    ConfigError,
-    LayoutError,
-    OutOfMemoryError,
-    PersistError,
-    ReftError,
-    TransferError,
-    UnrecoverableError,
-    UnsupportedStateError,
-)
-
 if TYPE_CHECKING:
+    from reft.config import ReftConfig
     from reft.data.resumable import resumable
-    from reft.hook.deepspeed import attach, initialize
+    from reft.errors import (
+        ArenaError,
+        AuthenticationError,
+        ConfigError,
+        FingerprintError,
+        JobInUseError,
+        LayoutError,
+        OutOfMemoryError,
+        PersistError,
+        ReftError,
+        TransferError,
+        UnrecoverableError,
+        UnsupportedStateError,
+    )
+    from reft.hook.deepspeed import attach
+    from reft.hook.install import initialize
 
 __version__ = "0.1.0"
 
@@ -32,6 +35,8 @@ __all__ = [
     "ArenaError",
     "AuthenticationError",
     "ConfigError",
+    "FingerprintError",
+    "JobInUseError",
     "LayoutError",
     "OutOfMemoryError",
     "PersistError",
@@ -45,15 +50,16 @@ __all__ = [
     "resumable",
 ]
 
+_ELSEWHERE = {
+    "ReftConfig": "reft.config",
+    "attach": "reft.hook.deepspeed",
+    "initialize": "reft.hook.install",
+    "resumable": "reft.data.resumable",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # torch and DeepSpeed are imported on first use: the daemon and the command line stay light.
-    if name in {"attach", "initialize"}:
-        from reft.hook import deepspeed
-
-        return getattr(deepspeed, name)
-    if name == "resumable":
-        from reft.data import resumable
-
-        return resumable.resumable
-    raise AttributeError(f"module 'reft' has no attribute {name!r}")
+    # On first use: a job without the block finds none of it imported (P10), and commands stay light.
+    if name not in __all__:
+        raise AttributeError(f"module 'reft' has no attribute {name!r}")
+    return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from reft.config import ENV_JOB_ID, ENV_PROFILE, ProfileConfig
+from reft.config import ENV_JOB_ID, ProfileConfig
 from reft.errors import ConfigError, ReftError
+from reft.naming import ENV_PROFILE
 
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult

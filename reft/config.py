@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,13 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME, ENV_PROFILE, JOB_ID, name_of_run
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
     from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)
 
-BLOCK_NAME = "reft"
 AUTO = "auto"
 AOR = "+aor"
 """Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)."""
@@ -36,9 +35,6 @@ ENV_JOB_ID = "REFT_JOB_ID"
 ENV_NODE_ID = "REFT_NODE_ID"
 ENV_SECRET = "REFT_SECRET"
 ENV_STORE = "REFT_STORE"
-ENV_PROFILE = "REFT_PROFILE"
-JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-"""What names a job's memory: a directory's name, which cannot lead out of the one above it."""
 
 
 class FaultPoint(StrEnum):
@@ -189,8 +185,8 @@ class ReftConfig(_Block):
     job_id: str | None = Field(
         None,
         pattern=f"^{JOB_ID.pattern}$",
-        description="name of the job's memory; null takes the launcher's run id; REFT_JOB_ID, which "
-        "'reft launch' sets, overrides it",
+        description="name of the job's memory; null takes the launcher's run id, else one made of user, "
+        "directory, program and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it",
     )
     memory_dir: Path = Field(
         Path(f"/dev/shm/reft-{os.geteuid()}"),
@@ -381,8 +377,9 @@ class ReftConfig(_Block):
 
     @property
     def job_memory_dir(self) -> Path:
-        """Directory of this job's memory on this node."""
-        return self.memory_dir / (self.job_id or "default")
+        """Directory of this job's memory on this node; the job has its name by now."""
+        assert self.job_id is not None
+        return self.memory_dir / self.job_id
 
 
 def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
@@ -415,8 +412,10 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
             if block.get(key) not in (None, value):
                 logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
             block[key] = value
-    if not block.get("job_id") and environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        block["job_id"] = environ["TORCHELASTIC_RUN_ID"]
+    single_node = environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    run_name = name_of_run(environ.get("TORCHELASTIC_RUN_ID"), single_node=single_node)
+    if run_name and not block.get("job_id"):
+        block["job_id"] = run_name
     if asked := environ.get(ENV_PROFILE):
         # `reft profile` measures any job, with or without a block.
         block |= {"enabled": True, **json.loads(asked)}

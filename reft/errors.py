@@ -11,6 +11,10 @@ class ConfigError(ReftError, ValueError):
     """The ``reft`` block, a command line or an environment variable cannot be honoured."""
 
 
+class JobInUseError(ConfigError):
+    """A live job holds the memory; the message says who and since when."""
+
+
 class LayoutError(ReftError, RuntimeError):
     """A snapshot does not fit the running job (other parallel degrees, shapes or dtypes)."""
 

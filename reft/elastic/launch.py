@@ -183,7 +183,9 @@ class Launcher(Observer):
             message = (
                 f"{options.config.min_nodes} nodes did not come together in {options.join_timeout_secs:.0f} "
                 f"s: nothing took the place of a missing one. Start `reft launch` on another node in time, "
-                f"or wait longer with --rdzv-conf join_timeout=SECS"
+                f"or wait longer with --rdzv-conf join_timeout=SECS. Only nodes with one run id meet, here "
+                f"{options.config.run_id!r}; without --rdzv-id it is made of user, directory, program and "
+                f"arguments"
             )
             self._meeting.close(message)
             raise JobEndedError(message) from error

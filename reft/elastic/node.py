@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -19,18 +18,20 @@ from typing import Any
 
 from reft.config import ENV_SECRET
 from reft.elastic.exits import EXITS_PREFIX
-from reft.errors import AuthenticationError, ConfigError, ReftError
+from reft.errors import AuthenticationError, ReftError
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
 from reft.store.client import request
-from reft.store.jobdir import SECRET_FILE, JobDir, check_place, write_json
+from reft.store.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, write_json
+from reft.store.joblock import JobLock
 
 logger = logging.getLogger(__name__)
 
 LAUNCHER_FILE = "launcher.json"
-LOCK_FILE = "launcher.lock"
 _CHECK_SECS = 0.2
 _BACKOFF_SECS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_LOCK_SECS = 5.0
+"""A launcher that was just killed holds its lock until the kernel has taken it down."""
 _STABLE_SECS = 60.0
 """A daemon that lived so long was well; the next start is not delayed."""
 
@@ -56,7 +57,7 @@ class NodeMemory:
         self.node = node
         self.path = memory_dir / job_id
         self.job_dir: JobDir | None = None
-        self._lock_fd = -1
+        self._lock: JobLock | None = None
         self._made = False
 
     def prepare(self, secret: bytes) -> JobDir:
@@ -66,18 +67,18 @@ class NodeMemory:
             secret: the user's.
 
         Raises:
-            ConfigError: another launcher has the directory.
+            JobInUseError: another launcher, or a job under plain torchrun, has the directory.
             AuthenticationError: it holds memory under another secret, or one that cannot be read; the
                 memory stays.
             ReftError, OSError: it cannot be made.
         """
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
-        if self.path.is_dir():
-            self._hold()
-            # Of a launcher that was killed: this one holds the lock.
-            for left in self.path.glob(f"{EXITS_PREFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
+        make_job_directory(self.memory_dir, self.job_id)
+        self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+        # Of a launcher that was killed: this one holds the lock.
+        for left in self.path.glob(f"{EXITS_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
         if not self.holds_versions():
             # A secret without memory under it protects nothing, and would bar the user's.
             (self.path / SECRET_FILE).unlink(missing_ok=True)
@@ -92,7 +93,6 @@ class NodeMemory:
                 f"{error}. The memory that an earlier run left in {self.path} is kept: mend its secret or "
                 f"give it as {ENV_SECRET}, or remove both with 'reft clean', or start under another --job-id"
             ) from error
-        self._hold()
         return self.job_dir
 
     def _remove_unreadable(self, secret: bytes) -> None:
@@ -104,30 +104,11 @@ class NodeMemory:
             logger.warning("%s: memory under a secret that is lost is removed", path)
             path.unlink(missing_ok=True)
 
-    def _hold(self) -> None:
-        if self._lock_fd >= 0:
-            return
-        fd = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise ConfigError(
-                f"{self.path} is in use by another launcher of job {self.job_id!r}; give every launcher on "
-                f"this host its own --memory-dir, or end the other one"
-            ) from error
-        self._lock_fd = fd
-
-    def _release(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-
     def discard_unused(self) -> None:
         """No round was formed: what this launcher made goes again, what it found stays."""
-        if self._made and self._lock_fd >= 0 and not self.holds_versions():
+        if self._made and self._lock is not None and not self.holds_versions():
             shutil.rmtree(self.path, ignore_errors=True)
-            self._release()
+            self._lock.close()
 
     def holds_versions(self) -> bool:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
@@ -146,7 +127,8 @@ class NodeMemory:
             self.job_dir.remove(force=True)
         except (OSError, ReftError) as error:
             logger.warning("%s could not be removed: %s", self.path, error)
-        self._release()
+        if self._lock is not None:
+            self._lock.close()
 
 
 class DaemonKeeper:

@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, JOB_ID, parse_block
+from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, parse_block
 from reft.elastic.node import default_node_id
 from reft.errors import ConfigError
+from reft.naming import is_name, own_name, safe_name
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--job-id",
         "--job_id",
         default=os.environ.get(ENV_JOB_ID),
-        help=f"name of the job's memory ({ENV_JOB_ID}; default: --rdzv-id). The same name finds the memory "
-        "that an earlier launch left.",
+        help=f"name of the job's memory ({ENV_JOB_ID}; default: --rdzv-id, else made of user, directory, "
+        "program and arguments). The same name finds the memory that an earlier launch left.",
     )
     ours.add_argument("--no-daemon", "--no_daemon", action="store_true", help="start no node daemon")
     ours.add_argument(
@@ -143,6 +144,10 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     Raises:
         ConfigError: something does not fit together; says what to write.
     """
+    job_id = _job_id(args)
+    if args.rdzv_id in ("", "none"):
+        # Jobs that meet at one rendezvous without an id must not be taken for one.
+        args.rdzv_id = job_id
     try:
         _choose_rendezvous(args)
         _check_program(args)
@@ -160,7 +165,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         arguments=arguments,
         memory_dir=args.memory_dir.absolute(),
         node=args.node_id or default_node_id(args.memory_dir),
-        job_id=_job_id(args),
+        job_id=job_id,
         daemon=not args.no_daemon,
         keep_memory=args.keep_memory,
         grace_secs=args.grace_secs,
@@ -177,7 +182,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         args.rdzv_backend == _AUTO and not args.rdzv_endpoint and most == 1 and not old_style
     ):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
-        args.rdzv_id = str(uuid.uuid4()) if args.rdzv_id == "none" or args.standalone else args.rdzv_id
+        args.rdzv_id = str(uuid.uuid4()) if args.standalone else args.rdzv_id
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = "c10d"
     elif args.rdzv_backend == _AUTO and old_style:
@@ -250,10 +255,14 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
 
 
 def _job_id(args: argparse.Namespace) -> str:
-    job_id: str = args.job_id or (args.rdzv_id if args.rdzv_id != "none" else "default")
-    if not JOB_ID.fullmatch(job_id):
+    job_id: str = args.job_id or ""
+    if job_id and not is_name(job_id):
         raise ConfigError(
             f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, no dot "
             f"first: give --job-id"
         )
-    return job_id
+    if job_id:
+        return job_id
+    if args.rdzv_id not in ("", "none"):
+        return safe_name(args.rdzv_id)
+    return own_name(args.training_script, args.training_script_args, module=args.module)

@@ -81,10 +81,10 @@ class PostImportFinder(MetaPathFinder):
 
 
 def install_deepspeed_hook() -> None:
-    """Have :mod:`reft.hook.deepspeed` installed as soon as the script imports DeepSpeed."""
+    """Have :mod:`reft.hook.install` do its work as soon as the script imports DeepSpeed."""
 
     def install() -> None:
-        from reft.hook.deepspeed import install as install_hook
+        from reft.hook.install import install as install_hook
 
         install_hook()
 

@@ -25,7 +25,7 @@ import torch
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind
-from reft.hook.cpu import avoid_build_at_start
+from reft.hook.install import ds_config_of
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
 from reft.hook.session import ClientState, Session
@@ -33,41 +33,6 @@ from reft.hook.session import ClientState, Session
 logger = logging.getLogger(__name__)
 
 _SESSION = "_reft_session"
-_INSTALLED = "_reft_installed"
-
-
-def install() -> None:
-    """Make every later ``deepspeed.initialize`` attach reft where the configuration asks for it."""
-    import deepspeed
-
-    if getattr(deepspeed, _INSTALLED, False):
-        return
-    avoid_build_at_start()
-    original = deepspeed.initialize
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        engine = result[0]
-        if load_config(_ds_config(engine)).enabled and session_of(engine) is None:
-            attach(engine)
-        return result
-
-    deepspeed.initialize = initialize
-    setattr(deepspeed, _INSTALLED, True)
-
-
-def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` followed by :func:`attach`; same arguments, same four results."""
-    import deepspeed
-
-    result = deepspeed.initialize(*args, **kwargs)
-    if session_of(result[0]) is None:
-        if load_config(_ds_config(result[0])).enabled:
-            attach(result[0], client_state=client_state)
-    elif client_state is not None:
-        attach(result[0], client_state=client_state)
-    return result
 
 
 def attach(
@@ -98,7 +63,7 @@ def attach(
         return session
     import os
 
-    parsed = load_config(_ds_config(engine)) if config is None else parse_block(dict(config), os.environ)
+    parsed = load_config(ds_config_of(engine)) if config is None else parse_block(dict(config), os.environ)
     if not parsed.enabled:
         raise ConfigError(
             'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} into the '
@@ -114,16 +79,6 @@ def attach(
 def session_of(engine: Any) -> Session | None:
     """The session of an engine, or None."""
     return getattr(engine, _SESSION, None)
-
-
-def _ds_config(engine: Any) -> Mapping[str, Any]:
-    """The DeepSpeed JSON of an engine, as a mapping."""
-    for source in (getattr(engine, "_config", None),):
-        params = getattr(source, "_param_dict", None)
-        if isinstance(params, Mapping):
-            return params
-    config = getattr(engine, "config", None)
-    return config if isinstance(config, Mapping) else {}
 
 
 def _replace(engine: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -164,6 +164,9 @@ class Restorer:
         if isinstance(plan, RecoveryPlan):
             sound = self._disk.newest_sound(found, beyond=plan.label)
             if sound is None:
+                session.identity.check_memory(
+                    session.job_dir.path, plan.label, reads=session.is_first_on_node
+                )
                 outcome = self._restore_from_memory(inventories)
                 if isinstance(outcome, RecoveryOutcome):
                     label = outcome.plan.label
@@ -193,7 +196,7 @@ class Restorer:
         """Every node's inventory, on every rank. One rank per node reads."""
         session = self._session
         mine = b""
-        if session.topology.local_ranks(session.node)[0] == session.control.rank:
+        if session.is_first_on_node:
             taken = take_inventory(session.job_dir.path, session.node, session.job_dir.secret)
             mine = taken.encode(session.job_dir.secret)
         gathered = allgather_bytes(mine, session.control.group)

@@ -14,6 +14,7 @@ from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
 from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, node_id
 from reft.hook.data import DataPosition
+from reft.hook.identity import Identity, hold_memory, name_job
 from reft.hook.job import JobRecord
 from reft.hook.joining import agree_on_incarnation, gather_topology, open_job_dir
 from reft.hook.pace import make_pacer
@@ -66,15 +67,17 @@ class Session:
 
     def __init__(self, engine: Any, config: ReftConfig, client_state: ClientState | None) -> None:
         self.engine = engine
-        self.config = config
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.adapter = adapter_for(engine)
         self.coordinate, degrees = coordinate_of(engine)
         self.control = ControlGroup(config.commit_timeout_secs)
+        self.config = config = name_job(config, self.control)
         self.node = node_id()
         self.topology = gather_topology(self.control, self.coordinate, degrees, self.node)
+        self.identity = Identity(engine, config, at=self.coordinate, degrees=degrees, control=self.control)
+        self._lock = hold_memory(config, self.job_id, self.control)
         self.job_dir = open_job_dir(config, self.job_id, self.node, self.control)
         self.record = JobRecord(os.environ.get(ENV_STORE) if self.is_rank_zero else None, self.job_id)
         self.incarnation = agree_on_incarnation(config, self.job_dir, self.record, self.control)
@@ -141,7 +144,8 @@ class Session:
 
     @property
     def job_id(self) -> str:
-        return self.config.job_id or "default"
+        assert self.config.job_id is not None  # name_job() has seen to it
+        return self.config.job_id
 
     @property
     def is_rank_zero(self) -> bool:
@@ -151,6 +155,11 @@ class Session:
     def schedule(self) -> HasSchedule | None:
         """The plan by which bytes are copied now; None before one was made."""
         return self.pacer.plan
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """One rank per node reads and writes what the node has once."""
+        return self.topology.local_ranks(self.node)[0] == self.control.rank
 
     def use(self, variant: Variant | str) -> None:
         """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
@@ -237,6 +246,8 @@ class Session:
 
     def start(self, frozen: Mapping[int, Label]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
+        if self.is_first_on_node:
+            self.identity.record(self.job_dir.path, self.incarnation)
         limit = self.config.memory_limit_bytes
         arenas = ArenaSet(
             job_dir=self.job_dir.path,
@@ -286,6 +297,8 @@ class Session:
         self._recomputing.close()
         self.data.close()
         self.daemon.close()
+        if self._lock is not None:
+            self._lock.close()
         self.events.write("closed", **self.stats.to_json())
 
     # -- every step --------------------------------------------------------------------------------

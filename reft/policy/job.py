@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reft.config import BLOCK_NAME, ReftConfig, Variant, parse_block
+from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME
 from reft.policy.cluster import Cluster
 from reft.policy.json_file import read_object
 from reft.policy.loads import RankSections

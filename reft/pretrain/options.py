@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from reft.config import BLOCK_NAME
 from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME
 from reft.pretrain.model_config import LlamaConfig, load_model
 
 _NEVER = 10**9

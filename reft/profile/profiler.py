@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reft.config import ENV_PROFILE, ProfileConfig
+from reft.config import ProfileConfig
 from reft.errors import ConfigError, ReftError
+from reft.naming import ENV_PROFILE
 from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.chrome import write_trace

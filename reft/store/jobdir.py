@@ -26,10 +26,12 @@ from typing import Any
 
 import psutil
 
-from reft.config import ENV_SECRET, JOB_ID
+from reft.config import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
+from reft.naming import JOB_ID
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
+from reft.store.joblock import holder
 from reft.store.trust import check_holder, check_way
 
 logger = logging.getLogger(__name__)
@@ -74,13 +76,7 @@ class JobDir:
             ArenaError: if the directory is another job's.
             ConfigError: if the job id is no name of a directory.
         """
-        if not JOB_ID.fullmatch(job_id):
-            raise ConfigError(
-                f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
-                f"no dot first"
-            )
-        path = memory_dir / job_id
-        _make_private(memory_dir, path)
+        path = make_job_directory(memory_dir, job_id)
         _ensure_secret(path, secret if secret is not None else _secret_of_environment())
         found = read_json(path / JOB_FILE) or {}
         if found.get("job_id", job_id) != job_id:
@@ -264,6 +260,8 @@ def live_processes(path: Path) -> tuple[str, ...]:
     daemon = read_json(path / DAEMON_FILE)
     if daemon is not None and is_running(daemon):
         found.append(f"its daemon runs (pid {daemon['pid']})")
+    if (who := holder(path)) is not None:
+        found.append(f"a process holds it (pid {who.get('pid', 'not known')})")
     with _exclusive(path) as free:
         if not free:
             found.append("a process has its arenas open for writing")
@@ -289,7 +287,7 @@ def remove_job(path: Path, force: bool = False) -> int:
         raise ArenaError(f"{path}: belongs to uid {path.stat().st_uid}; only its owner removes it")
     daemon = read_json(path / DAEMON_FILE)
     with _exclusive(path) as free:
-        alive = not free or (daemon is not None and is_running(daemon))
+        alive = not free or holder(path) is not None or (daemon is not None and is_running(daemon))
         if alive and not force:
             raise ArenaError(
                 f"{path}: the job is alive ({'; '.join(live_processes(path))}); end it first, or use --force"
@@ -397,6 +395,23 @@ def _ensure_secret(path: Path, wanted: bytes | None) -> None:
             f"({ENV_SECRET}, or ~/.reft/secret): another run with the same job_id. Give that run's "
             f"secret to resume it, or remove its memory with 'reft clean' or choose another job_id"
         )
+
+
+def make_job_directory(memory_dir: Path, job_id: str) -> Path:
+    """Make a job's directory, without anything in it, where there is none.
+
+    Raises:
+        AuthenticationError: it is somebody else's, or others can read it.
+        ConfigError: the job id is no name of a directory.
+    """
+    if not JOB_ID.fullmatch(job_id):
+        raise ConfigError(
+            f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
+            f"no dot first"
+        )
+    path = memory_dir / job_id
+    _make_private(memory_dir, path)
+    return path
 
 
 def _make_private(memory_dir: Path, path: Path) -> None:

@@ -18,6 +18,7 @@ from reft.elastic.meeting import Meeting
 from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.errors import ConfigError
+from reft.naming import safe_name
 
 from .cluster import SCRIPTS, WatchedCluster, cluster
 
@@ -55,7 +56,8 @@ def test_the_rendezvous_defaults_suit_replacements() -> None:
     assert (conf["keep_alive_interval"], conf["keep_alive_max_attempt"], conf["join_timeout"]) == (1, 5, 1800)
     large = parse("--nnodes", "400", "--rdzv-endpoint", "login")
     assert large.config.rdzv_configs["keep_alive_interval"] == 5
-    assert large.job_id == "default"
+    assert large.job_id == large.config.run_id
+    assert large.job_id.startswith("train-")
     own = parse(
         "--nnodes", "4", "--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,keep_alive_interval=9"
     )
@@ -69,6 +71,14 @@ def test_one_node_needs_no_rendezvous_options() -> None:
     assert options.config.rdzv_endpoint == "localhost:0"
     assert options.job_id == options.config.run_id != "none"
     assert parse("--job-id", "kept").job_id == "kept"
+
+
+def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
+    name = parse("--nproc-per-node", "2").job_id
+    assert parse("--standalone").job_id == parse("--rdzv-id", "").job_id == name
+    assert parse("--standalone", "--rdzv-id", "job7").job_id == "job7"
+    assert parse("--rdzv-id", "run 7/a").job_id == safe_name("run 7/a")
+    assert parse("-m").job_id != name
 
 
 def test_static_rendezvous_only_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 import reft
 from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import install, session_of
+from reft.hook.deepspeed import session_of
+from reft.hook.install import install
 from reft.store.arena import Arena
 from reft.store.jobdir import read_secret
 

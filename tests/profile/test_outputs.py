@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from reft import cli, cli_profile
-from reft.config import ENV_PROFILE, explain, parse_block
+from reft.config import explain, parse_block
 from reft.errors import ConfigError
+from reft.naming import ENV_PROFILE
 from reft.profile.activity import Activity
 from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse

@@ -1,0 +1,316 @@
+"""Which job this is (P7): its name, its hold on its memory, and the fingerprint of what it trains.
+
+All collective: every rank comes to the same result or raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reft.config import ReftConfig
+from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
+from reft.hook.auto import ENV_LAUNCHER_PID
+from reft.hook.install import ds_config_of
+from reft.load.exchange import allgather_bytes
+from reft.naming import own_name_of_process, own_program, siblings
+from reft.snapshot.control import ControlGroup
+from reft.state.codec import decode, encode
+from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
+from reft.store.fingerprints import record_fingerprint, recorded_fingerprint
+from reft.store.jobdir import find_jobs, make_job_directory
+from reft.store.joblock import JobLock, holder
+from reft.store.label import Label
+from reft.topology import Coordinate, Degrees
+
+logger = logging.getLogger(__name__)
+
+_LOCK_SECS = 10.0
+"""Trainers that were just killed hold the lock until the kernel has taken their memory down."""
+_CONFIG = (
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "amp",
+    "data_types",
+    "communication_data_type",
+    "gradient_clipping",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "sparse_gradients",
+    "progressive_layer_drop",
+    "curriculum_learning",
+    "data_efficiency",
+    "compression_training",
+)
+"""Parts of DeepSpeed's configuration that change the numbers."""
+_ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")
+"""Of ``zero_optimization``: the rest is about speed."""
+
+
+def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
+    """The block with the name of the job in it: the one given, else rank 0's own.
+
+    Raises:
+        ConfigError: the ranks were given different names.
+    """
+    given = [g.decode() for g in allgather_bytes((config.job_id or "").encode(), control.group)]
+    own = own_name_of_process() if control.rank == 0 and not given[0] else ""
+    derived = allgather_bytes(own.encode(), control.group)[0].decode()
+    names = {name or derived for name in given}
+    if len(names) > 1 or "" in names:
+        found = ", ".join(sorted(name or "none" for name in names))
+        raise ConfigError(
+            f"the ranks of this job give it different names: {found}. Give all nodes the same "
+            f'--job-id NAME, or write "job_id" into the reft block'
+        )
+    if derived and control.rank == 0:
+        logger.info("reft: the job's name is %s, by its user, directory and command line", derived)
+        tell_of_siblings(config.memory_dir, derived)
+    return config.model_copy(update={"job_id": names.pop()})
+
+
+def tell_of_siblings(memory_dir: Path, name: str) -> None:
+    """Say how to resume what the same program left under other arguments, where ``name`` has nothing."""
+    if (memory_dir / name).exists():
+        return
+    others = siblings([path.name for path in find_jobs(memory_dir)], name)
+    if others:
+        logger.warning(
+            "reft: there is no memory of job %s, but of the same program with other arguments: %s. To "
+            "go on with one of them, give its name: --job-id NAME, or REFT_JOB_ID=NAME under plain torchrun",
+            name,
+            ", ".join(others),
+        )
+
+
+def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
+    """Hold the job's memory on this node against every other start, before anything in it is touched.
+
+    The launcher holds it for its trainers, over all their restarts; under plain ``torchrun`` they hold it
+    themselves, all that share a directory together.
+
+    Returns:
+        This rank's part, to be closed with the session; None where the launcher holds it.
+
+    Raises:
+        JobInUseError: another job, or another start of this one, has it on some node.
+    """
+    path = config.memory_dir / job_id
+    place = f"{_host()}:{os.path.realpath(path)}".encode()
+    first = allgather_bytes(place, control.group).index(place) == control.rank
+    lock: JobLock | None = None
+
+    def lead() -> None:
+        nonlocal lock
+        make_job_directory(config.memory_dir, job_id)
+        if first and not _held_by_launcher(path):
+            lock = JobLock(path, job_id, wait_secs=_LOCK_SECS)
+            lock.share()
+
+    def join() -> None:
+        nonlocal lock
+        if not first and not _held_by_launcher(path):
+            lock = JobLock.join(path, job_id)
+
+    try:
+        for attempt in (lead, join):
+            _all_or_none(attempt, control)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+    return lock
+
+
+def _held_by_launcher(path: Path) -> bool:
+    launcher = os.environ.get(ENV_LAUNCHER_PID)
+    return launcher is not None and str((holder(path) or {}).get("pid")) == launcher
+
+
+def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
+    """Run ``attempt`` on all ranks; where it fails on one, raise everywhere."""
+    own: Exception | None = None
+    try:
+        attempt()
+    except (ReftError, OSError) as error:
+        own = error
+    told = allgather_bytes(b"" if own is None else str(own).encode(), control.group)
+    if own is not None:
+        raise own
+    if failed := [t.decode() for t in told if t]:
+        raise JobInUseError(f"the job's memory cannot be had on another rank: {failed[0]}")
+
+
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Identity:
+    """The fingerprint of the running job, and what it says to stored state. Made collectively.
+
+    Args:
+        engine: the DeepSpeed engine.
+        config: the block, with the job's name in it.
+        at: coordinate of this rank.
+        degrees: of the job.
+        control: to agree by.
+    """
+
+    def __init__(
+        self, engine: Any, config: ReftConfig, *, at: Coordinate, degrees: Degrees, control: ControlGroup
+    ) -> None:
+        self._config = config
+        self._control = control
+        mine = encode([str(at), _shapes(engine), _restarts()])
+        told = [decode(data) for data in allgather_bytes(mine, control.group)]
+        facts = {**_settings(engine), **_layout(degrees)}
+        facts |= {
+            f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
+        }
+        common = allgather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"", control.group)[0]
+        self.fingerprint = Fingerprint.decode(common)
+        """The same on all ranks: rank 0's settings, everybody's shapes."""
+        self._restarted = any(restarts for _, _, restarts in told)
+
+    def require_same(self, was: Fingerprint, of: str) -> None:
+        """Refuse stored state of another job, or of this one with other settings.
+
+        The same on all ranks if ``was`` is.
+
+        Args:
+            was: stored with the state.
+            of: what holds it, for the message.
+
+        Raises:
+            FingerprintError: it differs; says in what.
+        """
+        now = self.fingerprint
+        if self._restarted:
+            # Nobody is there to answer: the job goes on, and says so.
+            for line in differences(_only(was, AT_LAUNCH), _only(now, AT_LAUNCH)):
+                logger.warning("reft: %s, after a restart: %s. The job goes on with %s", of, line, of)
+            was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
+        require_same(was, now, of=of, accepted=self._config.accept_changes)
+
+    def check_memory(self, job_dir: Path, label: Label, *, reads: bool) -> None:
+        """Before a version is restored from memory: was it written by this job as it is now? Collective.
+
+        Args:
+            job_dir: the job's memory on this node.
+            label: the version.
+            reads: this rank is the one of its node that reads the record.
+
+        Raises:
+            FingerprintError: no; on all ranks.
+        """
+        mine = recorded_fingerprint(job_dir, label.incarnation) if reads else b""
+        found = []
+        for data in sorted(set(allgather_bytes(mine, self._control.group)) - {b""}):
+            try:
+                found.append(Fingerprint.decode(data))
+            except FingerprintError as error:
+                logger.warning("reft: a node's record is left aside: %s", error)
+        of = f"the memory of job {self._config.job_id}"
+        if not found and self._control.rank == 0:
+            logger.warning(
+                "reft: %s has no record of the settings it was written with; whether they are those of this "
+                "job cannot be checked",
+                of,
+            )
+        for fingerprint in found:
+            self.require_same(fingerprint, of)
+
+    def record(self, job_dir: Path, incarnation: int) -> None:
+        """Note whose work the versions from ``incarnation`` on are. By one rank per node."""
+        try:
+            record_fingerprint(job_dir, incarnation, self.fingerprint)
+        except OSError as error:
+            logger.warning("reft: the job's settings cannot be recorded beside its memory: %s", error)
+
+
+def _only(fingerprint: Fingerprint, names: tuple[str, ...]) -> Fingerprint:
+    return Fingerprint({name: fact for name, fact in fingerprint.facts.items() if name in names})
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+
+
+def _settings(engine: Any) -> dict[str, Fact]:
+    config = ds_config_of(engine)
+    facts: dict[str, Fact] = {
+        "script": own_program()[0],
+        "seed": torch.initial_seed(),
+        "config.train_batch_size": int(engine.train_batch_size()),
+        "config.train_micro_batch_size_per_gpu": int(engine.train_micro_batch_size_per_gpu()),
+        "config.gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
+    }
+    for name in _CONFIG:
+        if name in config:
+            facts |= {f"config.{key}": fact for key, fact in _flat(name, config[name])}
+    zero = dict(_flat("zero_optimization", config.get("zero_optimization") or {}))
+    facts["config.zero_optimization.stage"] = 0
+    facts |= {f"config.{k}": v for k, v in zero.items() if k.removeprefix("zero_optimization.") in _ZERO}
+    if "optimizer" not in config:
+        facts |= dict(_hyperparameters(engine.optimizer))
+    if "scheduler" not in config and engine.lr_scheduler is not None:
+        facts["lr_scheduler"] = type(engine.lr_scheduler).__qualname__
+    return facts
+
+
+def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
+    """Of an optimizer that the script made itself, group by group."""
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer
+    yield "optimizer.type", type(inner).__qualname__
+    for index, group in enumerate(getattr(inner, "param_groups", ())):
+        # A scheduler has moved "lr" already; "initial_lr" is what the script wrote.
+        settings = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        for key, value in sorted(settings.items()):
+            if key not in ("params", "initial_lr"):
+                yield from _flat(f"optimizer.group{index}.{key}", value)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _flat(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}.{index}", item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield name, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        yield name, value.item()
+
+
+def _layout(degrees: Degrees) -> dict[str, Fact]:
+    return {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
+
+
+def _shapes(engine: Any) -> str:
+    """What this rank's part of the model consists of, for people, with a digest of every name and shape."""
+    digest = hashlib.blake2b(digest_size=6)
+    tensors = numbers = 0
+    for name, parameter in engine.module.named_parameters():
+        tensors, numbers = tensors + 1, numbers + parameter.numel()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+        )
+    kind = type(engine.module).__qualname__
+    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"

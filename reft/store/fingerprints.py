@@ -1,0 +1,39 @@
+"""Fingerprints of the versions in a job's memory: ``fingerprint.json`` in the job's directory.
+
+By incarnation: a version is the work of the newest recorded incarnation that is not newer than it, so that
+versions of an older one, with other settings, are still told apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reft.state.fingerprint import Fingerprint
+from reft.store.jobdir import read_json, write_json
+
+FINGERPRINT_FILE = "fingerprint.json"
+_KEPT = 16
+"""Incarnations. Arenas hold versions of the last two or three; the others do no harm."""
+
+
+def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerprint) -> None:
+    """Note that ``incarnation`` and those after it work with this fingerprint. One process per node does it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    known = {**_known(directory), incarnation: fingerprint.encode().decode()}
+    kept = sorted(known)[-_KEPT:]
+    write_json(directory / FINGERPRINT_FILE, {str(number): known[number] for number in kept})
+
+
+def recorded_fingerprint(directory: Path, incarnation: int) -> bytes:
+    """The encoded fingerprint of a version of ``incarnation``; empty if none was recorded."""
+    known = _known(directory)
+    number = max((n for n in known if n <= incarnation), default=None)
+    return b"" if number is None else known[number].encode()
+
+
+def _known(directory: Path) -> dict[int, str]:
+    found = read_json(directory / FINGERPRINT_FILE) or {}
+    return {int(n): text for n, text in found.items() if n.isdecimal() and isinstance(text, str)}

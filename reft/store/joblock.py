@@ -1,0 +1,145 @@
+"""A live job's lock on its memory: nobody else reads or writes it while the job lives (P7).
+
+``<job directory>/job.lock`` is held with ``flock``, so that the kernel releases it however its holder ends:
+exclusively by ``reft launch``, or shared by all trainers of one start under plain ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from reft.errors import JobInUseError
+
+LOCK_FILE = "job.lock"
+_POLL_SECS = 0.1
+_SHOWN_CHARACTERS = 200
+
+
+class JobLock:
+    """Held until it is closed, or the process ends.
+
+    Args:
+        directory: the job's memory on this node; it must exist.
+        job_id: the job, for the message.
+        wait_secs: how long to wait for a holder that may be about to end: one that was killed keeps the lock
+            until the kernel has taken its memory down.
+
+    Raises:
+        JobInUseError: another job, or another start of the same one, holds it.
+        OSError: the directory is not there, or nothing can be made in it.
+    """
+
+    def __init__(self, directory: Path, job_id: str, *, wait_secs: float = 0.0) -> None:
+        self._fd = _acquire(directory, job_id, fcntl.LOCK_EX, wait_secs)
+        self._say_who()
+
+    @classmethod
+    def join(cls, directory: Path, job_id: str) -> JobLock:
+        """Hold it beside other processes of the same start, one of which has :meth:`share`-d it.
+
+        Raises:
+            JobInUseError: somebody else was faster.
+        """
+        lock = cls.__new__(cls)
+        lock._fd = _acquire(directory, job_id, fcntl.LOCK_SH, 0.0)
+        return lock
+
+    def share(self) -> None:
+        """Let the other processes of this start :meth:`join`."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Release this process's part; again does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _say_who(self) -> None:
+        who = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.time(),
+            "command": " ".join(sys.orig_argv)[:_SHOWN_CHARACTERS],
+        }
+        with suppress(OSError):  # a full file system: the lock holds without it
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(who).encode(), 0)
+
+
+def holder(directory: Path) -> dict[str, Any] | None:
+    """``pid``, ``host``, ``since`` and ``command`` of who holds a job's memory, as far as known; None if
+    nobody does."""
+    try:
+        fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return None if _try(fd, fcntl.LOCK_EX) else _who(fd)
+    finally:
+        os.close(fd)
+
+
+def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
+    deadline = time.monotonic() + wait_secs
+    while True:
+        fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if _try(fd, kind):
+                if _lies_in(fd, directory):
+                    return fd
+            elif time.monotonic() >= deadline:
+                raise JobInUseError(_refusal(directory, job_id, fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        time.sleep(_POLL_SECS)
+
+
+def _refusal(directory: Path, job_id: str, fd: int) -> str:
+    return (
+        f"job {job_id!r} is running already: its memory {directory} is held by {_describe(fd)}. Two jobs "
+        f'cannot share memory: end that one, or give this one its own name (--job-id NAME, or "job_id" in '
+        f"the reft block). A further node of the same job on this host needs a --memory-dir of its own"
+    )
+
+
+def _try(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lies_in(fd: int, directory: Path) -> bool:
+    """Whether the open file is still the one that others find: a job that ends well removes its directory."""
+    try:
+        return os.path.samestat(os.fstat(fd), (directory / LOCK_FILE).lstat())
+    except OSError:
+        return False
+
+
+def _who(fd: int) -> dict[str, Any]:
+    try:
+        told = json.loads(os.pread(fd, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _describe(fd: int) -> str:
+    who = _who(fd)
+    if not who:
+        return "a process that has not said which"
+    since = datetime.fromtimestamp(float(who.get("since", 0.0))).isoformat(" ", "seconds")
+    return f"pid {who.get('pid')} on {who.get('host')} since {since} ({who.get('command')})"

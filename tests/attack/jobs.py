@@ -1,0 +1,154 @@
+"""Starts scripts as users do, with real processes, and waits for what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.machine import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_SECS = 180.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -> Any:
+    """The first true value of ``condition``; an AssertionError with the log's end if none comes."""
+    deadline = time.monotonic() + DEADLINE_SECS
+    while not (value := condition()):
+        end = log.read_text(errors="replace")[-3000:] if log is not None and log.exists() else ""
+        assert time.monotonic() < deadline, f"waited {DEADLINE_SECS:.0f} s for {what}\n{end}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Started:
+    """Processes of one start of a job.
+
+    Attributes:
+        processes: one per rank, or the launcher alone.
+        out: directory where the script says what it found.
+        log: what all of them printed.
+    """
+
+    processes: list[subprocess.Popen[bytes]]
+    out: Path
+    log: Path
+
+    def said(self, rank: int, key: str) -> Any:
+        """Wait until a rank has said ``key``; its value."""
+
+        def look() -> tuple[Any] | None:
+            facts = self.facts(rank)
+            assert key in facts or any(p.poll() is None for p in self.processes) or key in self.facts(rank), (
+                f"ended without saying {key!r}; said {facts}\n{self.log.read_text(errors='replace')[-3000:]}"
+            )
+            return (facts[key],) if key in facts else None
+
+        return wait_for(look, f"{key!r} of rank {rank}", self.log)[0]
+
+    def facts(self, rank: int) -> dict[str, Any]:
+        path = self.out / f"rank{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def kill(self) -> None:
+        """SIGKILL of everything, at once."""
+        for process in self.processes:
+            family = [process.pid]
+            with suppress(psutil.Error):
+                family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait(60)
+
+    def end(self) -> list[int]:
+        """Let the script end; the exit codes."""
+        (self.out / "go").touch()
+        return [process.wait(DEADLINE_SECS) for process in self.processes]
+
+
+def _environment(**env: str) -> dict[str, str]:
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("REFT_", "TORCHELASTIC", "PET_", "TEST_"))
+    }
+    path = os.pathsep.join(p for p in (str(ROOT), clean.get("PYTHONPATH")) if p)
+    return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
+
+
+@contextmanager
+def ranks(
+    script: Path,
+    *args: str,
+    cwd: Path,
+    out: Path,
+    memory: Sequence[Path],
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Started]:
+    """Start a script's ranks as plain ``torchrun`` does, rank r with the memory directory ``memory[r]``."""
+    out.mkdir(parents=True, exist_ok=True)
+    shared = {
+        "TEST_OUT": str(out),
+        "TORCHELASTIC_RUN_ID": "none",
+        "WORLD_SIZE": str(len(memory)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    started = Started([], out, out / "log")
+    try:
+        with started.log.open("ab") as log:
+            for rank, directory in enumerate(memory):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "REFT_MEMORY_DIR": str(directory)}
+                started.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(script), *args],
+                        cwd=cwd,
+                        env=_environment(**shared, **own, **(env or {})),
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield started
+    finally:
+        started.kill()
+
+
+@contextmanager
+def launched(
+    script: Path,
+    *args: str,
+    cwd: Path,
+    out: Path,
+    options: Sequence[str],
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Started]:
+    """Start a script under one ``reft launch``."""
+    out.mkdir(parents=True, exist_ok=True)
+    started = Started([], out, out / "log")
+    command = [sys.executable, "-m", "reft.elastic.launch", *options, str(script), *args]
+    try:
+        with started.log.open("ab") as log:
+            started.processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env=_environment(TEST_OUT=str(out), **(env or {})),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        yield started
+    finally:
+        started.kill()

@@ -1,0 +1,82 @@
+"""The lock on a job's memory: one start at a time, released by the kernel, taken on the file that others see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft.errors import ArenaError, JobInUseError
+from reft.store.jobdir import JobDir, live_processes, remove_job
+from reft.store.joblock import JobLock, holder
+
+HOLD = "import sys; from pathlib import Path; from reft.store.joblock import JobLock; "
+HOLD += "lock = JobLock(Path(sys.argv[1]), 'job'); print('held', flush=True); sys.stdin.read()"
+
+
+def test_p7_a_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
+    first = JobLock(tmp_path, "job")
+    with pytest.raises(
+        JobInUseError, match=f"'job' is running already.* held by pid {os.getpid()} on .* since 20"
+    ):
+        JobLock(tmp_path, "job")
+    first.close()
+    assert holder(tmp_path) is None
+    JobLock(tmp_path, "job").close()
+
+
+def test_p7_trainers_of_one_start_hold_it_together_and_the_last_releases_it(tmp_path: Path) -> None:
+    first = JobLock(tmp_path, "job")
+    with pytest.raises(JobInUseError):
+        JobLock.join(tmp_path, "job")
+    first.share()
+    second = JobLock.join(tmp_path, "job")
+    first.close()
+    with pytest.raises(JobInUseError):
+        JobLock(tmp_path, "job")
+    second.close()
+    second.close()
+    JobLock(tmp_path, "job").close()
+
+
+def test_p7_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert (holder(tmp_path) or {})["pid"] == process.pid
+    finally:
+        process.kill()
+        process.communicate()
+    JobLock(tmp_path, "job", wait_secs=60).close()
+
+
+def test_p7_a_lock_on_a_file_that_was_removed_is_worth_nothing(tmp_path: Path) -> None:
+    held = JobLock(tmp_path, "job")
+    (tmp_path / "job.lock").unlink()
+    fresh = JobLock(tmp_path, "job")
+    assert holder(tmp_path) is not None
+    held.close()
+    fresh.close()
+
+
+def test_p7_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "job.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        JobLock(tmp_path, "job")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_p7_held_memory_counts_as_alive_and_is_not_cleaned(tmp_path: Path) -> None:
+    directory = JobDir.open_or_create(tmp_path, "job", "node")
+    lock = JobLock(directory.path, "job")
+    assert live_processes(directory.path) == (f"a process holds it (pid {os.getpid()})",)
+    with pytest.raises(ArenaError, match="alive"):
+        remove_job(directory.path)
+    lock.close()
+    remove_job(directory.path)
