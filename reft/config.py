@@ -252,9 +252,8 @@ class ReftConfig(_Block):
     )
     accept_changes: tuple[str, ...] = Field(
         (),
-        description="facts about the job in which stored state may differ from it and is taken up all the "
-        'same, as the refusal names them: "config.optimizer.params.lr", or "config" for all of the '
-        "configuration",
+        description="facts in which stored state may differ from the job and is taken up all the same, as "
+        'the refusal names them: "config.optimizer.params.lr", or "config" for all of the configuration',
     )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
@@ -412,10 +411,8 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
             if block.get(key) not in (None, value):
                 logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
             block[key] = value
-    single_node = environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    run_name = name_of_run(environ.get("TORCHELASTIC_RUN_ID"), single_node=single_node)
-    if run_name and not block.get("job_id"):
-        block["job_id"] = run_name
+    if not block.get("job_id") and (run := name_of_run(environ)):
+        block["job_id"] = run
     if asked := environ.get(ENV_PROFILE):
         # `reft profile` measures any job, with or without a block.
         block |= {"enabled": True, **json.loads(asked)}

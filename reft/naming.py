@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 BLOCK_NAME = "reft"
@@ -83,12 +83,15 @@ def siblings(names: Sequence[str], own: str) -> list[str]:
     return sorted(n for n in names if n != own and n.rpartition("-")[0] + "-" == prefix)
 
 
-def name_of_run(run_id: str | None, *, single_node: bool) -> str | None:
-    """The name that a launcher's run id gives a job; None where it is nobody's in particular.
+def name_of_run(environ: Mapping[str, str]) -> str | None:
+    """The name that the launcher's run id in a trainer's environment gives a job; None where it is nobody's
+    in particular.
 
     ``torchrun`` says "none" where no id was given, and makes a new random one at every start with
     ``--standalone``, under which memory would never be found again.
     """
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    single_node = environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if not run_id or run_id == "none" or (single_node and _UUID4.fullmatch(run_id)):
         return None
     return safe_name(run_id)

@@ -54,20 +54,19 @@ def test_p7_a_name_is_of_directory_program_and_arguments(
 
 
 @pytest.mark.parametrize(
-    ("run_id", "single_node", "expected"),
+    ("run_id", "nodes", "expected"),
     [
-        (None, True, None),
-        ("", False, None),
-        ("none", False, None),
-        ("job7", True, "job7"),
-        (UUID, True, None),  # torchrun --standalone
-        (UUID, False, UUID),
+        ("", 2, None),
+        ("none", 2, None),
+        ("job7", 1, "job7"),
+        (UUID, 1, None),  # torchrun --standalone
+        (UUID, 2, UUID),
     ],
 )
-def test_p7_a_run_id_names_a_job_unless_it_is_nobodys(
-    run_id: str | None, single_node: bool, expected: str | None
-) -> None:
-    assert name_of_run(run_id, single_node=single_node) == expected
+def test_p7_a_run_id_names_a_job_unless_it_is_nobodys(run_id: str, nodes: int, expected: str | None) -> None:
+    environ = {"TORCHELASTIC_RUN_ID": run_id, "GROUP_WORLD_SIZE": str(nodes)}
+    assert name_of_run(environ) == expected
+    assert name_of_run({}) is None
 
 
 def test_p10_a_run_id_with_other_characters_is_no_error() -> None:

@@ -216,7 +216,7 @@ class Identity:
         Raises:
             FingerprintError: no; on all ranks.
         """
-        mine = recorded_fingerprint(job_dir, label.incarnation) if reads else b""
+        mine = (recorded_fingerprint(job_dir, label.incarnation) or "").encode() if reads else b""
         found = []
         for data in sorted(set(allgather_bytes(mine, self._control.group)) - {b""}):
             try:
@@ -232,6 +232,29 @@ class Identity:
             )
         for fingerprint in found:
             self.require_same(fingerprint, of)
+
+    def check_checkpoint(self, was: str | None, of: str, *, own: bool) -> None:
+        """Before a checkpoint is loaded from disk: was it written by this job as it is now?
+
+        Another job's checkpoint is loaded only where the script names its directory: that is its user's
+        decision, and the differences are said.
+
+        Args:
+            was: encoded fingerprint of the checkpoint; None where it has none.
+            of: the checkpoint, for the message.
+            own: it was written by this job.
+
+        Raises:
+            FingerprintError: it was, with other settings.
+        """
+        if was is None:
+            return
+        stored = Fingerprint.decode(was)
+        if own:
+            self.require_same(stored, of)
+        elif self._control.rank == 0:
+            for line in differences(stored, self.fingerprint):
+                logger.warning("reft: %s is another job's: %s", of, line)
 
     def record(self, job_dir: Path, incarnation: int) -> None:
         """Note whose work the versions from ``incarnation`` on are. By one rank per node."""

@@ -295,10 +295,17 @@ class Restorer:
 
     def _load_sound(self, original: Load, call: LoadCall, sound: Sound) -> tuple[Any, Any]:
         disk = sound.checkpoint
+        self._check_identity(disk)
         path, client_state = self._load_from_disk(
             original, disk.directory, disk.tag, call.options, sound.host_state
         )
         return self._has_resumed(path, client_state, disk)
+
+    def _check_identity(self, disk: DiskCheckpoint) -> None:
+        session = self._session
+        session.identity.check_checkpoint(
+            disk.fingerprint, f"the checkpoint {disk}", own=disk.job_id == session.job_id
+        )
 
     def _load_from_disk(
         self,
@@ -406,6 +413,8 @@ class Restorer:
         """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded yet."""
         sound = self._disk.check_named(call.directory, call.tag)
         state = None if sound is None else sound.host_state
+        if sound is not None:
+            self._check_identity(sound.checkpoint)
         result = self._load_from_disk(original, call.directory, call.tag, call.options, state, start=False)
         if result[0] is None:
             return result

@@ -11,7 +11,6 @@ from reft.errors import ReftError
 from reft.hook.disk import SAVED_BY, host_file
 from reft.hook.session import Session
 from reft.state.host import capture_host_state
-from reft.store.persist import stored_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
             "job_id": session.job_id,
             "incarnation": session.incarnation,
             "step": step,
-            "fingerprint": stored_fingerprint(session.job_dir.path),
+            "fingerprint": session.identity.fingerprint.encode().decode(),
         }
         write_host_file(host_file(Path(call["save_dir"]) / name, session.coordinate), state)
     except (ReftError, OSError) as error:

@@ -15,12 +15,12 @@ from reft.load.local import ArenaSet, offline_topology, opened_arenas, plan_veri
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.rebuild import rebuild_offline
 from reft.store.arena import Arena
+from reft.store.fingerprints import recorded_fingerprint
 from reft.store.jobdir import JobDir
 from reft.store.persist import (
     PersistOptions,
     PersistProgress,
     VersionSource,
-    stored_fingerprint,
     write_version,
 )
 from reft.store.persisted import PersistedInfo, job_directory
@@ -88,7 +88,9 @@ def persist_offline(
             plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
         if isinstance(plan, NotRecoverable):
             raise plan.error()
-        fingerprint = next((f for job in jobs if (f := stored_fingerprint(job.path))), None)
+        fingerprint = next(
+            (f for job in jobs if (f := recorded_fingerprint(job.path, plan.label.incarnation))), None
+        )
         source = replace(_source(plan, inventories, arenas, job_id, secret), fingerprint=fingerprint)
         options = PersistOptions(directory=job_directory(directory, job_id), keep=keep, progress=progress)
         return OfflineResult(write_version(source, options), plan, len(bad))

@@ -27,11 +27,11 @@ def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerpri
     write_json(directory / FINGERPRINT_FILE, {str(number): known[number] for number in kept})
 
 
-def recorded_fingerprint(directory: Path, incarnation: int) -> bytes:
-    """The encoded fingerprint of a version of ``incarnation``; empty if none was recorded."""
+def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
+    """The encoded fingerprint of a version of ``incarnation``; None if none was recorded."""
     known = _known(directory)
     number = max((n for n in known if n <= incarnation), default=None)
-    return b"" if number is None else known[number].encode()
+    return None if number is None else known[number]
 
 
 def _known(directory: Path) -> dict[int, str]:

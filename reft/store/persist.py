@@ -36,6 +36,7 @@ from reft.errors import PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.store.arena import Arena
 from reft.store.assemble import ERROR_PREFIX, NO_DEVICE, AssembleRequest, read_part
+from reft.store.fingerprints import recorded_fingerprint
 from reft.store.header import ArenaHeader
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
@@ -208,16 +209,8 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
         blocks={c: _own_blocks(arena, header) for c, (arena, header) in held.items()},
         secret=job_dir.secret,
         node=job_dir.node,
-        fingerprint=stored_fingerprint(job_dir.path),
+        fingerprint=recorded_fingerprint(job_dir.path, label.incarnation),
     )
-
-
-def stored_fingerprint(job_dir: Path) -> str | None:
-    """What the trainers noted in a job's memory about the job (:mod:`reft.state.fingerprint`), encoded."""
-    try:
-        return (job_dir / "fingerprint.json").read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _own_blocks(arena: Arena, header: ArenaHeader) -> list[SourceBlock]:
