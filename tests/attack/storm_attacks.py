@@ -135,8 +135,9 @@ def tell_to_stop(job: StormJob, number: signal.Signals) -> list[int | None]:
     Raises:
         BrokenPromiseError: they do not end, or with other codes than they must.
     """
-    for index in job.cluster.current:
-        job.cluster.signal_node(index, number)
+    for node in job.cluster.history:  # those that were replaced and ran on, too
+        if node.running:
+            node.process.send_signal(number)
     deadline = time.monotonic() + _ENDING_SECS
     while not job.ended:
         if time.monotonic() > deadline:
