@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -47,8 +48,9 @@ def config_command(
     from reft.config import load_config
 
     if check is not None:
-        with open(check) as file:
-            block = load_config(json.load(file))
+        from reft.policy.json_file import read_object
+
+        block = load_config(read_object(Path(check), "the DeepSpeed configuration", "an object"))
         _print_json(block.model_dump(mode="json")) if as_json else Console().print(block)
         return
     if not explain:
@@ -108,6 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     except ReftError as error:
         Console(stderr=True).print(f"reft: {error}", style="red", markup=False)
         return EXIT_WRONG_USE if isinstance(error, ConfigError) else EXIT_NOT_WELL
+    except OSError as error:  # of a path that was given: its message names it
+        Console(stderr=True).print(f"reft: {error}", style="red", markup=False)
+        return EXIT_NOT_WELL
 
 
 def _dispatch(arguments: list[str]) -> int:

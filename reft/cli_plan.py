@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,7 +121,7 @@ def plan_command(
         )
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule is {schedule!r}; known: {', '.join(SCHEDULES)}")
-    if host_memory_gb is not None and host_memory_gb <= 0:
+    if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
     plan = make_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,9 @@ def pipeline_command(
     from reft.simulate.costs import Costs
     from reft.simulate.pipeline import simulate
 
+    for option, value in (("forward", forward_ms), ("backward", backward_ms), ("transfer", transfer_ms)):
+        if not math.isfinite(value):
+            raise ConfigError(f"--{option}-ms is {value:g}; write a number of milliseconds")
     costs = replace(
         Costs.equal(stages, forward_ms / 1e3, backward_ms / 1e3),
         link_latency_secs=transfer_ms / 1e3,

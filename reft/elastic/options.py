@@ -16,6 +16,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, parse_block
+from reft.elastic.checks import check_numbers
 from reft.elastic.node import default_node_id
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
@@ -153,7 +154,8 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         _check_program(args)
         config, _, _ = torchrun.config_from_args(args)
         _check_rendezvous(config)
-    except (ValueError, AssertionError, RuntimeError) as error:
+        check_numbers(args, config)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"these options cannot be used: {error}") from error

@@ -24,7 +24,7 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {what} {path}: {error}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{what} {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{what} {path} holds a {type(values).__name__}; expected {expected}")

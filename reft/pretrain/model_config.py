@@ -121,7 +121,7 @@ def load_model(name: str, overrides: Mapping[str, Any] | None = None) -> LlamaCo
     text = _read(name)
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"model file {name} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"model file {name} holds {type(values).__name__}; expected a JSON object")
@@ -145,7 +145,10 @@ def _read(name: str) -> str:
         return packaged.read_text(encoding="utf-8")
     path = Path(name)
     if path.suffix == ".json" and path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the model file {name}: {error}") from error
     folder = resources.files("reft.pretrain") / "configs"
     known = sorted(e.name.removesuffix(".json") for e in folder.iterdir() if e.name.endswith(".json"))
     near = get_close_matches(name, known, n=1)

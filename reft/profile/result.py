@@ -350,7 +350,7 @@ class ProfileResult:
         """
         try:
             data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read a profile from {path}: {error}") from error
         if not isinstance(data, dict):
             raise ProfileError(f"{path} holds a {type(data).__name__}, expected the object of a profile")

@@ -1,0 +1,164 @@
+"""Wrong use of any sub-command: a message that says what to change and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reft import cli
+
+FILES = {
+    "broken.json": b"{ not json",
+    "list.json": b"[1, 2]",
+    "null.json": b"null",
+    "bytes.json": bytes(range(256)),
+    "deep.json": b"[" * 100_000,
+    "block.json": json.dumps({"reft": 5}).encode(),
+    "key.json": json.dumps({"reft": {"enabledd": True}}).encode(),
+    "ds.json": json.dumps({"train_batch_size": 8, "reft": {"enabled": True}}).encode(),
+    "script.py": b"raise SystemExit(3)",
+}
+PLAN = "plan ds.json --model 1.3b --dp 4"
+UNREADABLE = ("nofile.json", "broken.json", "list.json", "bytes.json", "deep.json")
+
+CASES = [
+    "nonsense",
+    "--nonsense",
+    "version --nonsense",
+    "config",
+    *(f"config --check {name}" for name in (*UNREADABLE, "null.json", "block.json", "key.json", "directory")),
+    *(
+        f"launch {options} script.py"
+        for options in (
+            "--nproc-per-node -3",
+            "--nproc-per-node 0",
+            "--nproc-per-node abc",
+            "--nnodes 0",
+            "--nnodes -1",
+            "--nnodes 0 --rdzv-endpoint localhost:1",
+            "--nnodes 3:1",
+            "--nnodes a:b",
+            "--max-restarts -1",
+            "--node-rank -4",
+            "--master-port 99999",
+            "--master-port -1",
+            "--monitor-interval -1",
+            "--monitor-interval nan",
+            "--stop-secs -1",
+            "--grace-secs -1",
+            "--grace-secs nan",
+            "--max-peer-restarts -1",
+            "--rdzv-conf nonsense",
+            "--rdzv-conf join_timeout=abc",
+            "--rdzv-conf timeout=-1",
+            "--rdzv-conf keep_alive_interval=0",
+            "--local-ranks-filter x",
+            "--tee 9",
+            "--log-dir file/below",
+            "--job-id ../other",
+            "--nonsense",
+        )
+    ),
+    "launch",
+    "profile",
+    "profile --nproc-per-node -3 script.py",
+    "profile --steps -1 script.py",
+    "rendezvous --port 99999",
+    "rendezvous --port abc",
+    "rendezvous --host nonsense.invalid",
+    "demo --nodes 0",
+    "demo --steps -1",
+    "demo --kill abc",
+    "demo --kill 99:99",
+    "demo --protection nonsense",
+    *(
+        f"{command} --memory-dir nofile"
+        for command in ("inspect", "verify", "clean", "status", "persist --out out", "protect arc")
+    ),
+    "persist",
+    "persist --out out --keep 0",
+    "clean --nonsense",
+    "plan",
+    "plan ds.json",
+    *(f"plan {name} --model 34b --dp 4" for name in UNREADABLE),
+    *(f"{PLAN} --model {name}" for name in UNREADABLE),
+    *(f"{PLAN} --cluster {name}" for name in UNREADABLE),
+    *(f"{PLAN} --profile {name}" for name in UNREADABLE),
+    *(
+        f"{PLAN} {options}"
+        for options in (
+            "--pp 0",
+            "--pp 1000",
+            "--tp 7",
+            "--nodes 2",
+            "--schedule nonsense",
+            "--schedule dualpipe-v --pp 4 --micro-batches 1",
+            "--rank-order nonsense",
+            "--protection rs:x",
+            "--tolerance -1",
+            "--target-survival 2",
+            "--target-survival nan",
+            "--host-memory-gb nan",
+            "--host-memory-gb inf",
+            "--parameters nan",
+            "--max-overhead nan",
+            "--figure file/below.png",
+            "--figure plan.nonsense",
+        )
+    ),
+    "plan --print-cluster nonsense",
+    *(
+        f"simulate has {options}"
+        for options in (
+            "--model nonsense",
+            "--model 34b --machine nonsense",
+            "--model 34b --pp 1000",
+            "--model 34b --dp 1",
+            "--schedule nonsense",
+            "--protection nonsense",
+            "--micro-batches 0",
+            "--timeline x.png",
+        )
+    ),
+    *(
+        f"simulate pipeline {options}"
+        for options in (
+            "--schedule nonsense",
+            "--schedule dualpipe-v --stages 4 --micro-batches 2",
+            "--stages 0",
+            "--forward-ms -1",
+            "--forward-ms nan",
+            "--forward-ms inf",
+            "--transfer-ms inf",
+            "--figure x.nonsense",
+        )
+    ),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("REFT_MEMORY_DIR", str(tmp_path / "memory"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_use_is_told_and_ends_with_code_2(
+    folder: Path, case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = cli.main(case.split())
+    except SystemExit as stop:  # argparse has told
+        code = stop.code
+    out, err = capfd.readouterr()
+    assert code == 2, (out, err)
+    assert "Traceback" not in out + err
+    assert err.strip()
