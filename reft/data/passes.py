@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Position:
         taken: batches that were taken.
         length: batches of the pass; None where the loader cannot tell.
         number: of the pass, for loaders that count them.
+        renewed: whether the loader's persistent workers had read an earlier pass: nothing was drawn for them.
     """
 
     start: dict[str, Any]
@@ -36,6 +37,7 @@ class Position:
     taken: int
     length: int | None
     number: int = 0
+    renewed: bool = False
 
     @property
     def complete(self) -> bool:
@@ -84,10 +86,18 @@ class Pass:
         start: what :func:`capture_start` returned before it was made.
         watch: told before and after every batch, and at the end.
         adopted: it was begun before anybody watched.
+        renewed: see :class:`Position`.
     """
 
     def __init__(
-        self, loader: Any, inner: Iterator[Any], start: dict[str, Any], watch: Any, *, adopted: bool = False
+        self,
+        loader: Any,
+        inner: Iterator[Any],
+        start: dict[str, Any],
+        watch: Any,
+        *,
+        adopted: bool = False,
+        renewed: bool = False,
     ) -> None:
         self.loader = loader
         self.taken = 0
@@ -97,6 +107,7 @@ class Pass:
         self.era: object = None
         self.resumable = False
         """Whether reft brings it back by itself."""
+        self._renewed = renewed
         self._inner = inner
         self._start = start
         self._first: dict[str, Any] | None = None
@@ -133,12 +144,14 @@ class Pass:
         return self._inner
 
     def position(self) -> Position:
-        return Position(self._start, self._first, self.taken, length_of(self.loader), self.number)
+        length = length_of(self.loader)
+        return Position(self._start, self._first, self.taken, length, self.number, self._renewed)
 
     def adopt(self, other: Pass) -> None:
         """Become another pass over the same loader, of which nothing was taken."""
         self._inner, self._start, self._first = other._inner, other._start, other._first
         self._notes_first, self._begun = other._notes_first, other._begun
+        self._renewed = other._renewed
         self.natural, self.era = other.natural, other.era
 
     def go_to(self, position: Position, *, skip: bool = True) -> None:
@@ -147,6 +160,7 @@ class Pass:
         taken = position.taken if skip else 0
         self._inner = positioned(self.loader, position, taken)
         self._start, self._first, self._notes_first = position.start, position.first, False
+        self._renewed = position.renewed
         self.taken, self.number, self.natural = taken, position.number, False
 
 
@@ -154,9 +168,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
     """The loader's iterator as the pass of ``position`` had it after ``taken`` batches."""
     here = capture_host_rng()
     try:
-        restore_host_rng(position.start)
-        for generator, state in zip(own_generators(loader), position.start["generators"], strict=False):
-            generator.set_state(state)
+        _restore_start(loader, position.start)
         if isinstance(loader.dataset, IterableDataset):
             # There are no indices to skip by: the pass is read again.
             inner = raw_iterator(loader)
@@ -167,13 +179,31 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         skipping = _Skipping(getattr(loader, name), taken)
         # DataLoader refuses to have these set; on the copy nothing else refers to them.
-        vars(twin).update({name: skipping, "persistent_workers": False, "_iterator": None})
+        vars(twin).update({name: skipping, "_iterator": None})
+        if position.renewed:
+            skipping.before = lambda: _restore_start(loader, position.start)
         inner = raw_iterator(twin)
         if reads_lazily(loader):
-            skipping.first = position.first or capture_host_rng()
+            first = position.first or capture_host_rng()
+            skipping.before = lambda: restore_host_rng(first)
+        elif getattr(loader, "persistent_workers", False):
+            # Later passes are read by these workers, without the skipping.
+            inner._index_sampler = loader._index_sampler  # type: ignore[attr-defined]
+            vars(loader)["_iterator"] = inner
         return inner
     finally:
         restore_host_rng(here)
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether persistent workers wait for the next pass."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def _restore_start(loader: Any, start: dict[str, Any]) -> None:
+    restore_host_rng(start)
+    for generator, state in zip(own_generators(loader), start["generators"], strict=False):
+        generator.set_state(state)
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
@@ -195,13 +225,13 @@ def is_watched() -> bool:
 
 
 class _Skipping:
-    """A sampler without its first draws. ``first``: random states for the draws that are made at once, in
-    which most samplers choose the whole order; None: those that are there."""
+    """A sampler without its first draws. ``before``: sets the random states for the draws that are made at
+    once, in which most samplers choose the whole order; None: those that are there."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self._sampler = sampler
         self._skip = skip
-        self.first: dict[str, Any] | None = None
+        self.before: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -210,9 +240,9 @@ class _Skipping:
         return getattr(self.__dict__["_sampler"], name)
 
     def __iter__(self) -> Iterator[Any]:
-        here = capture_host_rng() if self.first is not None else None
-        if self.first is not None:
-            restore_host_rng(self.first)
+        here = capture_host_rng() if self.before is not None else None
+        if self.before is not None:
+            self.before()
         indices = iter(self._sampler)
         for _ in itertools.islice(indices, self._skip):
             pass

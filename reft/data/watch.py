@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from reft.data.passes import Pass, Position, capture_start, is_watched, raw_iterator
+from reft.data.passes import Pass, Position, capture_start, has_workers, is_watched, raw_iterator
 from reft.state.rng import capture_host_rng, restore_host_rng, restore_rng
 
 
@@ -110,8 +110,8 @@ class Watch:
 
     def begin(self, loader: Any) -> Pass:
         """A pass under the random states that are there."""
-        start = capture_start(loader)
-        return Pass(loader, raw_iterator(loader), start, self)
+        start, renewed = capture_start(loader), has_workers(loader)
+        return Pass(loader, raw_iterator(loader), start, self, renewed=renewed)
 
     def begin_at(self, loader: Any, position: Position) -> Pass:
         """The pass of a version, behind what was taken of it."""

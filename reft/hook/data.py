@@ -38,6 +38,11 @@ _LINES_STATE = """
     reft.attach(engine, client_state=lambda: {"position": ...})
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
+_AHEAD = (
+    "the resumable loader is read ahead of training: after a failure the batches in between would be left "
+    "out. Take a batch from it when it is trained on; DataLoader's worker processes read ahead by themselves"
+)
+
 
 def _is_stateful(iterator: Any) -> bool:
     return callable(getattr(iterator, "state_dict", None)) and callable(
@@ -64,10 +69,14 @@ class DataPosition:
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
-        self._astray = False
+        self._elsewhere = self._ahead = False
+        """Whether batches were read ahead by the script, or since the last version."""
+        self._goes_there = True
+        """Whether batches that were read may be those that the script skips."""
         self._pass: Pass | None = None
         self._known = False
         self._saved: Position | None = None
+        self._lost: Position | None = None
         self._check: Position | None = None
         self._phase: Resuming | None = None
         self._unmoved: dict[str, Any] | None = None
@@ -88,14 +97,19 @@ class DataPosition:
 
     def after_batch(self, one: Pass) -> None:
         if threading.get_ident() != self._thread:
-            self._astray = True  # it is read ahead: how far is not known
+            self._elsewhere = True  # read ahead: how far is not known
         elif self._inside:
             self._take([one])
+            expected, self._saved = self._saved, None
+            if expected is not None and not _is_behind(one, expected):
+                self._lost = expected
         elif not self._pipeline:
             self._maybe.append(one)
 
     def _take(self, passes: list[Pass]) -> None:
         for one in passes:
+            if one.loader.dataset is not passes[-1].loader.dataset:
+                continue  # an evaluation, read since the last step
             self._datasets.add(id(one.loader.dataset))
             self._batches += 1
             self._pass = one
@@ -119,7 +133,10 @@ class DataPosition:
         passes, self._maybe = self._maybe, []
         if not training:
             return None
-        self._take(passes)
+        if self._goes_there and passes and passes[-1].resumable and passes.count(passes[-1]) > 1:
+            self._elsewhere = True  # nothing has to be skipped there
+        self._take(passes[-1:] if self._goes_there else passes)
+        self._goes_there = False
         self._micro_batches += 1
         expected, self._check = self._check, None
         if expected is None or not passes or _is_behind(passes[-1], expected):
@@ -155,8 +172,9 @@ class DataPosition:
     def _settle(self) -> None:
         """Known is a position where every micro-batch was one batch of one loader."""
         if self._micro_batches:
+            self._ahead = self._elsewhere or self._batches > self._micro_batches
             one_each = self._batches == self._micro_batches and len(self._datasets) == 1
-            self._known = one_each and not self._astray
+            self._known = one_each and not self._ahead
             self._batches = self._micro_batches = 0
             self._datasets.clear()
 
@@ -165,6 +183,7 @@ class DataPosition:
         self._unmoved = state
         position = Position.decode(state["pass"]) if "pass" in state else None
         self._maybe.clear()
+        self._goes_there = True
         self._batches = self._micro_batches = 0
         if rng is not None:
             WATCH.resuming = self._phase = Resuming(position, rng)
@@ -187,14 +206,18 @@ class DataPosition:
         """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
         step."""
         self._settle()
-        if self._saved is not None:
+        lost, self._lost = self._lost or self._saved, None
+        if lost is not None:
             self._saved = None
             return (
-                f"the position of the data could not be restored: train_batch was given something else than "
-                f"the iterator that the version was taken with, a RepeatingLoader. Write{_LINES_PIPELINE}"
+                f"the version was taken behind batch {lost.taken} of a pass over the data, but train_batch "
+                f"was given other data: from here on its losses are not those of the undisturbed run. "
+                f"Write{_LINES_PIPELINE}"
             )
-        if self._stateful is not None or resumable.positions():
+        if self._stateful is not None:
             return None
+        if resumable.positions():
+            return None if not self._ahead else _AHEAD
         if self._known and self._pass is not None:
             if self._pipeline and self._repeating:
                 return None

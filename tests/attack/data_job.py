@@ -258,6 +258,19 @@ def starts_anew(life: Life) -> None:
                 return
 
 
+def reads_ahead(life: Life) -> None:
+    """A resumable loader of which a batch is taken before the last one is trained on."""
+    life.plain()
+    loader = reft.resumable(DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True))
+    life.load()
+    data = iter(RepeatingLoader(loader))
+    batch = next(data)
+    while not life.over:
+        following = next(data)
+        life.micro_step(batch)
+        batch = following
+
+
 def mixes(life: Life) -> None:
     """Several loaders behind a generator: nobody can tell the position."""
     life.pipeline()
@@ -338,7 +351,7 @@ def main(root: Path) -> dict[str, Any]:
     logging.getLogger("reft").addHandler(heard)
     logging.getLogger("reft").setLevel(logging.INFO)
     out: dict[str, Any] = {}
-    for script in (*SCRIPTS, starts_anew, mixes):
+    for script in (*SCRIPTS, starts_anew, reads_ahead, mixes):
         name = script.__name__
         block = {"enabled": True, "job_id": name, "memory_dir": str(root / "memory")}
         undisturbed = live(script, None, STEPS, root / "none", heard)

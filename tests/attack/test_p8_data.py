@@ -51,6 +51,10 @@ def test_p12_data_from_nowhere_is_told(result: dict) -> None:
         assert any("is not known" in line and "client_state" in line for line in first["heard"])
 
 
+def test_p12_a_resumable_loader_that_is_read_ahead_is_told(result: dict) -> None:
+    assert any("read ahead of training" in line for line in result["reads_ahead"]["lives"][0]["heard"])
+
+
 def test_a_script_that_went_there_by_itself_is_not_warned_when_it_resumes(result: dict) -> None:
     for life in result["skips"]["lives"][1:]:
         assert not any("undisturbed run" in line for line in life["heard"])

@@ -1,0 +1,227 @@
+"""A pass over a loader, come back to at any batch: the order and every random number are the same (P8)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import reft
+from reft.data import resumable
+from reft.data.passes import Pass, Position
+from reft.data.watch import Resuming, Watch
+from reft.state.codec import decode, encode
+from reft.state.rng import capture_host_rng, capture_rng, restore_host_rng, same_host_rng
+
+SAMPLES, BATCH = 22, 4
+
+
+class Noisy(Dataset):  # type: ignore[type-arg]
+    """Samples with numbers of every generator; in worker processes without."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.loaded.append(index)
+        if torch.utils.data.get_worker_info() is not None:
+            return [float(index)]
+        return [float(index), float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[float]:
+        for index in range(SAMPLES):
+            yield index + float(torch.rand(()))
+
+
+class Shuffled(Sampler[int]):
+    """Draws its order from Python's and NumPy's generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        yield from (order[i] for i in np.random.permutation(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in_order": lambda: DataLoader(Noisy(), BATCH),
+    "shuffled": lambda: DataLoader(Noisy(), BATCH, shuffle=True),
+    "last_dropped": lambda: DataLoader(Noisy(), BATCH, shuffle=True, drop_last=True),
+    "own_generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator(5)),
+    "samplers_generator": lambda: DataLoader(
+        Noisy(), BATCH, sampler=RandomSampler(Noisy(), generator=generator(6))
+    ),
+    "with_replacement": lambda: DataLoader(Noisy(), BATCH, sampler=RandomSampler(Noisy(), True, 70)),
+    "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, 30)),
+    "subset": lambda: DataLoader(Noisy(), BATCH, sampler=SubsetRandomSampler(range(3, 20))),
+    "distributed": lambda: DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), 2, 1)),
+    "python_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Shuffled()),
+    "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(Shuffled(), BATCH, False)),
+    "unbatched": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), BATCH),
+    "workers": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2),
+    "persistent_workers": lambda: DataLoader(
+        Noisy(), BATCH, shuffle=True, num_workers=1, persistent_workers=True, generator=generator(7)
+    ),
+}
+SLOW = ("workers", "persistent_workers")
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def train() -> float:
+    """Random numbers that a step draws."""
+    return float(torch.rand(())) + random.random() + float(np.random.rand())
+
+
+def passes(watch: Watch, loader: DataLoader[Any], first: Pass | None = None) -> Iterator[tuple[Pass, Any]]:
+    while True:
+        one = watch.open(loader) if first is None else first
+        first = None
+        for batch in one:
+            yield one, batch
+
+
+def numbers(batch: Any) -> list[float]:
+    parts = batch if isinstance(batch, list) else [batch]
+    return [float(x) for part in parts for x in np.ravel(np.asarray(part, dtype=np.float64))]
+
+
+def undisturbed(name: str, batches: int) -> list[tuple[list[float], bytes, dict[str, Any]]]:
+    """Every batch with its step; behind each the position, encoded, and the random states."""
+    watch, loader = Watch(), LOADERS[name]()
+    seed(1)
+    found = []
+    for one, batch in itertools.islice(passes(watch, loader), batches):
+        found.append(([*numbers(batch), train()], encode(one.position().encode()), capture_rng()))
+    return found
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_p8_from_any_batch_on_the_pass_and_the_next_are_the_same(name: str) -> None:
+    found = undisturbed(name, 24)
+    for stop in (0, 3, 9, 16) if name in SLOW else range(20):
+        _, position, rng = found[stop]
+        seed(99)
+        watch, loader = Watch(), LOADERS[name]()
+        torch.rand(3)  # the script draws what it likes before it is where it was
+        first = watch.begin_at(loader, Position.decode(decode(position)))
+        restore_host_rng(rng)
+        again = [
+            [*numbers(batch), train()]
+            for _, batch in itertools.islice(passes(watch, loader, first), 23 - stop)
+        ]
+        assert again == [numbers for numbers, _, _ in found[stop + 1 :]], f"behind batch {stop}"
+
+
+@pytest.mark.parametrize("name", [n for n in LOADERS if n not in SLOW])
+def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
+    """It begins where the pass began, or at the very beginning; both lead to the same numbers."""
+    found = undisturbed(name, 24)
+    for stop in range(0, 20, 2):
+        _, encoded, rng = found[stop]
+        position = Position.decode(decode(encoded))
+        if position.length is None:
+            continue  # a stream cannot tell that its pass is over
+        # At the end of a pass the script may also begin the next one at once. Generators of its own are then its own.
+        at_once = {0} if position.complete and not position.start["generators"] else set()
+        for skip in {position.taken, stop + 1} | at_once:
+            seed(1)
+            watch, loader = Watch(), LOADERS[name]()
+            watch.resuming = Resuming(position, rng)
+            data = (batch for _, batch in passes(watch, loader))
+            for _ in range(skip):
+                next(data)
+            again = []
+            for batch in itertools.islice(data, 23 - stop):
+                watch.resuming = None  # the first training step
+                again.append([*numbers(batch), train()])
+            assert again == [n for n, _, _ in found[stop + 1 :]], f"behind batch {stop}, {skip} skipped"
+
+
+def test_nothing_is_loaded_for_what_was_taken() -> None:
+    found = undisturbed("shuffled", 5)
+    loader = LOADERS["shuffled"]()
+    next(Watch().begin_at(loader, Position.decode(decode(found[4][1]))))
+    assert len(loader.dataset.loaded) == SAMPLES - 5 * BATCH  # type: ignore[attr-defined]
+
+
+def test_to_go_back_moves_the_pass_that_is_being_read() -> None:
+    watch, loader = Watch(), LOADERS["shuffled"]()
+    seed(1)
+    one = watch.open(loader)
+    first = [next(one)[0].tolist() for _ in range(2)]
+    position = one.position()
+    behind = [next(one)[0].tolist() for _ in range(3)]
+    here = capture_host_rng()
+    one.go_to(position)
+    assert same_host_rng(here, capture_host_rng())
+    assert [next(one)[0].tolist() for _ in range(3)] == behind != first
+
+
+def test_p10_a_resumable_loader_without_reft_is_the_loader() -> None:
+    seed(2)
+    wanted = [numbers(batch) for batch in LOADERS["shuffled"]()]
+    seed(2)
+    loader = reft.resumable(LOADERS["shuffled"]())
+    assert [numbers(batch) for batch in loader] == wanted
+    assert (len(loader), loader.batch_size, loader.epoch) == (6, BATCH, 0)
+
+
+def test_resumable_loaders_have_names_and_positions_that_wait_for_them() -> None:
+    loader = reft.resumable(LOADERS["shuffled"](), name="other")
+    for _ in range(2):
+        for _ in loader:
+            pass
+    iterator = iter(loader)
+    behind = [next(iterator)[0].tolist() for _ in range(2)][1:]
+    saved = resumable.positions()["other"]
+    behind += [x[0].tolist() for x in iterator]
+    del loader, iterator
+    resumable.restore({"other": saved})
+    later = reft.resumable(LOADERS["shuffled"](), name="other")
+    assert later.epoch == 2
+    assert [x[0].tolist() for x in later] == behind[1:]
+
+
+def test_two_loaders_under_one_name_are_refused() -> None:
+    first, second = (reft.resumable(LOADERS["in_order"](), name="twice") for _ in range(2))
+    next(iter(second))
+    with pytest.raises(reft.ConfigError, match=r"name='\.\.\.'"):
+        iter(first)
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    with pytest.raises(reft.ConfigError, match="client_state"):
+        reft.resumable([1, 2, 3])
