@@ -108,7 +108,7 @@ def _show_status(node: dict[str, Any]) -> None:
     )
     table.add_row("on disk", _label(persist.get("last")) if persist.get("dir") else "not configured")
     if persist.get("dir"):
-        table.add_row("persist", _staleness(persist.get("stale_since_step"), persist.get("error")))
+        table.add_row("persist", _persisting(persist))
     for name, said in _traffic(status.get("trainers") or {}).items():
         table.add_row(name, said)
     if recomputed := _recomputed(status.get("trainers") or {}):
@@ -116,6 +116,12 @@ def _show_status(node: dict[str, Any]) -> None:
     if updated := status.get("updated_unix_secs"):
         table.add_row("as of", f"{max(0.0, time.time() - updated):.0f} s ago")
     Console().print(table, markup=False)
+
+
+def _persisting(persist: dict[str, Any]) -> str:
+    said = _staleness(persist.get("stale_since_step"), persist.get("error"))
+    lag, writing = persist.get("lag_steps") or 0, persist.get("writing")
+    return f"{said}; writes {_label(writing)}, {lag} steps behind memory" if writing else said
 
 
 def _traffic(trainers: dict[str, dict[str, Any]]) -> dict[str, str]:

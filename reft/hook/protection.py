@@ -59,6 +59,7 @@ class Protection:
         self._topology = topology
         self._job_dir = job_dir
         self._events = events
+        self._persist_dir = config.persist.dir
         margin = config.memory_margin_bytes
         self._keeping = Keeping(
             config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
@@ -90,6 +91,11 @@ class Protection:
             keeping=self._keeping,
             on_change=self._changed,
         )
+
+    @property
+    def lost(self) -> bool:
+        """Whether memory has become too short to survive the loss of a node, which it did before."""
+        return self.record.degraded is not None and self.record.tolerance == 0
 
     def order(self, scheme: str) -> None:
         """Ask for a switch; see :meth:`reft.hook.session.Session.protect`."""
@@ -133,6 +139,12 @@ class Protection:
         survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
         if not now.tolerance:
             survives += f": TOLERANCE IS 0, {self.why_unprotected()}"
+        if self.lost:
+            survives += (
+                f"; this version is written to {self._persist_dir} at once"
+                if self._persist_dir is not None
+                else '; nothing is on disk to fall back to: write "persist": {"dir": ...} into "reft"'
+            )
         changed = f"[step {now.step}] protection {before.in_force} -> {now.in_force} from the next version on"
         if now.degraded is None:
             back = "; there is memory for all that is wanted again" if before.degraded else ""

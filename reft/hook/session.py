@@ -465,7 +465,7 @@ class Session:
         if self.is_rank_zero:
             self.record.note_commit(request.label)
         stats = self.stats.to_json()
-        self.daemon.notify_commit(request.label, self.coordinate, stats)
+        self.daemon.notify_commit(request.label, self.coordinate, stats, unprotected=self.protection.lost)
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs[-1], **told)

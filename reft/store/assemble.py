@@ -2,7 +2,8 @@
 
 It is a process of its own because it needs torch and DeepSpeed, which the node daemon does without,
 and because it may be slow: it runs at low priority, sees no device and dies with whoever started it.
-It reads one JSON request on standard input, and says why it failed on standard error.
+It imports them once, then serves one JSON request after the other, a line each: read from standard input,
+answered on standard output (:class:`reft.store.assembler.Assembler`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 
-ERROR_PREFIX = "reft.store.assemble: "
+NICENESS = 5
+"""Trainers come first, but beside busy ones a checkpoint must still be done within its interval."""
 NO_DEVICE = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -49,8 +52,6 @@ class AssembleRequest:
         step: of the version.
         secret: the job's secret, in hex.
         coordinates: (pp, dp, tp) whose files are made.
-        niceness: added to the priority of the process.
-        parent: process to die with.
     """
 
     root: str
@@ -59,8 +60,6 @@ class AssembleRequest:
     step: int
     secret: str
     coordinates: tuple[tuple[int, int, int], ...]
-    niceness: int
-    parent: int
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -127,21 +126,38 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> int:
-    """Serve the request on standard input; exit status 0 if all files are made."""
-    request = AssembleRequest.from_json(sys.stdin.read())
-    _die_with(request.parent)
-    os.nice(request.niceness)
+    """Serve requests until standard input ends."""
+    _die_with(int(sys.argv[1]))
+    # What libraries print must not be taken for an answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _import_all()
+    os.nice(NICENESS)  # now: at this priority the imports alone took a minute beside busy trainers
+    answers.write(json.dumps({"ok": True}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(_serve(AssembleRequest.from_json(line))) + "\n")
+        answers.flush()
+    return 0
+
+
+def _import_all() -> None:
+    import reft.state.blob
+    import reft.state.deepspeed_format  # noqa: F401
+
+    with suppress(ImportError):
+        import deepspeed  # noqa: F401
+
+
+def _serve(request: AssembleRequest) -> dict[str, Any]:
     work = WorkDir(Path(request.root), request.job_id, Label(request.incarnation, request.step))
     try:
         assemble(work, [Coordinate(*c) for c in request.coordinates], bytes.fromhex(request.secret))
     except (ReftError, OSError) as error:
-        _report(error)
-        return 1
-    return 0
-
-
-def _report(error: Any) -> None:
-    sys.stderr.write(ERROR_PREFIX + " ".join(str(error).split()) + "\n")
+        return {"ok": False, "error": " ".join(str(error).split())}
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {"ok": True}
 
 
 if __name__ == "__main__":

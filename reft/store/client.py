@@ -91,13 +91,17 @@ class DaemonClient:
             self._config = message
         self._enqueue(message)
 
-    def notify_commit(self, label: Label, coordinate: Coordinate, stats: Mapping[str, Any]) -> None:
-        """A version was committed by all ranks."""
+    def notify_commit(
+        self, label: Label, coordinate: Coordinate, stats: Mapping[str, Any], *, unprotected: bool = False
+    ) -> None:
+        """A version was committed by all ranks. ``unprotected``: memory has become too short to survive the
+        loss of a node."""
         self._enqueue(
             {
                 "op": "committed",
                 "label": [label.incarnation, label.step],
                 "coordinate": str(coordinate),
+                "unprotected": unprotected,
                 "local_rank": self._hello["local_rank"],
                 "stats": dict(stats),
             }

@@ -196,7 +196,7 @@ class Daemon:
         label = Label(*map(int, message["label"]))
         self._incarnation = max(self._incarnation, label.incarnation)
         self.status.committed(label)
-        self.persister.offer(label)
+        self.persister.offer(label, unprotected=bool(message.get("unprotected")))
         self._look.set()
         self._note_stats(message)
 

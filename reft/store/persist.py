@@ -17,10 +17,7 @@ that are already there are not touched (P6).
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -35,7 +32,8 @@ from reft.config import FaultPoint, ReftConfig
 from reft.errors import PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.store.arena import Arena
-from reft.store.assemble import ERROR_PREFIX, NO_DEVICE, AssembleRequest, read_part
+from reft.store.assemble import AssembleRequest, read_part
+from reft.store.assembler import Assembler
 from reft.store.fingerprints import recorded_fingerprint
 from reft.store.header import ArenaHeader
 from reft.store.jobdir import JobDir
@@ -84,8 +82,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 5
-"""Trainers come first, but beside busy ones a checkpoint must still be done within its interval."""
 _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arenas)"
 
 
@@ -127,6 +123,7 @@ def persist_label(
     *,
     stop: threading.Event | None = None,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
+    assembler: Assembler | None = None,
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
@@ -139,6 +136,7 @@ def persist_label(
         config: for ``persist`` and ``faults``.
         stop: set to give up.
         progress: told what happens.
+        assembler: makes the files; None starts a process for this version only.
 
     Returns:
         Directory of the checkpoint.
@@ -154,6 +152,7 @@ def persist_label(
         timeout_secs=config.persist.timeout_secs,
         stop=stop or threading.Event(),
         progress=progress,
+        assembler=assembler,
     )
     with ExitStack() as pins:
         source = _pin(job_dir, label, pins)
@@ -358,45 +357,13 @@ def _assemble(work: WorkDir, source: VersionSource, options: PersistOptions) -> 
         step=source.label.step,
         secret=source.secret.hex(),
         coordinates=tuple((c.pp, c.dp, c.tp) for c in source.blocks),
-        niceness=_NICENESS,
-        parent=os.getpid(),
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "reft.store.assemble"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, **NO_DEVICE},
-    )
-    try:
-        stderr = _communicate(process, request.to_json(), options.stop)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    if process.returncode:
-        raise PersistError(f"{work.label}: {_reason(process.returncode, stderr)}")
-
-
-def _communicate(process: subprocess.Popen[str], request: str, stop: threading.Event) -> str:
-    text: str | None = request
-    while True:
+    with ExitStack() as stack:
+        assembler = options.assembler or stack.enter_context(Assembler())
         try:
-            return process.communicate(text, timeout=0.2)[1]
-        except subprocess.TimeoutExpired:
-            text = None
-            if stop.is_set():
-                raise PersistError("writing was stopped while checkpoint files were made") from None
-
-
-def _reason(code: int, stderr: str) -> str:
-    said = [line.removeprefix(ERROR_PREFIX) for line in stderr.splitlines() if line.startswith(ERROR_PREFIX)]
-    if said:
-        return said[-1]
-    tail = " / ".join(stderr.strip().splitlines()[-3:]) or "it said nothing"
-    return f"the process that makes the checkpoint files ended with status {code}: {tail}"
+            assembler.assemble(request, work.root, idle_secs=options.timeout_secs, stop=options.stop)
+        except PersistError as error:
+            raise PersistError(f"{work.label}: {error}") from error
 
 
 def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> PersistedInfo:

@@ -19,6 +19,7 @@ from typing import Protocol
 from reft.config import ReftConfig
 from reft.errors import PersistError, ReftError
 from reft.store.arena import Arena, ArenaState
+from reft.store.assembler import Assembler
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persist import PersistProgress, persist_label
@@ -41,7 +42,46 @@ class PersistFunction(Protocol):
         *,
         stop: threading.Event,
         progress: Callable[[PersistProgress], None],
+        assembler: Assembler | None,
     ) -> Path: ...
+
+
+class Lag:
+    """How far storage is behind memory: steps from the oldest version that was due and is not on storage to
+    the newest one in memory."""
+
+    def __init__(self) -> None:
+        self._waiting: Label | None = None
+        self._newest: Label | None = None
+        self._told: Label | None = None
+
+    def committed(self, label: Label, *, due: Label | None) -> int:
+        """``label`` is the newest version in memory; returns the steps.
+
+        Args:
+            label: the version.
+            due: what is to be written next, if anything.
+        """
+        self._newest = label
+        if self._waiting is None or self._waiting.incarnation < label.incarnation:
+            self._waiting = due
+        return self._steps()
+
+    def written(self, label: Label, *, due: Label | None) -> int:
+        """``label`` is on storage; returns the steps that are left."""
+        if self._waiting is not None and self._waiting <= label:
+            self._waiting = due
+        return self._steps()
+
+    def is_news(self) -> bool:
+        """Whether the version that storage waits for is another one than when this was last asked."""
+        before, self._told = self._told, self._waiting
+        return before != self._waiting
+
+    def _steps(self) -> int:
+        if self._waiting is None or self._newest is None:
+            return 0
+        return max(0, self._newest.step - self._waiting.step)
 
 
 class Persister:
@@ -63,6 +103,10 @@ class Persister:
         self._retry_at = 0
         self._closing = False
         self._stop = threading.Event()
+        self._assembler = Assembler()
+        self._warm = False
+        self._lag = Lag()
+        self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
 
     def configure(self, config: ReftConfig) -> None:
@@ -88,18 +132,50 @@ class Persister:
             self._changed.notify()
             self._changed.wait_for(lambda: self._status.persist.writing is None, timeout=_CLOSE_SECS)
 
-    def offer(self, label: Label) -> None:
-        """A version is committed in memory; takes it if it is due and newer."""
+    def offer(self, label: Label, *, unprotected: bool | None = None) -> None:
+        """A version is committed in memory; takes it if it is due and newer.
+
+        Args:
+            label: the version, the same on every node.
+            unprotected: memory no longer survives the loss of a node, so that the first such version is due
+                at once, whatever the interval. None: not known, as before.
+        """
         with self._changed:
+            at_once = self._falls(label, unprotected)
             writing = self._status.persist.writing
             if writing is not None and writing.incarnation < label.incarnation:
                 # The job restarted: parts that other nodes owe to the old version will never come.
                 self._stop.set()
             interval = self.config.persist.interval_steps if self.config else 0
             known = self._due or self._status.persist.last
-            if interval and label.step % interval == 0 and (known is None or label > known):
+            if self.config is None or self.config.persist.dir is None:
+                return
+            due = at_once or (interval and label.step % interval == 0)
+            if due and (known is None or label > known):
+                if at_once:
+                    logger.warning(
+                        "memory no longer survives the loss of a node: %s is written to %s at once",
+                        *(label, self.config.persist.dir),
+                    )
                 self._due = label
                 self._changed.notify()
+            lag = self._lag.committed(label, due=self._due)
+            self._status.update_persist(lag_steps=lag)
+            if interval and lag > interval and self._lag.is_news():
+                logger.warning(
+                    "step %d is committed, but step %d is not on storage yet: writing takes longer than "
+                    "persist.interval_steps (%d). Write less often, or look for what holds up %s",
+                    *(label.step, label.step - lag, interval, self.config.persist.dir),
+                )
+
+    def _falls(self, label: Label, unprotected: bool | None) -> bool:
+        """Whether ``label`` is the first version that does not survive the loss of a node. Told by every
+        trainer of the node; what is said of an older version than the newest comes late."""
+        since, before = self._unprotected
+        if unprotected is None or self.config is None or (since is not None and label < since):
+            return False
+        self._unprotected = label, unprotected
+        return unprotected and not before
 
     def wants(self, label: Label) -> bool:
         """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
@@ -129,11 +205,21 @@ class Persister:
     # -- the writing thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with self._assembler:
+            self._write_what_is_due()
+
+    def _write_what_is_due(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._asked or self._due is not None)
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked or self._due is not None or self._is_cold()
+                )
                 if self._closing:
                     return
+                if self._is_cold():
+                    self._warm_up()
+                if not self._asked and self._due is None:
+                    continue
                 asked = min(self._asked) if self._asked else None
                 label = asked or self._due
                 config = self.config
@@ -145,9 +231,26 @@ class Persister:
             with self._changed:
                 self._changed.notify_all()
 
+    def _is_cold(self) -> bool:
+        """There is something to write to, but no process yet that has imported what it takes."""
+        return not self._warm and self.config is not None and self.config.persist.dir is not None
+
+    def _warm_up(self) -> None:
+        # By this thread: the process dies with the one that started it.
+        self._warm = True
+        try:
+            self._assembler.start()
+        except OSError as error:
+            logger.warning("the process that makes checkpoint files cannot be started yet: %s", error)
+
     def _attempt(self, label: Label, config: ReftConfig) -> None:
         try:
-            path = self._persist(self._job_dir, label, config, stop=self._stop, progress=self._tell_progress)
+            path = self._persist(
+                *(self._job_dir, label, config),
+                stop=self._stop,
+                progress=self._tell_progress,
+                assembler=self._assembler,
+            )
         except (ReftError, OSError) as error:
             self._failed(label, error)
         except Exception as error:
@@ -176,6 +279,7 @@ class Persister:
             self._retry_at = 0
             if self._due is not None and self._due <= label:
                 self._due = None
+            self._status.update_persist(lag_steps=self._lag.written(label, due=self._due))
             future = self._asked.pop(label, None)
         if future is not None and not future.cancelled():
             future.set_result(path)

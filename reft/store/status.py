@@ -118,6 +118,7 @@ class PersistStatus:
         self.stale_since_step: int | None = None
         self.error: str | None = None
         self.attempts = 0
+        self.lag_steps = 0
 
     def snapshot(self) -> dict[str, Any]:
         return {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reft.errors import PersistError
+from reft.store.assembler import Assembler
 from reft.store.persisted import PersistedInfo, missing_files, read_marker, tag_of
 from reft.store.staging import WorkDir, read_record
 from reft.topology import Coordinate
@@ -49,6 +50,7 @@ class PersistOptions:
         timeout_secs: give up when nothing of a peer has appeared for so long.
         stop: set to give up.
         progress: told what happens.
+        assembler: makes the files; None starts a process for this version only.
     """
 
     directory: Path
@@ -56,6 +58,7 @@ class PersistOptions:
     timeout_secs: float = 600.0
     stop: threading.Event = field(default_factory=threading.Event)
     progress: Callable[[PersistProgress], None] = lambda progress: None
+    assembler: Assembler | None = None
 
 
 def published(work: WorkDir) -> PersistedInfo | None:

@@ -431,6 +431,66 @@ def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     client.close()
 
 
+class HeldWriter(FileWriter):
+    """Writes when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+        assert self.go.wait(120)
+        return super().__call__(job_dir, label, config, **options)
+
+
+def test_p3_what_memory_cannot_keep_is_persisted_at_once(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tolerance has fallen to 0: the first such version, on every node the same, whatever the interval."""
+    writer = FileWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 0))
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    for step, unprotected in ((1, False), (2, True), (3, True)):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        wait_for(lambda s=step: daemon.status.last_committed == Label(1, s), "the commit")
+        if step > 1:
+            wait_for(lambda: request_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
+    # A slower trainer of the node tells of an older version.
+    client.notify_commit(Label(1, 1), Coordinate(0, 1, 0), {}, unprotected=False)
+    commit(job_dir, 0, Label(1, 4))
+    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, unprotected=True)
+    wait_for(lambda: daemon.status.last_committed == Label(1, 4), "the commit")
+    assert writer.calls == [2]
+    assert any("no longer survives the loss of a node: step 2" in r.getMessage() for r in caplog.records)
+    # Protected again, and lost again.
+    for step, unprotected in ((5, False), (6, True)):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+    wait_for(lambda: request_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+    assert writer.calls == [2, 6]
+    client.close()
+
+
+def test_p6_how_far_storage_is_behind_is_told(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = HeldWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 2))
+    for step in (1, 2, 3, 4, 5, 6):
+        commit(job_dir, step % 2, Label(1, step))
+        daemon.persister.offer(Label(1, step))
+        assert request_status(job_dir)["lag_steps"] == max(0, step - 2)
+    late = [r for r in caplog.records if "writing takes longer than" in r.getMessage()]
+    assert len(late) == 1
+    assert "step 5 is committed, but step 2 is not on storage yet" in late[0].getMessage()
+    writer.go.set()
+    wait_for(lambda: request_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+    wait_for(lambda: request_status(job_dir)["lag_steps"] == 0, "no lag")
+
+
 def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:
     """All trainers may be gone: the launcher still has the newest version written."""
     run_here(persist=FileWriter())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,9 +133,19 @@ def _mount(*arguments: str) -> str | None:
 
 
 def fill_up(directory: Path, leave_bytes: int = 0) -> Path:
-    """Take the free space of a file system with one file; returns it, to be removed."""
-    stats = os.statvfs(directory)
+    """Take the free space of a file system with one file; returns it, to be removed. Others may write there at
+    the same time."""
     path = directory / "filler"
+    deadline = time.monotonic() + 60.0
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+        while True:
+            stats = os.statvfs(directory)
+            free_bytes = stats.f_bavail * stats.f_frsize - leave_bytes
+            try:
+                if free_bytes > 0:
+                    os.posix_fallocate(file.fileno(), 0, free_bytes)
+                break
+            except OSError as error:
+                if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+                    raise
     return path

@@ -91,12 +91,20 @@ def test_memory_full(scratch: Scratch) -> None:
 
 
 def test_memory_runs_short(scratch: Scratch) -> None:
-    """Others fill the memory while the job trains: it keeps less, and more again when they are gone."""
+    """Others fill the memory while the job trains: it keeps less, and more again when they are gone. What
+    would not survive the loss of a node any more is written to disk at once (P3)."""
     memory_root = scratch.root / "shared-memory"
     with small_file_system(memory_root, 48) as reason:
         if reason is not None:
             pytest.skip(reason)
-        block = {**_block(), "memory_margin_bytes": 8 * 2**20}
+        persist_dir = scratch.root / "short-persisted"
+        # Nothing is due on disk: only what memory cannot keep.
+        block = {
+            **_block(),
+            "memory_margin_bytes": 8 * 2**20,
+            "arenas": 2,
+            "persist": {"dir": str(persist_dir)},
+        }
         with _job(scratch, "memory-short", block, memory_root) as job:
             job.wait_for_commit(5)
             filler = fill_up(memory_root, leave_bytes=6 * 2**20)
@@ -108,6 +116,12 @@ def test_memory_runs_short(scratch: Scratch) -> None:
             job.trains_on()
             job.wait_for("a version", lambda: _newest_protection(job) == "none")
             assert job.logs.count("MEMORY IS SHORT") == 1
+            assert f"is written to {persist_dir} at once" in job.logs
+            written = persist_dir / job.cluster.job_id
+            job.wait_for("a checkpoint on disk", lambda: latest_persisted(written) is not None)
+            kept = latest_persisted(written)
+            assert kept is not None
+            assert kept.label.step >= degraded["step"]
             filler.unlink()
             job.wait_for("all to be kept again", lambda: _protection(job).get("degraded") is None)
             job.wait_for("a version", lambda: _newest_protection(job) == "arc")
