@@ -162,7 +162,7 @@ class Meeting:
     def _serve(self) -> None:
         host, port = parse_endpoint(self.endpoint)
         try:
-            listener = listen(host, port)
+            listener = listen(host, port, "--master-addr" if self._options.is_static else "--rdzv-endpoint")
         except ConfigError:
             # Another launcher on this machine may have been quicker.
             if port and not self._options.is_static and is_reachable(self.endpoint):

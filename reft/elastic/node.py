@@ -32,6 +32,7 @@ _CHECK_SECS = 0.2
 _BACKOFF_SECS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LOCK_SECS = 5.0
 """A launcher that was just killed holds its lock until the kernel has taken it down."""
+_KILLED_SECS = 5.0
 _STABLE_SECS = 60.0
 """A daemon that lived so long was well; the next start is not delayed."""
 
@@ -182,7 +183,9 @@ class DaemonKeeper:
             process.wait(8.0)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            # One that hangs in the kernel is not waited for: the launcher ends all the same.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_SECS)
 
     def _keep(self) -> None:
         deaths = 0

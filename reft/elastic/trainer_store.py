@@ -62,7 +62,7 @@ class TrainerStore:
         served = cls._serve()
         if nodes > 1:
             host = local_addr or _own_address(store)
-            served._door = Door(listen(host, 0), secret, PURPOSE, served._pass_on)
+            served._door = Door(listen(host, 0, "--local-addr"), secret, PURPOSE, served._pass_on)
             store.set(_ENDPOINT_KEY, format_endpoint(host, served._door.port))
         return served
 
@@ -155,9 +155,10 @@ def _join(trainer: socket.socket, channel: Channel) -> None:
     except (EOFError, OSError):
         pass
     finally:
-        # Ends the other direction, too, which then has nobody to pass to.
+        # Ends the other direction, too, wherever it waits.
         with suppress(OSError):
             trainer.shutdown(socket.SHUT_RDWR)
+        channel.shutdown()
         outgoing.join()
 
 

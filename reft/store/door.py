@@ -57,12 +57,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, option: str = "--host") -> socket.socket:
     """Listen on the address that ``host`` resolves to on this machine, and on no other.
 
     Args:
         host: name or address of this machine.
         port: 0 takes a free one.
+        option: what the user gave ``host`` with.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -73,7 +74,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG)
     except OSError as error:
-        hint = "give an address of this machine with --host"
+        hint = f"give an address of this machine with {option}"
         if error.errno == errno.EADDRINUSE:
             hint = "another process listens there: end it, or take another --port (0 finds a free one)"
         raise ConfigError(

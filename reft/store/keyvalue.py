@@ -202,7 +202,7 @@ class KeyValueStore:
         return self._line.local_address
 
     def close(self) -> None:
-        """End the connection, also for all views of this store."""
+        """End the connection, also for all views of this store; a request under way fails."""
         self._line.close()
 
 
@@ -247,8 +247,10 @@ class _Line:
         return result
 
     def close(self) -> None:
-        with self._lock:
-            self._drop()
+        # Without the lock: a request under way, to a store that stands still, is not waited for.
+        channel = self._channel
+        if channel is not None:
+            channel.shutdown()
 
     def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
         channel = self._connected()

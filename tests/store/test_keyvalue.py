@@ -1,0 +1,120 @@
+"""The rendezvous store: what its operations do, and what a silent server costs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from reft.store.door import listen
+from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
+
+SECRET = b"s" * 32
+WAIT_SECS = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[KeyValueServer]:
+    served = KeyValueServer(listen("127.0.0.1", 0), SECRET)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def store(server: KeyValueServer) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
+
+
+def test_values_are_bytes_and_come_back(store: KeyValueStore) -> None:
+    assert store.peek("key") is None
+    store.set("key", "text")
+    store.set("empty", b"")
+    assert (store.get("key"), store.get("empty")) == (b"text", b"")
+    assert store.check(["key", "empty"])
+    assert not store.check(["key", "none"])
+    assert store.delete("key")
+    assert not store.delete("key")
+
+
+def test_compare_set_says_who_won(store: KeyValueStore) -> None:
+    assert store.compare_set("key", None, b"a") == (True, b"a")
+    assert store.compare_set("key", None, b"b") == (False, b"a")
+    assert store.compare_set("key", b"a", b"b") == (True, b"b")
+    assert store.compare_set("other", b"a", b"b") == (False, None)
+
+
+def test_many_clients_add_up(server: KeyValueServer, store: KeyValueStore) -> None:
+    def add(_: int) -> None:
+        own = KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
+        for _ in range(20):
+            own.add("sum", 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(8)))
+    assert store.add("sum", 0) == 160
+
+
+def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
+    inner = store.with_prefix("a").with_prefix("b")
+    inner.set("key", "value")
+    assert store.get("a/b/key") == b"value"
+
+
+def test_waiting_ends_with_the_key_or_with_the_time(store: KeyValueStore) -> None:
+    with pytest.raises(TimeoutError, match="nobody wrote key, other"):
+        store.wait(["key", "other"], timedelta(seconds=0.1))
+    setter = threading.Timer(0.2, lambda: [store.set(k, "v") for k in ("key", "other")])
+    setter.start()
+    store.wait(["key", "other"])
+    setter.join()
+
+
+def test_what_is_no_request_is_refused_and_the_line_goes_on(store: KeyValueStore) -> None:
+    with pytest.raises(StoreError, match="refuses set"):
+        store.set("key", 5)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="refuses nonsense"):
+        store._line.ask("nonsense")
+    with pytest.raises(StoreError, match="refuses add"):
+        store.add("key", "x")  # type: ignore[arg-type]
+    assert not store.check(["key"])
+
+
+def test_p6_a_server_that_was_started_again_is_found_at_once() -> None:
+    first = KeyValueServer(listen("127.0.0.1", 0), SECRET)
+    store = KeyValueStore(f"127.0.0.1:{first.port}", SECRET, timeout_secs=WAIT_SECS)
+    store.set("key", "old")
+    first.close()
+    second = KeyValueServer(listen("127.0.0.1", first.port), SECRET)
+    try:
+        store.set("key", "new")
+        assert store.peek("key") == b"new"
+    finally:
+        second.close()
+
+
+def ask_in_vain(store: KeyValueStore) -> None:
+    with pytest.raises(StoreError):
+        store.check([])
+
+
+def test_p6_a_server_that_stands_still_is_given_up_and_closing_does_not_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreError, match="does not answer"):
+            KeyValueStore(endpoint, SECRET, timeout_secs=0.2).check([])
+        patient = KeyValueStore(endpoint, SECRET, timeout_secs=WAIT_SECS)
+        asking = threading.Thread(target=ask_in_vain, args=(patient,), daemon=True)
+        asking.start()
+        silent.accept()[0].close()  # the impatient one's
+        accepted, _ = silent.accept()
+        closing = threading.Thread(target=patient.close, daemon=True)
+        closing.start()
+        closing.join(WAIT_SECS / 2)
+        assert not closing.is_alive()
+        assert asking.is_alive()
+        accepted.close()
+        asking.join(WAIT_SECS)
