@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -27,17 +26,17 @@ from typing import Any
 
 import psutil
 
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
+from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.elastic.node import LAUNCHER_FILE
 from reft.errors import ReftError
-from reft.store.jobdir import SECRET_BYTES, STATUS_FILE, read_json
+from reft.store.jobdir import STATUS_FILE, read_json
 
 ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
 """Every process of a cluster has ``<token>:<node id>`` here, wherever it was forked."""
 
 _POLL_SECS = 0.05
 _KILL_SECS = 10.0
-_NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET)
+_NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 
 
 class LocalClusterError(ReftError, RuntimeError):
@@ -116,7 +115,6 @@ class LocalCluster:
 
     def __post_init__(self) -> None:
         self.token = uuid.uuid4().hex
-        self._secret = secrets.token_hex(SECRET_BYTES)
         self.history: list[LocalNode] = []
         self.current: dict[int, LocalNode] = {}
         self.rendezvous: subprocess.Popen[str] | None = None
@@ -200,7 +198,7 @@ class LocalCluster:
         source = str(Path(__file__).resolve().parents[2])
         python_path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
         own = {"PYTHONPATH": python_path, ENV_CLUSTER: f"{self.token}:{name}"}
-        return {"OMP_NUM_THREADS": "1", ENV_SECRET: self._secret, **inherited, **self.env, **own}
+        return {"OMP_NUM_THREADS": "1", **inherited, **self.env, **own}
 
     # -- failures ----------------------------------------------------------------------------------
 
