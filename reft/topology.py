@@ -53,12 +53,15 @@ class Topology:
     Attributes:
         degrees: parallel degrees.
         coordinates: coordinate of each global rank, each coordinate exactly once.
-        nodes: node id (the failure domain: one host) of each global rank.
+        nodes: node id of each global rank: ranks with the same one share their memory directory.
+        hosts: what fails as one (the failure domain) for each global rank: a host, or what its user declared
+            to be one. Empty: every node is a host.
     """
 
     degrees: Degrees
     coordinates: tuple[Coordinate, ...]
     nodes: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         expected = set(self.degrees.coordinates())
@@ -89,8 +92,14 @@ class Topology:
         return tuple(self.rank_of(Coordinate(pp, dp, tp)) for dp in range(self.degrees.dp))
 
     def group_nodes(self, pp: int, tp: int) -> tuple[str, ...]:
-        """Node of every member of the sharding group (pp, tp), ordered by dp."""
-        return tuple(self.nodes[r] for r in self.group(pp, tp))
+        """Host of every member of the sharding group (pp, tp), ordered by dp: placement and tolerance count
+        what fails as one (P4)."""
+        return tuple(self.failure_domains[r] for r in self.group(pp, tp))
+
+    @property
+    def failure_domains(self) -> tuple[str, ...]:
+        """What fails as one, for each global rank."""
+        return self.hosts or self.nodes
 
     def groups(self) -> tuple[tuple[int, int], ...]:
         """All sharding groups as (pp, tp)."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import LayoutError
+from reft.hook.coordinates import Place, declared_on_one_host, hosts_of
 from reft.protect.codes import Scheme, schemes_for
 from reft.protect.placement import fatal_nodes, group_tolerance, place_group, surviving_schemes, tolerance
 from reft.protect.tolerance import survives
@@ -140,3 +141,26 @@ def test_p4_what_survives_a_node_that_holds_several_members_is_found() -> None:
     assert schemes(2, 2) == [], "one node: nothing survives it"
     assert schemes(300, 2) == ["arc", "arc+aec"], "two parities of so many members exceed the field"
     assert schemes(258, 1) == ["arc", "arc+aec", "aec"]
+
+
+def test_p4_hosts_fail_not_launchers() -> None:
+    places = [
+        Place("a-1", False, "a", "kernel-1"),
+        Place("a-2", False, "a", "kernel-1"),  # another launcher, or a container of the same name
+        Place("b-1", False, "b", "kernel-1"),  # a container with a name of its own
+        Place("a-1", False, "a", "kernel-2"),  # another host of the same name
+        Place("mine", True, "a", "kernel-1"),
+        Place("yours", True, "a", "kernel-1"),
+    ]
+    hosts = hosts_of(places)
+    assert hosts == ("a", "a", "a", "a-kernel-2", "mine", "yours")
+    assert declared_on_one_host(places) == ("mine", "yours")
+    assert declared_on_one_host(places[:5]) == ()
+
+
+def test_p4_tolerance_counts_hosts() -> None:
+    coordinates = tuple(Coordinate(0, dp, 0) for dp in range(2))
+    apart = Topology(Degrees(1, 2, 1), coordinates, ("n0", "n1"))
+    together = Topology(Degrees(1, 2, 1), coordinates, ("n0", "n1"), ("a", "a"))
+    assert (tolerance(apart, 1, 0), tolerance(together, 1, 0)) == (1, 0)
+    assert together.local_ranks("n0") == (0,), "where memory lies is another matter"

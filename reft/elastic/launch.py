@@ -35,7 +35,7 @@ from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.errors import AuthenticationError, ConfigError, ReftError
 from reft.events import EventLog
-from reft.hook.auto import ENV_LAUNCHER_PID
+from reft.hook.auto import ENV_LAUNCHER_PID, ENV_NODE_DECLARED
 from reft.store.daemon import CONFIG_FILE
 from reft.store.jobdir import STATUS_FILE, read_json
 from reft.store.user_secret import user_secret
@@ -168,6 +168,7 @@ class Launcher(Observer):
         os.environ.update(
             {
                 ENV_NODE_ID: options.node,
+                ENV_NODE_DECLARED: str(int(options.node_declared)),
                 ENV_MEMORY_DIR: str(options.memory_dir),
                 ENV_JOB_ID: options.job_id,
                 ENV_LAUNCHER_PID: str(os.getpid()),

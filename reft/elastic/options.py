@@ -39,6 +39,7 @@ class LaunchOptions:
         arguments: its arguments.
         memory_dir: directory for the memory of all jobs on this node.
         node: this node's id.
+        node_declared: somebody gave it, and thereby says that the node fails by itself.
         job_id: name of the job's memory.
         daemon: start the node daemon.
         keep_memory: do not remove the memory after a good end.
@@ -52,6 +53,7 @@ class LaunchOptions:
     arguments: tuple[str, ...]
     memory_dir: Path
     node: str
+    node_declared: bool
     job_id: str
     daemon: bool
     keep_memory: bool
@@ -91,7 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--node-id",
         "--node_id",
         default=os.environ.get(ENV_NODE_ID),
-        help="name of this node, the unit that fails (default: host name and memory directory)",
+        help="name of this node, declared to be a unit that fails by itself; without it the host is that, "
+        "whatever runs on it (default: host name and memory directory)",
     )
     ours.add_argument(
         "--job-id",
@@ -167,6 +170,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         arguments=arguments,
         memory_dir=args.memory_dir.absolute(),
         node=args.node_id or default_node_id(args.memory_dir),
+        node_declared=bool(args.node_id),
         job_id=job_id,
         daemon=not args.no_daemon,
         keep_memory=args.keep_memory,

@@ -35,6 +35,8 @@ from reft.elastic.exits import ENV_EXIT_DIR, EX_PEER_FAILED, Cause, ExitNote
 logger = logging.getLogger(__name__)
 
 ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"
+ENV_NODE_DECLARED = "REFT_NODE_DECLARED"
+"""1 where the node's id was given by somebody, 0 where the launcher made it."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
 

@@ -4,16 +4,63 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from reft.config import ENV_NODE_ID
 from reft.errors import LayoutError
+from reft.hook.auto import ENV_NODE_DECLARED
 from reft.topology import Coordinate, Degrees
 
 
-def node_id() -> str:
-    """Identity of the failure domain: what the launcher says, else the host's name."""
-    return os.environ.get(ENV_NODE_ID) or socket.gethostname()
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs.
+
+    Attributes:
+        node: what the launcher calls the node, else the host's name.
+        declared: somebody gave the node this name (``--node-id``), and thereby says that it fails by itself.
+        host_name: name of the host.
+        kernel: equal for all processes under one kernel, containers too.
+    """
+
+    node: str
+    declared: bool
+    host_name: str
+    kernel: str
+
+    @classmethod
+    def here(cls) -> Place:
+        host = socket.gethostname()
+        given = os.environ.get(ENV_NODE_ID)
+        return cls(given or host, bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0", host, kernel_id())
+
+
+def kernel_id() -> str:
+    """The running kernel's own id, else the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def hosts_of(places: Sequence[Place]) -> tuple[str, ...]:
+    """What fails as one (P4), for each place: the declared node, else the host, by the name that its first
+    rank gives it. Pure."""
+    names: dict[str, str] = {}
+    for place in places:
+        taken = place.host_name in names.values()
+        names.setdefault(place.kernel, f"{place.host_name}-{place.kernel[:8]}" if taken else place.host_name)
+    return tuple(place.node if place.declared else names[place.kernel] for place in places)
+
+
+def declared_on_one_host(places: Sequence[Place]) -> tuple[str, ...]:
+    """Declared nodes that share a host with another one: what the tolerance counts is then a claim. Pure."""
+    nodes = {place.node: place.kernel for place in places if place.declared}
+    kernels = list(nodes.values())
+    return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))
 
 
 def local_rank() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from reft.config import ReftConfig
 from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
 from reft.hook.auto import ENV_LAUNCHER_PID
+from reft.hook.coordinates import kernel_id
 from reft.hook.install import ds_config_of
 from reft.load.exchange import allgather_bytes
 from reft.naming import own_name_of_process, own_program, siblings
@@ -106,7 +106,7 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
         JobInUseError: another job, or another start of this one, has it on some node.
     """
     path = config.memory_dir / job_id
-    place = f"{_host()}:{os.path.realpath(path)}".encode()
+    place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
     first = allgather_bytes(place, control.group).index(place) == control.rank
     lock: JobLock | None = None
 
@@ -149,13 +149,6 @@ def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
         raise own
     if failed := [t.decode() for t in told if t]:
         raise JobInUseError(f"the job's memory cannot be had on another rank: {failed[0]}")
-
-
-def _host() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class Identity:

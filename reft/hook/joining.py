@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from dataclasses import astuple
 from pathlib import Path
 
 from reft.config import ENV_SECRET, ReftConfig
 from reft.errors import ReftError
+from reft.hook.coordinates import Place, hosts_of
 from reft.hook.job import JobRecord
 from reft.load.exchange import allgather_bytes
 from reft.snapshot.control import ControlGroup
+from reft.state.codec import decode, encode
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
 from reft.store.persisted import job_directory, newest_incarnation
 from reft.topology import Coordinate, Degrees, Topology
@@ -19,19 +22,25 @@ from reft.topology import Coordinate, Degrees, Topology
 logger = logging.getLogger(__name__)
 
 
-def gather_topology(control: ControlGroup, coordinate: Coordinate, degrees: Degrees, node: str) -> Topology:
-    """Tell all ranks where this one is. Collective.
+def gather_topology(
+    control: ControlGroup, coordinate: Coordinate, degrees: Degrees
+) -> tuple[Topology, tuple[Place, ...]]:
+    """Tell all ranks where this one is; the topology, and the place of every global rank. Collective.
 
     Raises:
         LayoutError: the ranks do not form a pp x dp x tp grid.
     """
-    mine = f"{coordinate.pp},{coordinate.dp},{coordinate.tp},{node}"
-    facts = [g.decode().split(",", 3) for g in allgather_bytes(mine.encode(), control.group)]
-    return Topology(
+    at = (coordinate.pp, coordinate.dp, coordinate.tp)
+    mine = encode([list(at), list(astuple(Place.here()))])
+    facts = [decode(data) for data in allgather_bytes(mine, control.group)]
+    places = tuple(Place(*place) for _, place in facts)
+    topology = Topology(
         degrees=degrees,
-        coordinates=tuple(Coordinate(int(f[0]), int(f[1]), int(f[2])) for f in facts),
-        nodes=tuple(f[3] for f in facts),
+        coordinates=tuple(Coordinate(*at) for at, _ in facts),
+        nodes=tuple(place.node for place in places),
+        hosts=hosts_of(places),
     )
+    return topology, places
 
 
 def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:

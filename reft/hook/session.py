@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reft.config import AUTO, ENV_STORE, FaultPoint, ReftConfig, Variant
+from reft.config import AUTO, ENV_NODE_ID, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
-from reft.hook.coordinates import coordinate_of, local_rank, local_world_size, node_id
+from reft.hook.coordinates import coordinate_of, declared_on_one_host, local_rank, local_world_size
 from reft.hook.data import DataPosition
 from reft.hook.identity import Identity, hold_memory, name_job
 from reft.hook.job import JobRecord
@@ -74,8 +74,8 @@ class Session:
         self.coordinate, degrees = coordinate_of(engine)
         self.control = ControlGroup(config.commit_timeout_secs)
         self.config = config = name_job(config, self.control)
-        self.node = node_id()
-        self.topology = gather_topology(self.control, self.coordinate, degrees, self.node)
+        self.topology, self._places = gather_topology(self.control, self.coordinate, degrees)
+        self.node = self.topology.nodes[self.control.rank]
         self.identity = Identity(engine, config, at=self.coordinate, degrees=degrees, control=self.control)
         self._lock = hold_memory(config, self.job_id, self.control)
         self.job_dir = open_job_dir(config, self.job_id, self.node, self.control)
@@ -224,10 +224,16 @@ class Session:
             self.job_id,
             self.incarnation,
             self.topology.degrees,
-            len(set(self.topology.nodes)),
+            len(set(self.topology.failure_domains)),
             self.config.interval_steps,
             losses,
         )
+        if claimed := declared_on_one_host(self._places):
+            logger.warning(
+                "reft: nodes %s are declared (--node-id or %s) and share a host: losses are counted as if "
+                "each failed by itself; the loss of the host is the loss of all of them",
+                *(", ".join(claimed), ENV_NODE_ID),
+            )
         if 0 < losses < self.config.tolerance and not self._chosen:
             logger.warning(
                 "reft: the loss of %d node(s) should be survived, but %s survives %d; 'reft plan' and "

@@ -226,7 +226,7 @@ def simulate(
     Raises:
         ConfigError: if the groups are too small for the scheme.
     """
-    names = sorted(set(topology.nodes))
+    names = sorted(set(topology.failure_domains))
     column = {name: i for i, name in enumerate(names)}
     lost = np.random.default_rng(seed).random((trials, len(names))) >= q
     alive = np.ones(trials, dtype=np.bool_)
