@@ -25,6 +25,7 @@ from reft.store.persisted import (
     PersistedInfo,
     check_files,
     find_markers,
+    given_up,
     job_directory,
     latest_tag,
     read_marker,
@@ -127,8 +128,8 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
             infos, bad = find_markers(job_directory(persist_dir, job_id), job_id)
             persisted = [_of_marker(info, job_id) for info in infos]
             problems += bad
-    except (ReftError, OSError) as error:
-        problems.append(str(error))
+    except Exception as error:
+        problems.append(_words(error))
     try:
         if load_dir is not None:
             own = _latest(load_dir, job_id, problems)
@@ -138,8 +139,8 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
                 known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
                 persisted += [_of_marker(i, job_id) for i in infos if i.path.resolve() not in known]
                 problems += bad
-    except (ReftError, OSError) as error:
-        problems.append(str(error))
+    except Exception as error:
+        problems.append(_words(error))
     if own is not None and any(c.path.resolve() == own.path.resolve() for c in persisted):
         own = None
     checkpoints, left_out = in_order(persisted, own)
@@ -154,8 +155,12 @@ def find_named(directory: Path, tag: Any, job_id: str) -> Found:
         if tag is None or not (directory / tag).is_dir():
             return Found()
         return Found((_describe(directory, tag, job_id),))
-    except (ReftError, OSError, ValueError) as error:
-        return Found(problems=(str(error),))
+    except Exception as error:
+        return Found(problems=(_words(error),))
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
 
 
 def in_order(
@@ -172,14 +177,13 @@ def in_order(
     """
     known = [*labelled, *([own] if own is not None and own.label is not None else [])]
     ordered = sorted((c for c in known if c.label is not None), key=_by_label, reverse=True)
-    taken: list[DiskCheckpoint] = []
-    left_out = []
-    for c in ordered:
-        passed = next((t for t in taken if _label(t).incarnation > _label(c).incarnation), None)
-        if passed is not None and min(t.step for t in taken) <= c.step:
-            left_out.append(f"{c}: {c.label} is of a future that the job went back behind ({passed.label})")
-        else:
-            taken.append(c)
+    passed = given_up(_label(c) for c in ordered)
+    taken = [c for c in ordered if c.label not in passed]
+    left_out = [
+        f"{c}: {c.label} is of a future that the job went back behind ({passed[_label(c)]})"
+        for c in ordered
+        if c.label in passed
+    ]
     foreign = [c for c in known if c.label is None] + ([own] if own is not None and own.label is None else [])
     for c in sorted(foreign, key=lambda c: c.step):
         at = next((i for i, t in enumerate(taken) if t.step <= c.step), len(taken))
@@ -246,7 +250,7 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
             state = _read_host_file(file)
         except (ReftError, OSError):
             continue
-        if state is not None:
+        if isinstance(state, dict):
             return state.get(SAVED_BY) or {}, int(state.get("engine", {}).get("global_steps", -1))
     return {}, -1
 
@@ -388,7 +392,7 @@ class DiskRung:
             state = read_host_state(checkpoint.path, self._coordinate) if whole else None
             return _Look(look.problems, state)
         except Exception as error:
-            look.problems.append(f"{type(error).__name__}: {error}")
+            look.problems.append(_words(error))
             return look
 
 

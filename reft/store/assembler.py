@@ -24,6 +24,7 @@ from reft.errors import PersistError
 from reft.store.assemble import NO_DEVICE, AssembleRequest
 
 _POLL_SECS = 0.2
+_LAST_SECS = 5.0
 _IMPORT_SECS = 600.0
 """Longest time for the imports, on a machine that is busy."""
 
@@ -143,7 +144,11 @@ class Assembler:
         return answer
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        code = process.wait()
+        try:
+            code = process.wait(_LAST_SECS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
         assert self._errors is not None
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
         PersistError: if there is a marker that cannot be read.
     """
     try:
-        text = (checkpoint / MARKER_NAME).read_text()
+        text = (checkpoint / MARKER_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -213,6 +213,20 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
         else:
             complete.append(info)
     return complete
+
+
+def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
+    """Versions of a future that the job went back behind, each with the version that says so: one of a later
+    incarnation whose step is not higher."""
+    line: list[Label] = []
+    passed: dict[Label, Label] = {}
+    for label in sorted(set(labels), reverse=True):
+        later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
+        if later:
+            passed[label] = later[-1]
+        else:
+            line.append(label)
+    return passed
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:

@@ -25,6 +25,7 @@ from reft.store.persisted import (
     LATEST_NAME,
     MARKER_NAME,
     PersistedInfo,
+    given_up,
     latest_tag,
     list_persisted,
     missing_files,
@@ -155,12 +156,15 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def prune(info: PersistedInfo, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints of the job, and what is left of interrupted work.
+    """Remove all but the ``keep`` newest checkpoints of the job.
 
-    Only directories with reft's marker are touched, and never the one that ``latest`` names.
+    Those that the job went back behind are counted apart: they must not crowd out what it would fall back
+    to. Only directories with reft's marker are touched, and never the one that ``latest`` names.
     """
     mine = list_persisted(info.directory, info.job_id)
-    spared = {latest_tag(info.directory), *(i.tag for i in mine[-keep:])}
+    passed = given_up(i.label for i in mine)
+    line, behind = [i for i in mine if i.label not in passed], [i for i in mine if i.label in passed]
+    spared = {latest_tag(info.directory), *(i.tag for i in (*line[-keep:], *behind[-keep:]))}
     for old in mine:
         if old.tag not in spared:
             logger.info("removing %s", old.path)

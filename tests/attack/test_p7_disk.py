@@ -121,5 +121,7 @@ def test_p6_what_cannot_be_listed_is_told_and_raises_nothing(tmp_path: Path) -> 
     assert find_on_disk(None, tmp_path, "..").problems
     (tmp_path / "job" / "global_step4").mkdir(parents=True)
     (tmp_path / "job" / "global_step4" / "reft.json").write_text("{")
-    found = find_on_disk(tmp_path / "nothing", tmp_path, "job")
-    assert "is not a marker" in found.problems[0]
+    for content in (b"{", b"\xff\xfe", b"[1]", b'{"format": null}'):
+        (tmp_path / "job" / "global_step4" / "reft.json").write_bytes(content)
+        found = find_on_disk(tmp_path / "nothing", tmp_path, "job")
+        assert "is not a marker" in found.problems[0]

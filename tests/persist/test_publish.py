@@ -146,10 +146,13 @@ def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:
         write(tmp_path, Label(1, step), keep=2)
     tags = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert tags == ["global_step1", "global_step2", "global_step5", "global_step6"]
-    # A later incarnation that resumed further back replaces everything older, and says so.
+    # A later incarnation that resumed further back: what lies ahead does not crowd out what it falls back to.
     write(tmp_path, Label(2, 4), keep=2)
     assert latest_tag(tmp_path) == "global_step4"
-    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(1, 6), Label(2, 4)]
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(1, 5), Label(1, 6), Label(2, 4)]
+    for step in (5, 6, 7):
+        write(tmp_path, Label(2, step), keep=2)
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(2, 6), Label(2, 7)]
 
 
 def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path) -> None:
@@ -246,6 +249,16 @@ def test_p5_a_marker_that_names_files_elsewhere_is_refused(tmp_path: Path) -> No
     marker.write_text(marker.read_text().replace("mp_rank_00_model_states.pt", "../global_step4/reft.json"))
     assert find_markers(tmp_path)[0] == []
     assert "is not a file of the checkpoint" in find_markers(tmp_path)[1][0]
+
+
+def test_p6_a_torn_marker_is_a_problem_and_no_more(tmp_path: Path) -> None:
+    write(tmp_path, Label(1, 4))
+    write(tmp_path, Label(1, 8))
+    (tmp_path / "global_step8" / "reft.json").write_bytes(b'{"format": 1, \xff\xfe')
+    found, problems = find_markers(tmp_path, JOB)
+    assert [i.label for i in found] == [Label(1, 4)]
+    assert "is not a marker" in problems[0]
+    assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
 
 
 def test_p5_a_torn_latest_is_no_obstacle(tmp_path: Path) -> None:
