@@ -26,6 +26,7 @@ def choose_protection(
     topology: Topology,
     job_dir: Path,
     events: EventLog,
+    exact: bool = True,
 ) -> ReftConfig:
     """The block with the chosen protection in the place of ``auto``. Collective on all ranks.
 
@@ -41,13 +42,16 @@ def choose_protection(
         topology: placement of this incarnation.
         job_dir: the job's memory on this node.
         events: told of the choice.
+        exact: what a host recomputes is the owner's partition to the bit, as on CPUs; the same on all ranks.
     """
     gathered = control.gather_ints([*expected_bytes, config.host_state_bytes, _memory_bytes(config, job_dir)])
     memory: dict[str, int] = {}
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
     sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
-    choice = _choose(Situation(topology, sections, config.arena_count, config.block_bytes, memory), config)
+    exact = exact or config.aor.drift_ulps > 0
+    situation = Situation(topology, sections, config.arena_count, config.block_bytes, memory, exact)
+    choice = _choose(situation, config)
     chosen, scheme = choice.chosen, choice.chosen.scheme
     events.write(
         "protection_chosen",

@@ -89,6 +89,7 @@ class Session:
         )
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
+        self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
         self._chosen = config.chooses
         if self._chosen:
             self.config = config = self._choose_protection(config)
@@ -107,7 +108,6 @@ class Session:
         self.worker: SnapshotWorker | None = None
         self.variant = config.variant
         self.tracer = Tracer()
-        self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
         self.staging = (
             StagingArea(self.copy_engine) if Overflow(config.has.overflow) is Overflow.STAGING else None
         )
@@ -190,6 +190,7 @@ class Session:
             topology=self.topology,
             job_dir=self.job_dir.path,
             events=self.events,
+            exact=not self.copy_engine.asynchronous,
         )
 
     @property

@@ -39,6 +39,7 @@ class Situation:
         sections: of every rank.
         arenas: versions kept in memory. block_bytes: the unit of checksum and transfer.
         memory_bytes: what may be reserved on each node; None where it is not known.
+        exact: what a host recomputes is the owner's partition to the bit, so that it need not be sent.
     """
 
     topology: Topology
@@ -46,6 +47,7 @@ class Situation:
     arenas: int = 2
     block_bytes: int = 4 * 2**20
     memory_bytes: Mapping[str, int] | None = None
+    exact: bool = True
 
     @property
     def owns(self) -> bool:
@@ -277,6 +279,7 @@ def _loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> tuple[dic
             owned_by,
             arenas=situation.arenas,
             block_bytes=situation.block_bytes,
+            exact=situation.exact,
         )
         for rank, load in zip(ranks, loads, strict=True):
             memory[topology.nodes[rank]] += load.memory_bytes
@@ -292,6 +295,11 @@ _PARTITIONS = {
     OwnedBy.PEER: f'ZeRO partitions are sent to peers: recomputing them takes "{AOR}" in the protection',
     OwnedBy.AOR: f'ZeRO partitions are recomputed by peers, as "{AOR}" asks',
 }
+
+SENT_AFTER_ALL = (
+    "a GPU's optimizer is not repeated to the bit on a host, so that every partition is sent as well"
+)
+"""Unless ``aor.drift_ulps`` accepts what is near it."""
 
 
 def _why_unavailable(alternative: Alternative) -> str:
@@ -311,6 +319,8 @@ def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], sit
     ]
     if chosen.owned_by is not None:
         parts.append(_PARTITIONS[chosen.owned_by])
+    if chosen.owned_by is OwnedBy.AOR and not situation.exact:
+        parts.append(SENT_AFTER_ALL)
     if chosen.fit is not None:
         parts.append(f"{chosen.fit.overhead:.1%} of a step ({chosen.fit.source})")
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]

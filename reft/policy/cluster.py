@@ -74,7 +74,7 @@ _H100_FAILURES = Failure(
 _ASSUMED = replace(_A100_FAILURES, source=f"assumed, none is published; {_A100_FAILURES.source}")
 
 CLUSTERS: dict[str, Cluster] = {
-    "v100": Cluster("v100", V100, 512 * GIB, (_ASSUMED,)),  # DGX-1 datasheet
+    "v100": Cluster("v100", V100, 256 * GIB, (_ASSUMED,)),  # assumed: as much per GPU as in DGX-1
     "frontier": Cluster("frontier", MI250X, 512 * GIB, (_ASSUMED,)),  # Frontier user guide
     "a100": Cluster("a100", A100, 2048 * GIB, (_A100_FAILURES,)),  # DGX A100 640GB datasheet
     "h100": Cluster("h100", H100, 2048 * GIB, (_H100_FAILURES,)),  # DGX H100 datasheet

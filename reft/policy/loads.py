@@ -82,6 +82,7 @@ def group_loads(
     *,
     arenas: int,
     block_bytes: int,
+    exact: bool = True,
 ) -> tuple[Load, ...]:
     """Loads of the members of one sharding group, by dp index.
 
@@ -95,6 +96,8 @@ def group_loads(
         owned_by: what protects partitions; of no meaning where there are none or the scheme is ``none``.
         arenas: versions kept.
         block_bytes: the unit of checksum and transfer.
+        exact: what a host recomputes is the owner's partition to the bit. Where it is not, as on GPUs, the
+            owner sends every partition after all.
     """
     size = len(ring)
     replicated = _Replicated.of(max(s.replicated_bytes for s in sections), scheme, size, block_bytes)
@@ -115,7 +118,7 @@ def group_loads(
                 redundant_bytes=replicated.redundant_bytes,
                 owned_bytes=own.owned_bytes,
                 gradient_bytes=gradients,
-                sent_bytes=peers * _own(own, replicated.checksum_bytes, owned=not recomputed),
+                sent_bytes=peers * _own(own, replicated.checksum_bytes, owned=not (recomputed and exact)),
                 memory_bytes=arenas * reserved_bytes(data, blocks),
             )
         )

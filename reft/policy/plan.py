@@ -9,7 +9,7 @@ from typing import Any
 
 from reft.config import AOR, AUTO, ReftConfig
 from reft.errors import ConfigError
-from reft.policy.choose import GIB, Alternative, Choice, Situation, choose
+from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.cluster import MEMORY_SHARE
 from reft.policy.forecast import SimulatedPace
 from reft.policy.job import PlannedJob
@@ -21,6 +21,15 @@ from reft.protect.codes import Scheme
 from reft.simulate.schedules import Schedule, one_f_one_b
 from reft.simulate.variants import Variant
 from reft.snapshot.windows import Window
+
+IN_VAIN = (
+    f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '
+    '{"drift_ulps": 1} what is near the owner\'s'
+)
+NEAR_ONLY = (
+    '"aor": {"drift_ulps": ...} keeps recomputed partitions that are near their owner\'s, not equal to them: '
+    "planned as if none was sent, though one is every resync_steps versions"
+)
 
 
 @dataclass(frozen=True)
@@ -253,6 +262,9 @@ def make_plan(
     if recomputed and not job.owned:
         recomputed = False
         job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
+    exact = block.aor.drift_ulps > 0  # all clusters have GPUs
+    if job.owned and (recomputed or recompute):
+        job = replace(job, notes=(*job.notes, NEAR_ONLY if exact else IN_VAIN))
     choice = choose(
         Situation(
             job.topology,
@@ -260,6 +272,7 @@ def make_plan(
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
+            exact=exact,
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,

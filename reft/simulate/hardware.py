@@ -83,13 +83,13 @@ class Machine:
 
 V100 = Machine(
     name="V100",
-    devices_per_node=8,  # DGX-1; the paper's testbed does not say
+    devices_per_node=4,  # REFT: each GPU is linked by NVLink to three others
     peak_flops=125e12,  # NVIDIA V100 datasheet, SXM2
     achieved_flops=39e12,  # Shoeybi et al. 2019 (Megatron-LM), 1.2B parameters on one V100
     memory_bytes=16 * GIB,
     memory_bytes_per_sec=900 * GB,  # datasheet
     host_link_bytes_per_sec=PCIE_3_X16,
-    devices_per_host_link=2,  # DGX-1 system architecture: four switches for eight GPUs
+    devices_per_host_link=2,  # assumed, as in DGX-1: four switches for eight GPUs
     network_bytes_per_sec=100 * GBIT,  # REFT: 100 Gbps between nodes
     network_through_host=True,  # assumed: no GPUDirect on the testbed's network
 )

@@ -26,6 +26,8 @@ class Training:
         tensor, stages, data: parallel degrees.
         micro_batches: m, per pipeline and step.
         samples: per micro-batch, of the model's full sequence length.
+        zero_1: every rank makes the optimizer's step of its partition only. Scattering gradients and
+            gathering weights move together what reducing gradients does.
     """
 
     model: str
@@ -35,6 +37,7 @@ class Training:
     data: int
     micro_batches: int
     samples: int = 1
+    zero_1: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -83,6 +86,7 @@ class Training:
         machine, stages = self.machine, range(self.stages)
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES
         ring_bytes_per_sec = machine.network_bytes_per_sec / min(self.tensor, machine.devices_per_node)
+        shared = self.data if self.zero_1 else 1
         forward_secs = tuple(self._forward_flops(p) / machine.achieved_flops for p in stages)
         return Costs(
             forward_secs=forward_secs,
@@ -91,7 +95,7 @@ class Training:
             link_bytes_per_sec=machine.network_share_bytes_per_sec,
             reduce_secs=tuple(ring * self.stage_parameters(p) / ring_bytes_per_sec for p in stages),
             optimizer_secs=tuple(
-                OPTIMIZER_TRAFFIC_BYTES * self.stage_parameters(p) / machine.memory_bytes_per_sec
+                OPTIMIZER_TRAFFIC_BYTES * self.stage_parameters(p) / shared / machine.memory_bytes_per_sec
                 for p in stages
             ),
         )

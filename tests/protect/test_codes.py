@@ -166,10 +166,10 @@ def test_formulas_of_the_schemes() -> None:
         assert Scheme.parse("arc+aec").share(size) == 2 * part + Fraction(1, size * (size - 2))
 
 
-def test_published_bytes_per_gpu() -> None:
+def test_derived_bytes_per_gpu() -> None:
     """2 B of model and 12 B of Adam per parameter; |P_i| per rank is the whole over PP and TP."""
     small, large = Fraction(13 * 10**8 * 14, 16), Fraction(34 * 10**9 * 14, 32)
-    published = [
+    derived = [
         (small, 8, "none", 0.142),
         (small, 8, "arc", 0.284),
         (small, 8, "aec", 0.1625),
@@ -179,7 +179,7 @@ def test_published_bytes_per_gpu() -> None:
     ]
     assert float(small) / 1e9 == pytest.approx(1.138, abs=5e-4)
     assert float(large) / 1e9 == pytest.approx(14.88, abs=5.1e-3)
-    for image, size, text, gigabytes in published:
+    for image, size, text, gigabytes in derived:
         share = code_of(text, size).share_of(0)
         assert float(image * share) / 1e9 == pytest.approx(gigabytes, abs=5.1e-4), text
 
