@@ -48,7 +48,7 @@ class ReftSaver(Saver):
         self.session.submit(must=False)
 
     def stall_secs(self, call_secs: float) -> float:
-        return float(self.session.stats.stalls_secs[-1])
+        return float(self.session.stats.stalls_secs.newest)
 
     def finish(self) -> None:
         self.session.worker.drain(600.0)

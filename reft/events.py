@@ -7,6 +7,7 @@ fault matrix and the benchmarks read. Nothing is written otherwise.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -14,21 +15,37 @@ from typing import Any
 
 ENV_EVENTS = "REFT_EVENTS"
 
+logger = logging.getLogger(__name__)
+
 
 class EventLog:
-    """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL."""
+    """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL. Events that
+    cannot be written are lost, which is said once, and nothing else happens (P6)."""
 
     def __init__(self, rank: int) -> None:
         self._fd: int | None = None
         self._rank = rank
+        self._told = False
         directory = os.environ.get(ENV_EVENTS)
         if directory:
             path = Path(directory)
-            path.mkdir(parents=True, exist_ok=True)
             name = path / f"reft-{rank}-{os.getpid()}.jsonl"
-            self._fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            except OSError as error:
+                self._tell(error)
 
     def write(self, event: str, **fields: Any) -> None:
-        if self._fd is not None:
+        if self._fd is None:
+            return
+        try:
             line = json.dumps({"event": event, "time": time.time(), "rank": self._rank, **fields})
             os.write(self._fd, line.encode() + b"\n")
+        except (OSError, TypeError, ValueError) as error:
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            logger.warning("events cannot be written to %s: %s", os.environ.get(ENV_EVENTS), error)
+        self._told = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 
-from reft.errors import AuthenticationError
+from reft.errors import AuthenticationError, TransferError, UnrecoverableError
+from reft.load.exchange import allgather_bytes
+from reft.snapshot.control import ControlGroup
 from reft.store.keyvalue import KeyValueStore, StoreError
 from reft.store.label import Label
 from reft.store.user_secret import user_secret
@@ -52,17 +55,55 @@ class JobRecord:
             self._lost_until = time.monotonic() + _SILENT_SECS
 
     def newest_commit(self) -> Label | None:
-        """The newest commit noted, or None if there was none (or no store)."""
+        """The newest commit noted, or None if there was none (or no store).
+
+        Raises:
+            TransferError: there is a store, but it does not say.
+        """
         key = f"{self._prefix}/committed"
-        if self._store is None or not self._store.check([key]):
-            return None
-        incarnation, step = self._store.get(key).decode().split(":")
-        return Label(int(incarnation), int(step))
+        try:
+            if self._store is None or not self._store.check([key]):
+                return None
+            incarnation, step = self._store.get(key).decode().split(":")
+            return Label(int(incarnation), int(step))
+        except Exception as error:  # whatever it is, peers wait for an answer
+            raise TransferError(
+                "the rendezvous store does not say what the job had committed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _add(self, key: str, amount: int) -> int:
         if self._store is None:
             return 0
-        return int(self._store.add(key, amount))
+        try:
+            return int(self._store.add(key, amount))
+        except Exception as error:
+            # Memory and disk tell the incarnation too; what cannot be counted is not lost silently.
+            logger.warning("the rendezvous store does not answer: %s", error)
+            return 0
+
+
+def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
+    """The newest commit that the rendezvous store knows of, in words; empty if there was none. Collective:
+    asked where neither memory nor disk holds a version.
+
+    Raises:
+        UnrecoverableError: on all ranks, if the store does not say.
+    """
+    told: dict[str, str] = {}
+    if control.rank == 0:
+        try:
+            told = {"note": str(record.newest_commit() or "")}
+        except TransferError as error:
+            told = {"error": str(error)}
+    answer = json.loads(allgather_bytes(json.dumps(told).encode(), control.group)[0])
+    if "error" in answer:
+        raise UnrecoverableError(
+            f"no version of job {job_id} is in memory or on disk, and it is not known whether it had "
+            f"committed any: {answer['error']}. Start it again when the store answers; a new job takes "
+            f"another id"
+        )
+    return str(answer["note"])
 
 
 def _connect(endpoint: str) -> KeyValueStore | None:

@@ -30,6 +30,11 @@ class Preemption:
         """128 + the signal's number, as a shell reports it."""
         return 128 + int(self._signal)
 
+    @property
+    def waited_secs(self) -> float:
+        """Time since the wish; 0 if there was none."""
+        return time.monotonic() - self._since_secs if self.requested else 0.0
+
     def install(self) -> None:
         """Take over SIGTERM and SIGINT; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
@@ -51,6 +56,6 @@ class Preemption:
             self.uninstall()
             signal.raise_signal(number)
             return
-        self.requested = True
         self._since_secs = time.monotonic()
+        self.requested = True
         self._signal = signal.Signals(number)

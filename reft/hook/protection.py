@@ -12,7 +12,7 @@ from reft.events import EventLog
 from reft.hook.coordinates import local_rank
 from reft.load.exchange import allgather_bytes
 from reft.protect.placement import surviving_schemes, tolerance
-from reft.snapshot.control import ControlGroup
+from reft.snapshot.control import ControlGroup, WorkerControl
 from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.store.free_memory import default_margin_bytes
 from reft.store.protection import (
@@ -79,12 +79,12 @@ class Protection:
         parsed = found.parsed
         return replace(found, tolerance=tolerance(self._topology, parsed.copies, parsed.parities))
 
-    def switch(self) -> SchemeSwitch:
-        """For the snapshot worker; from here on orders are followed."""
-        self._note()
+    def switch(self, control: WorkerControl) -> SchemeSwitch:
+        """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
+        self.note()
         orders = OrderWatch(self._job_dir)
         return SchemeSwitch(
-            self._control,
+            control,
             self._topology,
             self.record,
             orders,
@@ -123,7 +123,7 @@ class Protection:
     def _changed(self, record: ProtectionRecord) -> None:
         """An order was carried out, or refused; or memory ran short, or came back. Called by the worker."""
         before, self.record = self.record, record
-        self._note()
+        self.note()
         self._events.write("protection", **record.to_json())
         if self._control.rank == 0:
             logger.warning("reft: %s", self._words(before, record))
@@ -154,7 +154,7 @@ class Protection:
             f"{self._keeping.versions}: MEMORY IS SHORT: {now.degraded.cause}; {survives}"
         )
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """Say on this node what is in force: for ``reft status``, and for the next start."""
         if local_rank() != 0:
             return

@@ -22,6 +22,7 @@ from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Sound, nothing_sound
+from reft.hook.job import noted_commit
 from reft.hook.session import Session
 from reft.load.exchange import allgather_bytes
 from reft.load.inventory import Inventory, take_inventory
@@ -283,7 +284,7 @@ class Restorer:
         from then on the old version is no longer needed, and the new node is protected too."""
         session = self._session
         request = session.submit(must=True)
-        request.done.wait()
+        request.done.wait(session.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(
                 "reft: the restored state of step %d could not be protected again: %s. Training goes on",
@@ -433,8 +434,7 @@ class Restorer:
         """Nothing to resume from: right for a new job, an error for one that had made progress."""
         session = self._session
         assert isinstance(plan, NotRecoverable)
-        noted = session.record.newest_commit() if session.is_rank_zero else None
-        note = allgather_bytes(str(noted or "").encode(), session.control.group)[0].decode()
+        note = noted_commit(session.record, session.control, session.job_id)
         refused = self._disk.refused(found) if found is not None else ()
         if plan.newest_committed is None and not plan.layout_mismatch and not note:
             if refused:

@@ -35,6 +35,7 @@ from reft.state.adapters import adapter_for
 from reft.state.blob import HostBlob
 from reft.state.host import capture_host_state
 from reft.store.client import DaemonClient
+from reft.store.jobdir import JobDir
 from reft.store.label import Label
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ _LONG_STEP_SECS = 0.5
 """From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
 measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
 _VOTE_SECS = 5.0
+_VOTE_SHARE = 0.1
+"""Of a step: most that it waits for a vote that does not come."""
+_CLOSE_ALONE_SECS = 1.0
+_ALONE_SHARE = 0.5
+"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
 
 ClientState = Callable[[], Mapping[str, Any]]
 
@@ -266,9 +272,11 @@ class Session:
             limit_bytes=limit // local_world_size() if limit is not None else None,
             local_world_size=local_world_size(),
             engine=self.copy_engine,
+            remake=self._remake_job_dir,
         )
+        control = self.control.for_worker()
         self.worker = SnapshotWorker(
-            control=self.control,
+            control=control,
             topology=self.topology,
             arenas=arenas,
             options=WorkerOptions(
@@ -283,7 +291,7 @@ class Session:
             on_skip=self._skipped,
             engine=self.copy_engine,
             pacer=self.pacer,
-            switch=self.protection.switch(),
+            switch=self.protection.switch(control),
             staging=self.staging,
             peer_optimizers=self._recomputing.peer_optimizers(self.stats.recompute),
         )
@@ -292,21 +300,27 @@ class Session:
         if self.variant is not Variant.NONE:  # without versions there are no votes to stop by
             self.preemption.install()
 
-    def close(self) -> None:
-        """Finish what is under way and release everything. The memory stays: the launcher removes
-        it when the whole job ended well."""
+    def close(self, timeout_secs: float | None = None) -> None:
+        """Finish what is under way, within the grace unless another time is given, and release everything.
+        The memory stays: the launcher removes it when the whole job ended well."""
         if self._closed:
             return
         self._closed = True
         self.preemption.uninstall()
         if self.worker is not None:
-            self.worker.close(self.config.grace_secs)
+            self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
         self._recomputing.close()
         self.data.close()
         self.daemon.close()
         if self._lock is not None:
             self._lock.close()
         self.events.write("closed", **self.stats.to_json())
+
+    def _remake_job_dir(self) -> None:
+        """Somebody removed this node's memory of the job."""
+        secret = self.job_dir.secret
+        JobDir.open_or_create(self.config.memory_dir, self.job_id, node=self.node, secret=secret)
+        self.protection.note()
 
     # -- every step --------------------------------------------------------------------------------
 
@@ -342,8 +356,7 @@ class Session:
         if self.worker is not None:
             secs = self.worker.fence()
             self._fence_secs += secs
-            if self.stats.stalls_secs:
-                self.stats.stalls_secs[-1] += secs
+            self.stats.stalls_secs.add_to_newest(secs)
 
     def boundary(self) -> None:
         """The state after an optimizer step is final: take a snapshot if one is due. Never raises.
@@ -366,11 +379,13 @@ class Session:
             # The vote that carries this is over when training gets there: all ranks know by then.
             self.worker.votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
-            self.worker.await_vote(step - 1, _VOTE_SECS)
+            self.worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
         interval = max(self.config.interval_steps, self.worker.votes.interval_steps(step))
         stop_step = self.worker.votes.stop_step
         if stop_step is not None and step >= stop_step:
             self._stopping = True
+        elif stop_step is None and self._must_stop_alone():
+            self._stop_alone(step)
         elif step % interval == 0:
             self.submit(must=False)
         else:
@@ -428,7 +443,7 @@ class Session:
             request = SnapshotRequest(label, self._images, b"", cancelled=True)
         self.worker.submit(request)
         if self.variant is Variant.BLOCKING:
-            request.copied.wait()
+            request.copied.wait(self.config.commit_timeout_secs)  # the fence says so if it has not ended
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 
@@ -446,6 +461,24 @@ class Session:
             gradients, nbytes = self._recomputing.images, self._recomputing.partition_bytes
             self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
         return self._images
+
+    def _must_stop_alone(self) -> bool:
+        """Whether this rank was told to stop, and no vote will say in time after which step all do."""
+        assert self.worker is not None
+        waited = self.preemption.waited_secs
+        return self.preemption.requested and (
+            self.worker.broken is not None or waited > _ALONE_SHARE * self.config.grace_secs
+        )
+
+    def _stop_alone(self, step: int) -> None:
+        logger.warning(
+            "reft: stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
+            step,
+            self.stats.committed_step,
+        )
+        self.events.write("stopped", step=step, committed=False, persisted=False)
+        self.close(_CLOSE_ALONE_SECS)
+        raise SystemExit(self.preemption.exit_code)
 
     def _stop(self, step: int) -> None:
         """Told to stop, and all ranks know: one last version, committed and on disk, then exit."""
@@ -475,7 +508,7 @@ class Session:
         self.daemon.notify_commit(request.label, self.coordinate, stats, unprotected=self.protection.lost)
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
-        self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs[-1], **told)
+        self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs.newest, **told)
 
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.notify_skip(step, cause, self.stats.to_json())

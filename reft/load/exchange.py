@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reft.blocks import BlockKey, Section
-from reft.errors import TransferError
+from reft.errors import ReftError, TransferError
 from reft.load.inventory import Inventory, authenticate, check_authentic
 from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 from reft.store.label import Label
@@ -30,6 +30,10 @@ _FINDINGS = b"reft-findings-1"
 
 class PeerLostError(TransferError):
     """The network failed: no message can be exchanged in this group any more."""
+
+
+class BrokenOffError(ReftError, RuntimeError):
+    """This rank cannot go on while peers wait for what it was to send: they hear of it when it ends."""
 
 
 @contextmanager
@@ -159,13 +163,14 @@ class Ledger:
 
         Raises:
             TransferError: if a peer is gone, or its stage failed.
+            BrokenOffError: this rank's own stage failed so that the peers cannot be told.
             Exception: what this rank's own stage raised, after the peers were told.
         """
         failure: Exception | None = None
         found: frozenset[BlockSource] = frozenset()
         try:
             found = stage()
-        except PeerLostError:
+        except (PeerLostError, BrokenOffError):
             raise
         except Exception as error:
             failure = error

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.load.exchange import network_errors
+from reft.load.exchange import BrokenOffError, network_errors
 from reft.load.local import ArenaSet, find_corrupt
 from reft.load.plan import (
     BlockSource,
@@ -128,6 +128,7 @@ def execute(
 
     Raises:
         TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
+        BrokenOffError: anything else that failed here, while peers wait for this rank.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
     transfer = _Transfer(
@@ -141,7 +142,16 @@ def execute(
         faults=faults or FaultPlan(),
         timeout_secs=timeout_secs,
     )
-    return transfer.run(make_waves(plan, topology, window_bytes // 2))
+    try:
+        return transfer.run(make_waves(plan, topology, window_bytes // 2))
+    except TransferError:
+        raise
+    except Exception as error:
+        if transfer.failure is error:  # the peers were served
+            raise
+        raise BrokenOffError(
+            f"the transfer of {plan.label} broke off on rank {rank}: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass
@@ -179,7 +189,7 @@ class _Transfer:
         self._faults = faults
         self._timeout = None if timeout_secs is None else timedelta(seconds=timeout_secs)
         self._bad: set[BlockSource] = set()
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._counting = threading.Lock()
         # This rank's share of the cores it may run on.
         neighbours = topology.nodes.count(topology.nodes[rank])
@@ -201,8 +211,8 @@ class _Transfer:
             if posted is not None:
                 self._finish(posted)
             posted = following
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         stats = TransferStats(
             bytes_from=dict(self._bytes_from),
             sent_bytes=self._sent_bytes,
@@ -275,7 +285,7 @@ class _Transfer:
         with self._counting:
             self._arrived += 1
             half = 2 * self._arrived >= len(self._fetches) > 2 * (self._arrived - 1)
-        if self._failure is not None:
+        if self.failure is not None:
             return
         try:
             if half:
@@ -289,7 +299,7 @@ class _Transfer:
                 self._bytes_from[fetch.rung] += fetch.nbytes
         except Exception as error:
             # Peers still wait for what this rank has to send: serve them, then raise.
-            self._failure = error
+            self.failure = error
 
 
 def _work(work: dist.Work | None) -> dist.Work:

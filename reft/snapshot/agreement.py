@@ -89,6 +89,12 @@ class LayoutAgreement:
         self._adopt(layout)
         self._arenas.reserve(layout)
 
+    def reset(self) -> None:
+        """Forget the layout: the ranks agree on one before the next version."""
+        self._let_go()
+        self._signature = None
+        self.layout = None
+
     def switch(self, request: SnapshotRequest) -> None:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from reft.snapshot.copying import CopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.store.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
-from reft.store.arena_files import arena_name
+from reft.store.arena_files import arena_name, coordinate_in, set_aside
 from reft.store.commit import SlotTable
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees
@@ -23,6 +24,8 @@ from reft.topology import Coordinate, Degrees
 logger = logging.getLogger(__name__)
 
 _PIN_POLL_SECS = 0.005
+_PIN_SECS = 60.0
+"""Most that a version which must be taken waits for readers; others do not wait."""
 _MAX_BACKOFF_VERSIONS = 64
 
 
@@ -50,6 +53,7 @@ class ArenaSet:
         limit_bytes: most bytes that this rank's arenas may take; None means what is free.
         local_world_size: ranks on this node; rank 0 frees what ranks that are no more left behind.
         engine: copies into the arenas; told about each of them once.
+        remake: makes the job's directory again, if somebody removed it.
     """
 
     def __init__(
@@ -64,19 +68,20 @@ class ArenaSet:
         limit_bytes: int | None,
         local_world_size: int = 1,
         engine: CopyEngine | None = None,
+        remake: Callable[[], object] | None = None,
     ) -> None:
         self._engine = engine
+        self._remake = remake
         self._job_dir = job_dir
         self._local_rank = local_rank
         self._count = count
         self._secret = secret
         self._identity = identity
-        self._frozen = dict(frozen)
         self._limit_bytes = limit_bytes
         self._local_world_size = local_world_size
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
-        self._slots = SlotTable(count, frozen)
+        self._slots = SlotTable(count, self._with_room(frozen))
         self._wanted = count
         self._unused: frozenset[int] = frozenset()
         self._refusals = 0
@@ -120,6 +125,66 @@ class ArenaSet:
         data = torch.frombuffer(arena.data, dtype=torch.uint8)
         return Filling(slot, arena, layout, label, data)
 
+    def _with_room(self, frozen: Mapping[int, Label]) -> dict[int, Label]:
+        """Slots that hold the version being recovered. If these are all there are, as where files of two
+        ranks were exchanged, one is set aside, another rank's first: a version must find a place."""
+        kept = dict(frozen)
+        mine = [slot for slot in kept if slot < self._count]
+        if len(mine) < self._count:
+            return kept
+        paths = {slot: self._job_dir / arena_name(self._local_rank, slot) for slot in mine}
+        own = {slot: coordinate_in(p, self._secret) == self._identity.coordinate for slot, p in paths.items()}
+        slot = min(mine, key=lambda slot: (own[slot], -slot))
+        try:
+            aside = set_aside(paths[slot], self._local_rank, self._count)
+        except OSError as error:
+            logger.warning("%s cannot be set aside: %s", paths[slot].name, error)
+            return kept
+        logger.warning(
+            "%s and all other slots of this rank hold the version that was recovered; it is kept as %s until "
+            "the next commit",
+            *(paths[slot].name, aside.name),
+        )
+        del kept[slot]
+        return kept
+
+    # -- what others may do to the files -----------------------------------------------------------
+
+    def look_after(self) -> bool:
+        """Notice what has become of the files since the last version; what is lost is made anew (P3).
+
+        Returns:
+            Whether something was lost: nobody may keep an arena mapped then.
+        """
+        lost = {slot: cause for slot, arena in self._arenas.items() if (cause := arena.lost()) is not None}
+        for slot, cause in lost.items():
+            self._lose(slot, cause)
+        if not self._job_dir.is_dir() and self._remake is not None:
+            logger.error("%s was removed, with all versions on this node; it is made again", self._job_dir)
+            self._remake()
+        return bool(lost)
+
+    def _lose(self, slot: int, cause: str) -> None:
+        arena = self._arenas.pop(slot)
+        protected = slot == self._slots.committed_slot
+        logger.error(
+            "%s %s; it is made again. %s",
+            *(arena.path, cause),
+            f"This rank's part of {self._slots.committed_label} was there: only its peers can restore that, "
+            f"until the next version is committed"
+            if protected
+            else "It held no version that is needed",
+        )
+        self._forget(arena)
+        arena.unlock()
+        self._unsettled = True
+        # Another rank's arena in this place may be all that is left of that rank's part.
+        found = coordinate_in(arena.path, self._secret)
+        if found not in (None, self._identity.coordinate):
+            with suppress(OSError):
+                set_aside(arena.path, self._local_rank, self._count)
+            self._leftovers_removed = False
+
     def reserve(self, layout: GroupLayout) -> str | None:
         """Allocate and touch every slot that may be written now, so that no snapshot pays for it
         later (P9, trap 17), and give back what another layout took there. What does not fit is refused
@@ -162,7 +227,8 @@ class ArenaSet:
             if arena is not None:
                 self._forget(arena)
                 arena.unlock()
-            (self._job_dir / arena_name(self._local_rank, slot)).unlink(missing_ok=True)
+            with suppress(OSError):  # it stays, then, and so does what it takes
+                (self._job_dir / arena_name(self._local_rank, slot)).unlink(missing_ok=True)
 
     def settle(self, layout: GroupLayout) -> None:
         """After a commit: reserve what could not be before, because it held the version of another layout
@@ -171,6 +237,11 @@ class ArenaSet:
             self.use(self._wanted)
             self.reserve(layout)
             self._unsettled = False
+
+    @property
+    def committed_label(self) -> Label | None:
+        """Newest version known here to be committed in this incarnation."""
+        return self._slots.committed_label
 
     @property
     def unsettled(self) -> bool:
@@ -203,11 +274,16 @@ class ArenaSet:
         return free_bytes(self._job_dir)
 
     def commit(self, filling: Filling) -> None:
-        filling.arena.commit()
+        """All ranks have sealed the version: it counts, whether or not that can be noted here."""
         self._slots.sealed(filling.slot)
         self._slots.committed(filling.slot)
-        filling.arena.unlock()
-        self._remove_leftovers()
+        try:
+            filling.arena.commit()
+            self._remove_leftovers()
+        except (ArenaError, OSError) as error:
+            logger.warning("[step %d] the commit cannot be noted: %s", filling.label.step, error)
+        finally:
+            filling.arena.unlock()
 
     def abort(self, filling: Filling) -> None:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
@@ -241,6 +317,7 @@ class ArenaSet:
             self._engine.unregister(arena.data)
 
     def _free_slot(self, wait: bool) -> int:
+        deadline = time.monotonic() + (_PIN_SECS if wait else 0.0)
         while True:
             pinned = [*self._unused]
             while (slot := self._slots.choose(pinned)) is not None:
@@ -248,8 +325,11 @@ class ArenaSet:
                 if arena is None or arena.try_lock_exclusive():
                     return slot
                 pinned.append(slot)
-            if not wait:
-                raise ArenaError(f"all slots are in use (pinned by a reader: {pinned})")
+            if time.monotonic() >= deadline:
+                raise ArenaError(
+                    f"all slots are in use (pinned by a reader: {pinned}; recovered: "
+                    f"{sorted(self._slots.frozen)})"
+                )
             time.sleep(_PIN_POLL_SECS)
 
     def _arena(self, slot: int, layout: GroupLayout) -> Arena:

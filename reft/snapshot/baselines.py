@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from reft.snapshot.control import ControlGroup
+from reft.snapshot.control import WorkerControl
 
 
 class PeerTraffic:
@@ -19,7 +19,7 @@ class PeerTraffic:
         block_bytes: most bytes of a message.
     """
 
-    def __init__(self, control: ControlGroup, block_bytes: int) -> None:
+    def __init__(self, control: WorkerControl, block_bytes: int) -> None:
         self._control = control
         self._block_bytes = block_bytes
         self._sizes: Sequence[int] = ()

@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from reft.snapshot.control import ControlGroup
+from reft.snapshot.control import WorkerControl
 from reft.snapshot.filling import Filling
 from reft.snapshot.traffic import Kind
 from reft.topology import Topology
@@ -24,7 +24,7 @@ class RingExchange:
         topology: who is where.
     """
 
-    def __init__(self, control: ControlGroup, topology: Topology) -> None:
+    def __init__(self, control: WorkerControl, topology: Topology) -> None:
         self._control = control
         self._topology = topology
 
@@ -45,14 +45,13 @@ class RingExchange:
         for member, peer_facts in incoming.items():
             filling.expect(member, peer_facts)
 
-    def blocks(self, filling: Filling) -> int:
+    def blocks(self, filling: Filling) -> dict[int, torch.Tensor]:
         """Send the blocks that the predecessors lack, take those that this rank lacks. Collective.
 
         Returns:
-            Bytes received.
+            Which blocks have arrived, by member: see :meth:`Filling.check_received`.
 
         Raises:
-            ArenaError: a block arrived changed.
             TransferError: a peer vanished.
         """
         holders, kept = self._peers(filling)
@@ -69,7 +68,7 @@ class RingExchange:
         )
         for holder, mask in asked.items():
             self.count(filling, holders[holder], filling.selected_bytes(mask))
-        return filling.check_received(lacking)
+        return lacking
 
     def count(self, filling: Filling, rank: int, sent: Counter[Kind]) -> None:
         """Note what was sent to a rank, if it is on another node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,11 @@ from reft.snapshot.copier import Copier
 from reft.snapshot.gate import Gate
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.request import SnapshotRequest
+
+logger = logging.getLogger(__name__)
+
+_FENCE_SECS = 300.0
+"""Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 
 
 class Handover:
@@ -32,6 +38,7 @@ class Handover:
         self._draining = False
         self._closing = False
         self._broken: str | None = None
+        self._interrupted = False
 
     @property
     def broken(self) -> str | None:
@@ -55,6 +62,8 @@ class Handover:
         with self._changed:
             if self._broken is not None or self._closing:
                 return False
+            if self._interrupted:
+                self._cancel(request)
             if request.images is not None:
                 self._copier.begin()
             if request.paced and self._pacer is not None:
@@ -86,7 +95,12 @@ class Handover:
         if running or self._approached:
             with self._hurried():
                 for request in running:
-                    request.copied.wait()
+                    if not request.copied.wait(_FENCE_SECS):
+                        request.overrun = True  # what is copied from here on is no state of its step (P2)
+                        logger.error(
+                            "[step %d] a copy has not ended after %.0f s; the version is given up",
+                            *(request.label.step, _FENCE_SECS),
+                        )
         self._fence_waiting = self._approached = False
         self._copier.fence()
         return time.perf_counter() - began
@@ -97,12 +111,17 @@ class Handover:
             running = []
             for request in self._queue:
                 if not request.started and not request.must:
-                    request.cancelled = True
-                    request.copied.set()
+                    self._cancel(request)
                 elif not request.copied.is_set():
                     running.append(request)
             self._fence_waiting = bool(running)
         return running
+
+    @staticmethod
+    def _cancel(request: SnapshotRequest) -> None:
+        request.cancelled = True
+        request.encode = None  # nobody needs the state that it holds
+        request.copied.set()
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
@@ -123,7 +142,8 @@ class Handover:
         """Wait until something is enough, or nothing is under way any more."""
         with self._changed:
             self._changed.wait_for(
-                lambda: enough() or not self._queue or self._broken is not None, timeout_secs
+                lambda: enough() or not self._queue or self._interrupted or self._broken is not None,
+                timeout_secs,
             )
 
     def drain(self, timeout_secs: float) -> bool:
@@ -131,7 +151,7 @@ class Handover:
         with self._hurried():
             self.wait_for(lambda: False, timeout_secs)
         with self._changed:
-            return not self._queue and self._broken is None
+            return not self._queue and not self._interrupted and self._broken is None
 
     def close(self) -> None:
         """Take nothing more; the worker thread ends."""
@@ -187,6 +207,19 @@ class Handover:
             if self._queue and self._queue[0] is request:
                 self._queue.popleft()
             self._changed.notify_all()
+
+    def interrupt(self) -> None:
+        """The ranks have to come together again: until then nothing is copied, nor waited for."""
+        with self._changed:
+            self._interrupted = True
+            for request in self._queue:
+                self._cancel(request)
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Versions are taken again. Those handed over meanwhile are still to be voted down."""
+        with self._changed:
+            self._interrupted = False
 
     def break_off(self, cause: str) -> list[SnapshotRequest]:
         """Take no version any more. Returns those that were under way."""

@@ -27,6 +27,8 @@ class SnapshotRequest:
         step: how the optimizer got here, if peers' partitions are recomputed.
         idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
         variant: when the bytes are copied; all variants are the same to recovery.
+        cancelled: nothing is to be copied any more.
+        overrun: training has gone on before the copy had ended.
     """
 
     label: Label
@@ -39,6 +41,7 @@ class SnapshotRequest:
     variant: Variant = Variant.HOST
     started: bool = False
     cancelled: bool = False
+    overrun: bool = False
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     committed: bool = False

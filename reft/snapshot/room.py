@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import astuple, dataclass
 
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.control import ControlGroup
 from reft.snapshot.layout import GroupLayout
 from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 _NO_LIMIT = -1
 _NEVER = 2**62
@@ -37,6 +40,15 @@ class Room:
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
         return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
+
+    @classmethod
+    def told(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
+        """The same, for peers that wait for it: where the memory cannot be looked at, there is none."""
+        try:
+            return cls.of(arenas, layout, count, margin_bytes)
+        except OSError as error:
+            logger.warning("the node's memory cannot be looked at: %s", error)
+            return cls(arenas.needed_bytes(layout, count), 0, 0, _NO_LIMIT, margin_bytes)
 
     @property
     def over_limit(self) -> bool:

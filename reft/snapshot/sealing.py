@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import torch
 
 from reft.config import FaultPoint, Variant
-from reft.errors import TransferError
+from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.snapshot.baselines import PeerTraffic
-from reft.snapshot.control import ControlGroup
+from reft.snapshot.control import WorkerControl
 from reft.snapshot.exchange import RingExchange
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
@@ -35,7 +37,7 @@ class Sealer:
     def __init__(
         self,
         *,
-        control: ControlGroup,
+        control: WorkerControl,
         topology: Topology,
         block_bytes: int,
         stats: SnapshotStats,
@@ -80,27 +82,46 @@ class Sealer:
             TransferError: a peer is gone.
         """
         failure = failure or _attempt(filling.hash_rest)
-        failure = _attempt(lambda: self._exchange(request, filling)) or failure
+        try:
+            arrived = self._exchange(request, filling)
+        except TransferError:
+            raise
+        except Exception as error:
+            # Peers may wait for what this rank has not sent: only in new groups can it tell them.
+            raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
+        failure = failure or _attempt(lambda: self._check(filling, arrived))
         failure = failure or _attempt(lambda: self._seal(request, filling))
         return failure is None, failure
 
     def _seal(self, request: SnapshotRequest, filling: Filling) -> None:
         self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
         filling.seal()
+        # What was written to a file that is not there any more is no version (P3).
+        lost = filling.arena.lost()
+        if lost is not None:
+            raise ArenaError(f"{filling.arena.path} {lost}")
         self._faults.reach(FaultPoint.AFTER_SEAL, request.label.step)
 
-    def _exchange(self, request: SnapshotRequest, filling: Filling) -> None:
-        """Recompute what peers alone have, or take it from them. Collective in the group."""
+    def _check(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
+        self._stats.peer_bytes += filling.check_received(arrived)
+
+    def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
+        """Recompute what peers alone have, or take it from them. Collective in the group.
+
+        Returns:
+            What has arrived, to be checked; see :meth:`RingExchange.blocks`.
+        """
         images, peers = request.images, self._peer_optimizers
         if peers is not None and images is not None:
             peers.recompute(filling, images, request.step)
         self._ring.facts(filling)
         if peers is not None and images is not None:
             peers.compare(filling, images, request.step)
-        self._stats.peer_bytes += self._ring.blocks(filling)
+        arrived = self._ring.blocks(filling)
         if request.variant is Variant.INTER_NODE:
             peer, nbytes = self._peer_traffic.send(filling.arena.data)
             self._ring.count(filling, peer, Counter({Kind.MIRROR: nbytes}))
+        return arrived
 
 
 def _attempt(act: Callable[[], object]) -> str | None:

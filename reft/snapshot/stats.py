@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from reft.snapshot.recompute import RecomputeStats
+from reft.snapshot.samples import Samples
 from reft.snapshot.traffic import Traffic
 
 
@@ -48,9 +48,9 @@ class SnapshotStats:
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0
     staged_bytes: int = 0
-    drain_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
-    stalls_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
-    copy_secs: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    drain_secs: Samples = field(default_factory=Samples)
+    stalls_secs: Samples = field(default_factory=Samples)
+    copy_secs: Samples = field(default_factory=Samples)
     committed_step: int | None = None
     stale_since_step: int | None = None
     last_error: str | None = None
@@ -87,9 +87,9 @@ class SnapshotStats:
             "tier_bytes": {str(tier): self.tier_bytes[tier] for tier in range(4)},
             "staged": self.staged,
             "staged_bytes": self.staged_bytes,
-            "drain_secs_median": statistics.median(self.drain_secs) if self.drain_secs else None,
-            "stall_secs_median": statistics.median(self.stalls_secs) if self.stalls_secs else None,
-            "copy_secs_median": statistics.median(self.copy_secs) if self.copy_secs else None,
+            "drain_secs_median": self.drain_secs.median,
+            "stall_secs_median": self.stalls_secs.median,
+            "copy_secs_median": self.copy_secs.median,
             "committed_step": self.committed_step,
             "stale_since_step": self.stale_since_step,
             "last_error": self.last_error,

@@ -18,6 +18,7 @@ each say what they hold, and records of which the newest counts.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from reft.errors import ConfigError
 from reft.policy.degrade import CALM_SECS, MemoryWatch, Rung, ladder
 from reft.protect.placement import tolerance
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.control import ControlGroup
+from reft.snapshot.control import WorkerControl
 from reft.snapshot.layout import GroupLayout, layout_under
 from reft.snapshot.room import Room, agree_on_room
 from reft.store.label import Label
@@ -78,7 +79,7 @@ class SchemeSwitch:
 
     def __init__(
         self,
-        control: ControlGroup,
+        control: WorkerControl,
         topology: Topology,
         record: ProtectionRecord,
         orders: OrderWatch | None = None,
@@ -99,7 +100,13 @@ class SchemeSwitch:
         self._wish = 0
         self._looked = 0.0
         self._settled = False
+        self._look_failed = False
         self._above: GroupLayout | None = None
+
+    @property
+    def rung(self) -> int:
+        """How far down the ladder what is in force is."""
+        return self._rung
 
     @property
     def wanted(self) -> Rung:
@@ -120,10 +127,16 @@ class SchemeSwitch:
         now = time.monotonic()
         if layout is not None and self._settled and now - self._looked >= self._keeping.look_secs:
             self._looked = now
-            room = Room.of(arenas, layout, arenas.count)
-            self._wish = self._watch.wish(
-                self._rung, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
-            )
+            try:
+                room = Room.of(arenas, layout, arenas.count)
+                self._wish = self._watch.wish(
+                    self._rung, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
+                )
+            except OSError as error:
+                # Whether versions can be taken is another question, which the arenas answer.
+                if not self._look_failed:
+                    logger.warning("the node's memory cannot be looked at: %s", error)
+                self._look_failed = True
         return self._wish
 
     def _growth(self, layout: GroupLayout, arenas: ArenaSet) -> int:
@@ -155,6 +168,22 @@ class SchemeSwitch:
 
     # -- changes, collective -----------------------------------------------------------------------
 
+    def resync(self) -> None:
+        """The ranks have come together again: some may have carried out what others have not. The newest
+        record counts; how far down the ladder is found out anew with the layout (:meth:`fit`)."""
+        gathered = self._control.gather_bytes(json.dumps(self.record.to_json()).encode())
+        records = [ProtectionRecord.from_json(json.loads(data)) for data in gathered]
+        newest = max(records, key=lambda r: (r.number, r.step))
+        if newest != self.record:
+            self.record = newest
+            self._ladder = self._ladder_of(newest)
+            self._rung = min(self._rung, len(self._ladder) - 1)
+            self._on_change(newest)
+        self._heard_order = newest.number
+        self._heard_rung = self._wish = self._rung
+        self._settled = False
+        self._above = None
+
     def fit(self, label: Label, layout: GroupLayout, arenas: ArenaSet) -> GroupLayout:
         """A new layout, planned for what is wanted: take the first rung that every node has memory for, or
         the last. Collective; nothing is reserved yet."""
@@ -164,7 +193,7 @@ class SchemeSwitch:
             short = agree_on_room(
                 self._control,
                 self._topology,
-                Room.of(arenas, found, rung.arenas, self._keeping.margin_bytes),
+                Room.told(arenas, found, rung.arenas, self._keeping.margin_bytes),
             )
             if short is None:
                 break
@@ -270,7 +299,7 @@ class SchemeSwitch:
         if layout is None:
             return None, None
         new = self._under(layout, rung)
-        room = Room.of(arenas, new, rung.arenas, self._keeping.margin_bytes)
+        room = Room.told(arenas, new, rung.arenas, self._keeping.margin_bytes)
         cause = agree_on_room(self._control, self._topology, room)
         if cause is not None:
             return cause, None
@@ -286,7 +315,7 @@ class SchemeSwitch:
         return f"memory could not be reserved on {', '.join(nodes)}: {problem or 'see their logs'}", None
 
     def _why_short(self, layout: GroupLayout, arenas: ArenaSet) -> str:
-        room = Room.of(arenas, layout, arenas.count)
+        room = Room.told(arenas, layout, arenas.count)
         gathered = self._control.gather_ints([room.left_bytes, self._keeping.margin_bytes])
         (left, margin), node = min(zip(gathered, self._topology.nodes, strict=True))
         return (

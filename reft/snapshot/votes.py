@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from reft.snapshot.control import Ballot, ControlGroup
+from reft.snapshot.control import Ballot, WorkerControl
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Votes:
         advised_interval: how often this rank could take versions.
     """
 
-    def __init__(self, control: ControlGroup, advised_interval: Callable[[], int]) -> None:
+    def __init__(self, control: WorkerControl, advised_interval: Callable[[], int]) -> None:
         self._control = control
         self._advised_interval = advised_interval
         self._interval = (0, 1, 1)
@@ -69,11 +69,12 @@ class Votes:
         verdict = self._control.vote(
             Ballot(
                 ok=ok,
-                stop_after_step=self._stop_after(),
+                stop_after_step=self._stop_after(step),
                 relayout=relayout,
                 interval_steps=self._advised_interval(),
                 order=order,
-                late=holds_up or (self.late and step < self.newest_step),
+                # What is voted on when training is steps ahead already is late, whatever the cause.
+                late=holds_up or step < self.newest_step,
                 rung=rung,
             ),
             step,
@@ -87,7 +88,12 @@ class Votes:
         self.voted_step = step
         return verdict
 
-    def _stop_after(self) -> int:
-        if self.stop_proposal and self.late:
+    def resync(self, stop_step: int | None) -> None:
+        """The ranks have come together again and do not know what each has heard: take what they agree on."""
+        self.late = True
+        self.stop_step = stop_step
+
+    def _stop_after(self, step: int) -> int:
+        if self.stop_proposal and (self.late or step < self.newest_step):
             return max(self.stop_proposal, self.newest_step + 2)
         return self.stop_proposal

@@ -9,7 +9,9 @@ one that skipped it; "no" anywhere aborts it everywhere. A slot is overwritten o
 version is known to be committed (:class:`~reft.store.commit.SlotTable`), so one whole version exists
 at every instant (P3). Training waits for nothing but its own copy, at the fence (P2): to host memory, or
 as far as it is staged, within the device; then the version is drained and committed later. Whatever fails
-here is counted, logged once per cause and never reaches the training thread (P6).
+here is counted, logged once per cause and never reaches the training thread (P6). Peers hear of it in the
+next vote; where a rank cannot cast that, or they wait for what it cannot send any more, it leaves the control
+groups, and all come together in new ones (:mod:`reft.snapshot.resuming`) and go on with the next version.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
 from reft.snapshot.agreement import LayoutAgreement
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.control import Ballot, ControlGroup
+from reft.snapshot.complaints import Complaints
+from reft.snapshot.control import Ballot, WorkerControl
 from reft.snapshot.copier import Copier, bytes_by_tier
 from reft.snapshot.copying import CopyEngine, copy_engine_for
 from reft.snapshot.filling import Filling
@@ -36,6 +39,7 @@ from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
+from reft.snapshot.resuming import Standing, resume_from
 from reft.snapshot.sealing import Sealer
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
@@ -48,6 +52,8 @@ from reft.topology import Topology
 __all__ = ["SnapshotRequest", "SnapshotWorker", "WorkerOptions"]
 
 logger = logging.getLogger(__name__)
+
+_REJOIN_ATTEMPTS = 3
 
 
 class SnapshotWorker:
@@ -72,7 +78,7 @@ class SnapshotWorker:
     def __init__(
         self,
         *,
-        control: ControlGroup,
+        control: WorkerControl,
         topology: Topology,
         arenas: ArenaSet,
         options: WorkerOptions,
@@ -86,6 +92,7 @@ class SnapshotWorker:
         staging: StagingArea | None = None,
         peer_optimizers: PeerOptimizers | None = None,
     ) -> None:
+        self.control = control
         self._arenas = arenas
         self._stats = stats
         self._faults = faults
@@ -121,6 +128,11 @@ class SnapshotWorker:
         )
         self._records: list[ChunkRecord] = []
         self._plan_failed = False
+        self._complaints = Complaints()
+        self._open: Filling | None = None
+        """The version that is being written, until it is known what becomes of it."""
+        self._resumed_after = -1
+        self._vote_missed = False
         self._handover = Handover(self.copier, pacer)
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
@@ -144,9 +156,19 @@ class SnapshotWorker:
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
         """Wait until the ranks have voted on the version of ``step``, so that what they said is known; not
-        while votes are late, with which the ranks reckon."""
+        while votes are late, with which the ranks reckon, nor again after it was waited in vain, until the
+        votes have caught up: a commit never blocks a step (P6)."""
         votes = self.votes
+        if self._vote_missed:
+            self._vote_missed = votes.voted_step < step
+            return
         self._handover.wait_for(lambda: votes.voted_step >= step or votes.late, timeout_secs)
+        self._vote_missed = votes.voted_step < step
+
+    @property
+    def broken(self) -> str | None:
+        """Why no version is taken any more; None while they are."""
+        return self._handover.broken
 
     def drain(self, timeout_secs: float) -> bool:
         """Wait until every version handed over is committed or given up."""
@@ -164,19 +186,70 @@ class SnapshotWorker:
 
     def _run(self) -> None:
         while (request := self._handover.next()) is not None:
+            cause = None
             try:
-                self._process(request)
-                self._agreement.switch(request)
+                if request.label.step > self._resumed_after:
+                    self._process(request)
+                    self._agreement.switch(request)
+                else:  # given up by all ranks, when they came together again
+                    self._give_up(request, "interrupted")
             except TransferError as error:
-                # Peers are gone. The job will be restarted; training itself notices on its own.
-                self._break(str(error))
+                cause = str(error)
             except Exception as error:
-                logger.exception("the snapshot worker stopped; training goes on without snapshots")
-                self._break(f"{type(error).__name__}: {error}")
-            finally:
-                self._handover.finished(request)
+                self._complaints.tell("a version broke off", error)
+                cause = f"{type(error).__name__}: {error}"
+            if cause is not None:
+                self._handover.interrupt()
+                self._end_drain(request)
+                if not request.committed:
+                    self._give_up(request, "interrupted", cause)
+            self._handover.finished(request)
+            if cause is not None and not self._come_together():
+                self._break(cause)
+
+    def _come_together(self) -> bool:
+        """After something broke off: meet all ranks in new groups and agree where to go on. If peers are
+        gone, the job will be restarted; training itself notices on its own."""
+        for _ in range(_REJOIN_ATTEMPTS):
+            if self._handover.closing:
+                break
+            try:
+                self.control.rejoin(lambda: not self._handover.closing)
+                self._agree_where_to_go_on()
+            except TransferError as error:
+                logger.warning("the snapshot workers did not come together again: %s", error)
+            except Exception as error:
+                self._complaints.tell("coming together again failed", error)
+            else:
+                self._handover.resume()
+                logger.warning(
+                    "snapshots go on after step %d; the versions up to there were given up",
+                    self._resumed_after,
+                )
+                return True
+        self.control.leave()
+        return False
+
+    def _agree_where_to_go_on(self) -> None:
+        """Collective."""
+        mine = Standing(self.votes.newest_step, self._arenas.committed_label, self.votes.stop_step or 0)
+        gathered = self.control.gather_ints(mine.to_ints())
+        agreed = resume_from([Standing.from_ints(values) for values in gathered])
+        filling, self._open = self._open, None
+        if filling is not None:
+            if filling.label == agreed.committed:
+                # This rank had sealed it, and a peer has learnt that all had.
+                self._arenas.commit(filling)
+                self._stats.commit(filling.label.step, filling.traffic)
+            else:
+                self._drop(filling)
+        self.votes.resync(agreed.stop_step)
+        self.switch.resync()
+        self._agreement.reset()
+        self._resumed_after = agreed.after_step
 
     def _break(self, cause: str) -> None:
+        logger.error("the snapshot worker stopped (%s); training goes on without snapshots", cause)
         for request in self._handover.break_off(cause):
             self._give_up(request, "broken", cause)
 
@@ -191,7 +264,9 @@ class SnapshotWorker:
                 error or cause,
                 self._stats.stale_since_step,
             )
-        self._on_skip(request.label.step, cause)
+        self._complaints.attempt(
+            "a skipped version cannot be told of", lambda: self._on_skip(request.label.step, cause)
+        )
 
     def _process(self, request: SnapshotRequest) -> None:
         """Take one version through the whole protocol. Every path casts the same votes."""
@@ -226,13 +301,14 @@ class SnapshotWorker:
             self._abort(request, filling, failure or "a peer could not seal it")
             return
         self._arenas.commit(filling)
+        self._open = None
+        request.committed = True
+        self._stats.commit(request.label.step, filling.traffic)
         self._sealer.committed(filling)
         self._faults.reach(FaultPoint.AFTER_COMMIT, request.label.step)
-        self._stats.commit(request.label.step, filling.traffic)
-        request.committed = True
-        self._on_commit(request)
+        self._complaints.attempt("a commit cannot be told of", lambda: self._on_commit(request))
         self._learn(request, filling)
-        self._arenas.settle(filling.layout)
+        self._complaints.attempt("memory cannot be reserved", lambda: self._arenas.settle(filling.layout))
         self.switch.committed()
 
     def _abort(self, request: SnapshotRequest, filling: Filling | None, cause: str) -> None:
@@ -243,26 +319,36 @@ class SnapshotWorker:
 
     def _drop(self, filling: Filling) -> None:
         self.copier.settle()
+        self._open = None
         self._arenas.abort(filling)
         self._stats.total_traffic.add(filling.traffic)
 
     def _vote(self, request: SnapshotRequest, *, ok: bool) -> Ballot:
-        wants_layout = not (ok or request.cancelled or request.idle)
-        order, rung = self.switch.newest_order(), self.switch.wish(self._agreement.layout, self._arenas)
+        ballot = self._ballot(request, ok)
         verdict = self.votes.cast(
             request.label.step,
-            ok=ok,
-            relayout=wants_layout and not self._agreement.fits(request),
-            # Memory may be reserved behind this version, before the next vote.
-            holds_up=bool(self.copier.staged)
-            or self._arenas.unsettled
-            or self.switch.would_change(order, rung),
-            order=order,
-            rung=rung,
+            ok=ballot.ok,
+            relayout=ballot.relayout,
+            holds_up=ballot.late,
+            order=ballot.order,
+            rung=ballot.rung,
         )
         self.switch.hear(verdict.order, verdict.rung)
         self._handover.changed()
         return verdict
+
+    def _ballot(self, request: SnapshotRequest, ok: bool) -> Ballot:
+        """What this rank says of a version. If it cannot be found out, it says no."""
+        wants_layout = not (ok or request.cancelled or request.idle)
+        try:
+            order, rung = self.switch.newest_order(), self.switch.wish(self._agreement.layout, self._arenas)
+            # Memory may be reserved behind this version, before the next vote.
+            late = bool(self.copier.staged) or self._arenas.unsettled or self.switch.would_change(order, rung)
+            relayout = wants_layout and not self._agreement.fits(request)
+            return Ballot(ok, relayout=relayout, order=order, late=late, rung=rung)
+        except Exception as error:
+            self._complaints.tell("this rank cannot tell how it is", error)
+            return Ballot(ok=False, order=self.switch.record.number, rung=self.switch.rung)
 
     def _advised_interval(self) -> int:
         plan = self._pacer.plan if self._pacer is not None else None
@@ -290,10 +376,11 @@ class SnapshotWorker:
             return None, "the layout changed"
         if not self._handover.begin(request):
             return None, "not started before the next optimizer step"
-        filling: Filling | None = None
         gate = self._gate_for(request)
-        gate.begin()
         try:
+            gate.begin()
+            if self._arenas.look_after():
+                self._let_go()
             self._faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
             # What prepares the copy takes a while too: it begins where the copy may. On a device the
             # host's work disturbs nobody, and the permits of windows carry bytes that must be copied.
@@ -304,15 +391,19 @@ class SnapshotWorker:
                 layout = self._agreement.layout
                 if layout is None or not self._agreement.fits(request):  # the host state has grown
                     return None, "the layout changed"
-                filling = self._arenas.begin(request.label, layout, wait=request.must)
+                filling = self._open = self._arenas.begin(request.label, layout, wait=request.must)
             finally:
                 gate.release(permit, time.perf_counter() - began)
             self._copy(request.images, request, filling, gate)
+            if request.overrun:
+                raise ReftError("the next optimizer step did not wait for the copy any longer")
             self._stats.copy_secs.append(time.perf_counter() - began)
             return filling, None
-        except (ReftError, OSError, RuntimeError, MemoryError) as error:
-            if filling is not None:
-                self._drop(filling)
+        except Exception as error:
+            if not isinstance(error, ReftError | OSError):
+                self._complaints.tell("a version could not be copied", error)
+            if self._open is not None:
+                self._drop(self._open)
             self._end_drain(request)
             return None, f"{type(error).__name__}: {error}"
         finally:
@@ -368,7 +459,7 @@ class SnapshotWorker:
             self._stats.tier_bytes.update(bytes_by_tier(records))
             self._records = [*self._records, *records]
             return None
-        except (ReftError, OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
             self._stats.drain_secs.append(time.perf_counter() - began)

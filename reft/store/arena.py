@@ -218,6 +218,11 @@ class Arena:
         return self._geometry.file_bytes
 
     @property
+    def header_offsets(self) -> tuple[int, int]:
+        """Where the two copies of the header begin in the file."""
+        return self._geometry.copy_offset(0), self._geometry.copy_offset(1)
+
+    @property
     def data(self) -> memoryview:
         """The data region, writable if the arena was opened so. Views keep the mapping alive."""
         return self._data
@@ -234,6 +239,28 @@ class Arena:
         """State on record; EMPTY also where the header is unreadable."""
         header = self.header()
         return ArenaState.EMPTY if header is None else header.state
+
+    def lost(self) -> str | None:
+        """Whether this file is still what the next start of the job would find and trust.
+
+        Returns:
+            What became of it ("was removed"), for a message that names the path; None if all is well.
+        """
+        try:
+            mine, there = os.fstat(self._lock_fd), os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return "was removed"
+        except OSError as error:
+            return f"cannot be looked at: {error.strerror}"
+        if not os.path.samestat(mine, there):
+            return "was replaced by another file"
+        if mine.st_size != self.file_bytes:
+            return f"has {mine.st_size} bytes, expected {self.file_bytes}: truncated or extended"
+        try:
+            self._newest()
+        except ArenaError as error:
+            return f"has no whole header copy any more: {error}"
+        return None
 
     def read_block(self, entry: Entry) -> memoryview:
         """Bytes of a block, unchecked: a view into the mapping.

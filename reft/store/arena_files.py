@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 from reft.errors import ArenaError
@@ -29,6 +30,28 @@ def is_decoded(name: str) -> bool:
     return name.startswith(_DECODED)
 
 
+def coordinate_in(path: Path, secret: bytes) -> Coordinate | None:
+    """Whose bytes an arena file holds; None if there is none, or no version in it."""
+    try:
+        with Arena.open(path, secret) as arena:
+            header = arena.header()
+    except (ArenaError, OSError):
+        return None
+    return header.coordinate if header is not None and header.state.whole else None
+
+
+def set_aside(path: Path, local_rank: int, slots: int) -> Path:
+    """Rename an arena to a slot that its local rank does not use: there a recovery finds it, and it goes
+    after the next commit, like those of an earlier start with more slots.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    aside = next(p for n in count(slots) if not (p := path.with_name(arena_name(local_rank, n))).exists())
+    path.rename(aside)
+    return aside
+
+
 def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
     """Open every arena of a job directory for reading.
 
@@ -47,7 +70,7 @@ def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list
             found.append((path, Arena.open(path, secret, job_id=job_id)))
         except FileNotFoundError:
             continue
-        except ArenaError as error:
+        except (ArenaError, OSError, ValueError) as error:
             found.append((path, str(error)))
     return found
 

@@ -29,9 +29,10 @@ from reft.errors import AuthenticationError, PersistError, ReftError
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persist import persist_label
-from reft.store.persister import Persister, PersistFunction, committed_labels
+from reft.store.persister import Persister, PersistFunction
 from reft.store.status import NodeStatus
-from reft.store.wire import Channel, listen
+from reft.store.watch import CommitWatch
+from reft.store.wire import SOCKET_NAME, Channel, listen
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Daemon:
         }
         self.status = NodeStatus(job_dir.path, facts)
         self.persister = Persister(job_dir, self.status, persist)
+        self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._incarnation = 0
         self._ended = threading.Event()
@@ -96,6 +98,7 @@ class Daemon:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self.persister.start()
         while not self._ended.wait(_STATUS_SECS):
+            self._listen_again()
             self.status.write_if_changed()
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
@@ -104,6 +107,17 @@ class Daemon:
         self.persister.close()
         self.status.write_if_changed()
         return 0
+
+    def _listen_again(self) -> None:
+        """The job's directory may have been removed, and made again by a trainer."""
+        path = self._job_dir.path
+        if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
+            return
+        with contextlib.suppress(OSError):
+            listener = listen(path)
+            threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+            self._job_dir.record_daemon()
+            logger.warning("%s was made again; listening there", path)
 
     def end(self) -> None:
         """End soon; what is being written to storage is abandoned, what is there stays."""
@@ -117,7 +131,7 @@ class Daemon:
             self._look.wait(_POLL_SECS)
             self._look.clear()
             try:
-                newest = max(committed_labels(self._job_dir), default=None)
+                newest = self._commits.newest()
             except (OSError, ReftError):
                 logger.debug("the arenas cannot be listed", exc_info=True)
                 continue
@@ -213,7 +227,7 @@ class Daemon:
 
     def _flush(self, message: Mapping[str, Any]) -> str | None:
         """Persist the newest committed version, if there is a directory and it is not there yet."""
-        newest = max(committed_labels(self._job_dir), default=None)
+        newest = self._commits.newest()
         if newest is None or not self.persister.wants(newest):
             return None
         return self.persister.persist_and_wait(newest, float(message["wait_secs"]))

@@ -69,7 +69,7 @@ def train(engine: Any) -> list[str]:
 def count_moves(session: Any) -> dict[str, Counter[int]]:
     """Count, version by version, what really is copied and sent from now on."""
     moved: dict[str, Counter[int]] = {"copied": Counter(), "tensors": Counter(), "sent": Counter()}
-    engine, wire = session.worker.copier.engine, session.control._exchange
+    engine, wire = session.worker.copier.engine, session.worker.control._exchange
     copy, stats = engine.copy, session.stats
 
     def counting_copy(pieces: Any, after: Any = None, encode: Any = None) -> Any:
@@ -87,7 +87,7 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
             return wire.recv(tensors, peer, tag)
 
     engine.copy = counting_copy
-    session.control._exchange = Wire()
+    session.worker.control._exchange = Wire()
     return moved
 
 

@@ -92,7 +92,7 @@ class Job:
             limit_bytes=None, engine=self.engine,
         )  # fmt: skip
         self.worker = SnapshotWorker(
-            control=ControlGroup(60),
+            control=ControlGroup(60).for_worker(),
             topology=topology,
             arenas=arenas,
             options=WorkerOptions(scheme=Scheme(), block_bytes=65536, host_bytes=4096, chunk_bytes=65536),

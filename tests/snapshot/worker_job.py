@@ -74,7 +74,7 @@ class Rank:
         self.rank = rank
         self.at = TOPOLOGY.coordinates[rank]
         self.root = root
-        self.control = ControlGroup(60)
+        self.control = ControlGroup(60).for_worker()
         self.replicated = [torch.zeros(100_003), torch.zeros(7), torch.zeros(0), torch.zeros(50_000)]
         self.owned = [torch.zeros(30_001 + 64 * self.at.dp)]
         self.stats = SnapshotStats()

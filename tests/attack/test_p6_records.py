@@ -1,0 +1,54 @@
+"""Events, status and the rendezvous store may fail; training and its ranks go on together (P6)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from reft.errors import TransferError
+from reft.events import ENV_EVENTS, EventLog
+from reft.hook.job import JobRecord
+from reft.store.keyvalue import StoreError
+from reft.store.label import Label
+from tests.attack.workers import Results
+
+
+def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENV_EVENTS, "/proc/no-such-place")
+    EventLog(0).write("commit", step=1)
+    monkeypatch.setenv(ENV_EVENTS, str(tmp_path))
+    log = EventLog(1)
+    log._fd = os.open("/dev/full", os.O_WRONLY)
+    for step in (1, 2):
+        log.write("commit", step=step)
+    log.write("odd", value=object())
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"], "once each"
+
+
+def _failing_record() -> JobRecord:
+    record = JobRecord(None, "job")
+    record._store = mock.Mock()
+    for name in ("add", "set", "check", "get"):
+        getattr(record._store, name).side_effect = StoreError("Connection reset by peer")
+    return record
+
+
+def test_p6_a_store_that_fails_is_no_error_of_training() -> None:
+    assert _failing_record().next_incarnation() == 0
+    _failing_record().note_commit(Label(1, 2))
+    with pytest.raises(TransferError, match="does not say what the job had committed"):
+        _failing_record().newest_commit()
+
+
+@pytest.mark.timeout(180)
+def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = Results(tmp_path, "noted").of("noted")
+    for result in found:
+        assert "it is not known whether it had committed any" in result["error"]
+        assert result["note"] == "incarnation 3, step 7"

@@ -1,0 +1,68 @@
+"""Failures on one rank's snapshot worker: peers hear of them at once, and versions come back (P6)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attack.workers import FAILURES, Results
+
+# Places where the version is good, whatever fails there.
+_COMMITTED = {
+    "look at free memory",
+    "note the commit",
+    "after the commit",
+    "tell of the commit",
+    "reserve behind the commit",
+    "switch",
+}
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    root = tmp_path_factory.mktemp("workers")
+    return Results(root, "failures", "layouts", "slow", "stuck_copy", "dead")
+
+
+def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
+    found_by = results.of("failures")
+    for rank, result in enumerate(found_by):
+        for place in FAILURES:
+            found = result[place]
+            assert found["during"] == (place in _COMMITTED), (rank, place)
+            assert found["after"][-1], (rank, place, "versions must come back")
+            assert found["in_files"] == {str_at: found["step"] for str_at in found["in_files"]}, (rank, place)
+    assert found_by[1]["skips"], "what is given up is counted"
+    for place in FAILURES:
+        assert found_by[0][place]["after"] == found_by[1][place]["after"], place
+
+
+def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(results: Results) -> None:
+    first, second = results.of("layouts")
+    assert first == second
+    for place, found in first.items():
+        assert found["after"][-1], place
+    assert first["order, between ranks"]["scheme"] == "arc"
+
+
+def test_p6_a_worker_that_ends_for_good_holds_nobody_up(results: Results) -> None:
+    for result in results.of("dead"):
+        assert result == {"results": [False, False], "late": False, "broken": True, "drained": False}
+
+
+def test_p6_a_slow_exchange_is_waited_for_once_and_then_no_more(results: Results) -> None:
+    for result in results.of("slow"):
+        # The first vote has been cast before the exchange; the second is waited for in vain.
+        assert sum(result["waits"]) <= 2
+        assert result["drained"]
+        assert result["committed"][-1]
+
+
+def test_p2_a_copy_that_does_not_end_costs_its_version_only(results: Results) -> None:
+    found = results.of("stuck_copy")
+    assert [r["overrun"] for r in found] == [False, True]
+    for result in found:
+        assert result["committed"] == [False, True]
+        assert set(result["in_files"].values()) == {4}

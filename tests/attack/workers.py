@@ -1,0 +1,495 @@
+"""Two ranks (DP2) that drive the real snapshot worker over gloo, without DeepSpeed, for attacks on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from reft.errors import ArenaError, UnrecoverableError
+from reft.faults import FaultPlan
+from reft.hook.job import JobRecord, noted_commit
+from reft.protect.codes import Scheme
+from reft.snapshot import arenas, handover
+from reft.snapshot.agreement import LayoutAgreement
+from reft.snapshot.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.control import ControlGroup
+from reft.snapshot.copier import Copier
+from reft.snapshot.exchange import RingExchange
+from reft.snapshot.filling import Filling
+from reft.snapshot.handover import Handover
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.sealing import Sealer
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.votes import Votes
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.state.catalogue import SectionImage
+from reft.store.arena import Arena
+from reft.store.arena_files import scan
+from reft.store.label import Label
+from reft.store.protection import OrderWatch, ProtectionRecord, write_order
+from reft.topology import Degrees, Topology
+from tests.machine import free_port
+
+SECRET = b"s" * 32
+DEGREES = Degrees(1, 2, 1)
+TOPOLOGY = Topology(DEGREES, DEGREES.coordinates(), ("A", "B"))
+DEADLINE_SECS = 90.0
+
+
+class Rank:
+    """One rank with a small state that is a function of (step, rank).
+
+    Args:
+        rank: this one.
+        root: directory for the memory of both.
+        together: both ranks' arenas lie in one directory, as on one node.
+        frozen: slots that hold what is being recovered.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        root: Path,
+        *,
+        together: bool = False,
+        frozen: dict[int, Label] | None = None,
+        timeout_secs: float = DEADLINE_SECS,
+    ) -> None:
+        self.rank = rank
+        self.replicated = [torch.zeros(50_003), torch.zeros(7)]
+        self.owned = [torch.zeros(20_001)]
+        self.shape = 0
+        self.stats = SnapshotStats()
+        self.skips: list[tuple[int, str]] = []
+        self.commits: list[int] = []
+        self.job_dir = root / ("node" if together else f"node{rank}")
+        self.make_job_dir()
+        self.arenas = ArenaSet(
+            job_dir=self.job_dir,
+            local_rank=rank if together else 0,
+            count=2,
+            secret=SECRET,
+            identity=ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, TOPOLOGY.coordinates[rank]),
+            frozen=frozen or {},
+            limit_bytes=None,
+            local_world_size=2 if together else 1,
+            remake=self.make_job_dir,
+        )
+        control = ControlGroup(timeout_secs).for_worker()
+        self.worker = SnapshotWorker(
+            control=control,
+            topology=TOPOLOGY,
+            arenas=self.arenas,
+            options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
+            stats=self.stats,
+            faults=FaultPlan((), TOPOLOGY.coordinates[rank]),
+            on_commit=self.committed,
+            on_skip=self.skipped,
+            switch=SchemeSwitch(
+                control,
+                TOPOLOGY,
+                ProtectionRecord("arc", "arc"),
+                OrderWatch(self.job_dir),
+                keeping=Keeping(look_secs=0.0),
+            ),
+        )
+
+    def make_job_dir(self) -> None:
+        self.job_dir.mkdir(mode=0o700, exist_ok=True)
+
+    def committed(self, request: SnapshotRequest) -> None:
+        self.commits.append(request.label.step)
+
+    def skipped(self, step: int, cause: str) -> None:
+        self.skips.append((step, cause))
+
+    def step(self, step: int) -> None:
+        """The optimizer step: fence, then change every tensor."""
+        self.worker.fence()
+        for i, tensor in enumerate(self.replicated):
+            tensor.fill_(10 * step + i)
+        self.owned[0].fill_(1000 * (1 + self.rank) + step)
+
+    def snapshot(self, step: int, **options: Any) -> SnapshotRequest:
+        images = LiveImages(
+            SectionImage([(f"r{i}", t) for i, t in enumerate(self.replicated)]),
+            SectionImage([("o", self.owned[0])]),
+            ("layout", self.shape),
+        )
+        options = {"must": True, **options}
+        request = SnapshotRequest(
+            Label(1, step), images, f"host of {self.rank} at {step}".encode(), **options
+        )
+        self.worker.submit(request)
+        return request
+
+    def take(self, step: int, **options: Any) -> bool:
+        """One step and its version; whether it was committed."""
+        self.step(step)
+        request = self.snapshot(step, **options)
+        assert request.done.wait(DEADLINE_SECS), f"nothing became of version {step}"
+        return request.committed
+
+    def newest_in_files(self) -> dict[str, int]:
+        """Step of the newest whole version that the files in memory hold, by coordinate."""
+        found: dict[str, int] = {}
+        for _, arena in scan(self.job_dir, SECRET):
+            if isinstance(arena, Arena):
+                with arena:
+                    header = arena.header()
+                    if header is not None and header.state.whole:
+                        assert all(arena.verify(entry) for entry in header.entries)
+                        at = str(header.coordinate)
+                        found[at] = max(found.get(at, 0), header.label.step)
+        return found
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def act(*args: object, **options: object) -> None:
+        raise type(error)(*error.args)
+
+    return act
+
+
+def _once(owner: Any, name: str, error: Exception, nth: int = 1) -> Callable[[Rank], Any]:
+    """A patch under which the n-th call fails, and only that."""
+    original, calls = getattr(owner, name), [0]
+
+    def act(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            raise type(error)(*error.args)
+        return original(*args, **options)
+
+    return lambda me: mock.patch.object(owner, name, act)
+
+
+_LOST = KeyError("an error that nobody foresaw")
+
+FAILURES: dict[str, Callable[[Rank], Any]] = {
+    "begin": _once(Handover, "begin", _LOST),
+    "look after the files": _once(ArenaSet, "look_after", OSError(24, "too many open files")),
+    "look at free memory": lambda me: mock.patch.object(
+        ArenaSet, "free_bytes", _raising(FileNotFoundError(2, "no such file"))
+    ),
+    "choose a slot": _once(ArenaSet, "begin", _LOST),
+    "no slot": _once(ArenaSet, "begin", ArenaError("every slot is in use")),
+    "copy": _once(Copier, "copy", _LOST),
+    "what to vote": _once(SchemeSwitch, "wish", _LOST),
+    "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
+    "cast the first vote": _once(Votes, "cast", _LOST),
+    "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
+    "hash": _once(Filling, "hash_rest", _LOST),
+    "facts": _once(Filling, "own_facts", _LOST),
+    "hear facts": _once(Filling, "expect", _LOST),
+    "what is wanted": _once(Filling, "wanted", _LOST),
+    "choose what to send": _once(Filling, "selection", _LOST),
+    "choose what to receive": _once(Filling, "selection", _LOST, nth=2),
+    "after the exchange": _once(RingExchange, "blocks", _LOST),
+    "check what came": _once(Filling, "check_received", _LOST),
+    "seal": _once(Filling, "seal", OSError(28, "no space left on device")),
+    "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
+    "after the commit": _once(Sealer, "committed", _LOST),
+    "tell of the commit": lambda me: mock.patch.object(me.worker, "_on_commit", _raising(_LOST)),
+    "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
+    "switch": _once(LayoutAgreement, "switch", _LOST),
+}
+
+
+def scenario_failures(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 1 fails at one place of a version's life after another, once each."""
+    me, step, found = Rank(rank, root), 0, {}
+    for place, patch in FAILURES.items():
+        dist.barrier()
+        step += 1
+        with patch(me) if rank == 1 else mock.MagicMock():
+            broken = me.take(step)
+        outcome = []
+        for _ in range(3):  # while the ranks come together again, versions are given up
+            step += 1
+            outcome.append(me.take(step))
+        found[place] = {"during": broken, "after": outcome, "in_files": me.newest_in_files(), "step": step}
+    found["skips"] = me.skips
+    me.worker.close(10)
+    return found
+
+
+def scenario_layouts(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
+    me, step, found = Rank(rank, root), 0, {}
+    places = {
+        "layout, at its begin": _once(LayoutAgreement, "renew", _LOST),
+        "layout, before memory is counted": _once(SchemeSwitch, "fit", _LOST),
+        "layout, reserving": _once(ArenaSet, "reserve", _LOST),
+        "order, at its begin": _once(SchemeSwitch, "carry_out", _LOST),
+        "order, between ranks": _once(ArenaSet, "use", _LOST),
+    }
+    schemes = iter(("none", "arc"))
+    for place, patch in places.items():
+        dist.barrier()
+        if place.startswith("order"):
+            scheme = next(schemes)
+            if rank == 0:
+                write_order([me.job_dir], scheme)
+        else:
+            me.shape += 1
+            me.owned = [torch.zeros(20_001 + 64 * me.shape)]
+        dist.barrier()
+        step += 1
+        with patch(me) if rank == 1 else mock.MagicMock():
+            broken = me.take(step)
+        outcome = []
+        for _ in range(4):
+            step += 1
+            outcome.append(me.take(step))
+        record = me.worker.switch.record
+        found[place] = {"during": broken, "after": outcome, "scheme": record.in_force}
+    me.worker.close(10)
+    return found
+
+
+def scenario_dead(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 1's worker ends for good. Training goes on, on both; closing takes no time worth speaking of."""
+    me = Rank(rank, root, timeout_secs=3.0)
+    assert me.take(1)
+    if rank == 1:
+        me.worker.control.rejoin = _raising(_LOST)  # type: ignore[method-assign]
+        me.worker._process = _raising(_LOST)  # type: ignore[method-assign]
+    results = [me.take(step) for step in (2, 3)]
+    dist.barrier()
+    began = time.monotonic()
+    while me.worker.broken is None and time.monotonic() - began < DEADLINE_SECS:
+        time.sleep(0.01)
+    me.worker.await_vote(3, 3600)  # nothing is waited for any more
+    late = me.take(4)
+    drained = me.worker.drain(3600)
+    me.worker.close(3600)
+    return {"results": results, "late": late, "broken": bool(me.worker.broken), "drained": drained}
+
+
+def scenario_slow(rank: int, root: Path) -> dict[str, Any]:
+    """An exchange that takes as long as it likes: no step waits for its vote more than once."""
+    me = Rank(rank, root)
+    assert me.take(1)
+    release, facts = threading.Event(), RingExchange.facts
+
+    def held(self: RingExchange, filling: Filling) -> None:
+        assert release.wait(DEADLINE_SECS)
+        facts(self, filling)
+
+    waits = []
+    with mock.patch.object(RingExchange, "facts", held):
+        me.step(2)
+        me.snapshot(2)
+        for step in range(3, 9):
+            me.step(step)
+            me.snapshot(step, must=False)
+            with mock.patch.object(
+                me.worker._handover, "wait_for", wraps=me.worker._handover.wait_for
+            ) as wait:
+                me.worker.await_vote(step - 1, 0.05)
+                waits.append(wait.call_count)
+        release.set()
+        drained = me.worker.drain(DEADLINE_SECS)
+    committed = [me.take(step) for step in (9, 10)]
+    me.worker.close(10)
+    return {"waits": waits, "drained": drained, "committed": committed}
+
+
+def scenario_stuck_copy(rank: int, root: Path) -> dict[str, Any]:
+    """P2: a copy that does not end costs its version, not the job; what it copied is never committed."""
+    me = Rank(rank, root)
+    assert me.take(1)
+    entered, release, copy = threading.Event(), threading.Event(), Copier.copy
+
+    def held(self: Copier, *args: Any, **options: Any) -> Any:
+        entered.set()
+        assert release.wait(DEADLINE_SECS)
+        return copy(self, *args, **options)
+
+    with mock.patch.object(Copier, "copy", held) if rank == 1 else mock.MagicMock():
+        me.step(2)
+        request = me.snapshot(2)
+        if rank == 1:
+            assert entered.wait(DEADLINE_SECS)
+        with mock.patch.object(handover, "_FENCE_SECS", 0.2 if rank == 1 else DEADLINE_SECS):
+            me.step(3)
+        release.set()
+        assert request.done.wait(DEADLINE_SECS)
+    committed = [request.committed, me.take(4)]
+    me.worker.close(10)
+    return {"committed": committed, "overrun": request.overrun, "in_files": me.newest_in_files()}
+
+
+def _attack_files(me: Rank, kind: str, which: str) -> None:
+    """Damage the arenas of this rank's node that hold the newest version, or the other ones."""
+    newest = max(me.commits)
+    for path, arena in scan(me.job_dir, SECRET):
+        assert isinstance(arena, Arena), arena
+        with arena:
+            header, copies = arena.header(), [arena._geometry.copy_offset(i) for i in (0, 1)]
+        holds_newest = header is not None and header.label.step == newest
+        if which == "all" or (which == "newest") == holds_newest:
+            if kind == "remove":
+                path.unlink()
+            elif kind == "truncate":
+                os.truncate(path, path.stat().st_size // 2)
+            elif kind == "replace":
+                content = path.read_bytes()
+                path.unlink()
+                path.write_bytes(content)
+                path.chmod(0o600)
+            elif kind == "tear":
+                with path.open("r+b") as file:
+                    for offset in copies:
+                        file.seek(offset)
+                        file.write(b"\xff" * 64)
+
+
+ATTACKS = [
+    *(("remove", which) for which in ("newest", "other", "all")),
+    *(("truncate", which) for which in ("newest", "other")),
+    *(("replace", which) for which in ("newest", "other", "all")),
+    *(("tear", which) for which in ("newest", "other", "all")),
+    ("root", "all"),
+]
+
+
+def scenario_files(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 1's files are attacked in every way, one after the other."""
+    me, step, found = Rank(rank, root), 0, {}
+    for _ in range(3):
+        step += 1
+        me.take(step)
+    for kind, which in ATTACKS:
+        dist.barrier()
+        if rank == 1:
+            if kind == "root":
+                shutil.rmtree(me.job_dir)
+            else:
+                _attack_files(me, kind, which)
+        dist.barrier()
+        outcome = []
+        with mock.patch.object(arenas.logger, "error") as error:
+            for _ in range(3):
+                step += 1
+                outcome.append(me.take(step))
+        said = [call.args[0] % call.args[1:] for call in error.mock_calls]
+        found[f"{kind} {which}"] = {
+            "outcome": outcome,
+            "in_files": me.newest_in_files(),
+            "step": step,
+            "said": said,
+        }
+    me.worker.close(10)
+    return found
+
+
+def scenario_swap(rank: int, root: Path) -> dict[str, Any]:
+    """The files of two local ranks are exchanged under a running job: nobody overwrites what is the other's."""
+    me, step, found = Rank(rank, root, together=True), 0, {}
+    for slots in ((0, 0), (0, 1), (1, 1)):
+        for _ in range(3):
+            step += 1
+            me.take(step)
+        dist.barrier()
+        if rank == 0:
+            a, b = (me.job_dir / f"rank{r}-slot{s}.arena" for r, s in enumerate(slots))
+            aside = me.job_dir / "aside"
+            a.rename(aside)
+            b.rename(a)
+            aside.rename(b)
+        dist.barrier()
+        outcome = []
+        for _ in range(4):
+            step += 1
+            outcome.append(me.take(step))
+        dist.barrier()
+        found[str(slots)] = {"last": outcome[-1], "in_files": me.newest_in_files(), "step": step}
+        found["names"] = sorted(path.name for path in me.job_dir.glob("*.arena"))
+    me.worker.close(10)
+    return found
+
+
+def scenario_swapped_before(rank: int, root: Path) -> dict[str, Any]:
+    """Files exchanged between two starts: one rank finds the recovered version in all its slots."""
+    me = Rank(rank, root, together=True)
+    for step in (1, 2):
+        assert me.take(step)
+    me.worker.close(10)
+    dist.barrier()
+    if rank == 0:
+        names = {}
+        for path, arena in scan(me.job_dir, SECRET):
+            assert isinstance(arena, Arena), arena
+            with arena:
+                header = arena.header()
+                assert header is not None
+                names[header.coordinate.dp, header.label.step] = path
+        # Rank 1's newest version lies where rank 0's older one was.
+        a, b, aside = names[0, 1], names[1, 2], me.job_dir / "aside"
+        a.rename(aside)
+        b.rename(a)
+        aside.rename(b)
+    dist.barrier()
+    frozen = {0: Label(1, 2), 1: Label(1, 2)} if rank == 0 else {}
+    me = Rank(rank, root, together=True, frozen=frozen)
+    dist.barrier()
+    before = me.newest_in_files()
+    dist.barrier()
+    committed = [me.take(step) for step in (3, 4)]
+    dist.barrier()
+    me.worker.close(10)
+    names_now = sorted(path.name for path in me.job_dir.glob("*.arena"))
+    return {"before": before, "committed": committed, "names": names_now}
+
+
+def scenario_noted(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 0 asks the rendezvous store what the job had committed: once it fails, once it says."""
+    control, record = ControlGroup(DEADLINE_SECS), JobRecord(None, "job")
+    record._store = store = mock.Mock()
+    store.check.side_effect = RuntimeError("Connection reset by peer")
+    error = ""
+    try:
+        noted_commit(record, control, "job")
+    except UnrecoverableError as refusal:
+        error = str(refusal)
+    store.check.side_effect = None
+    store.get.return_value = b"3:7"
+    return {"error": error, "note": noted_commit(record, control, "job")}
+
+
+def run(rank: int, root: str, port: int, scenarios: Sequence[str]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for scenario in scenarios:
+        directory = Path(root) / scenario
+        directory.mkdir(exist_ok=True)
+        result = globals()[f"scenario_{scenario}"](rank, directory)
+        (directory / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+class Results:
+    """Of several scenarios, one after the other in the same processes, which take seconds to start."""
+
+    def __init__(self, root: Path, *scenarios: str) -> None:
+        self._root = root
+        args = (str(root), free_port(), scenarios)
+        mp.start_processes(run, args=args, nprocs=2, start_method="spawn")
+
+    def of(self, scenario: str) -> list[dict[str, Any]]:
+        """What each rank says of a scenario."""
+        return [json.loads((self._root / scenario / f"result-{r}.json").read_text()) for r in range(2)]

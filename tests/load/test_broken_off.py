@@ -1,0 +1,35 @@
+"""An error that nobody foresaw in the transfer of a recovery: this rank ends, its peers do not wait (P6)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from reft.load import exchange, transfer
+from reft.load.exchange import BrokenOffError, Flaw, Ledger
+from reft.store.label import Label
+
+
+def _execute() -> Any:
+    plan: Any = SimpleNamespace(label=Label(1, 7))
+    with mock.patch.object(transfer, "_Transfer") as made, mock.patch.object(transfer, "make_waves"):
+        made.return_value.failure = None
+        made.return_value.run.side_effect = MemoryError("no room for buffers")
+        return transfer.execute(plan, mock.MagicMock(), 1, {}, mock.MagicMock())
+
+
+def test_p6_what_breaks_off_a_transfer_is_told_apart_from_what_its_sink_raised() -> None:
+    with pytest.raises(BrokenOffError, match=r"rank 1: MemoryError: no room"):
+        _execute()
+
+
+def test_p6_a_rank_whose_transfer_broke_off_does_not_wait_for_peers_that_wait_for_it() -> None:
+    ledger = Ledger(mock.MagicMock(), b"s" * 32, None)
+    with (
+        mock.patch.object(exchange, "allgather_bytes", side_effect=AssertionError("it waits")),
+        pytest.raises(BrokenOffError),
+    ):
+        ledger.share(mock.MagicMock(), _execute, Flaw.IN_TRANSIT)
