@@ -290,7 +290,12 @@ class ReftAgent(LocalElasticAgent):
         assert self.agreement is not None
         self.failure = None
         self._exit_dir = self._exit_root / str(self.agreement.round)
-        self._exit_dir.mkdir(mode=0o700, exist_ok=True)
+        try:
+            # The directory of all rounds is gone where somebody has removed the job's memory.
+            self._exit_root.mkdir(mode=0o700, exist_ok=True)
+            self._exit_dir.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            logger.warning("trainers cannot leave why they end: %s", error)
         os.environ[ENV_EXIT_DIR] = str(self._exit_dir)
         # TORCHELASTIC_RESTART_COUNT is computed from this, and must be the same on all nodes: older
         # versions of torch make it part of the keys under which trainers find each other.

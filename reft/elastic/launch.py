@@ -112,6 +112,7 @@ class Launcher(Observer):
     # -- observer ----------------------------------------------------------------------------------
 
     def round_formed(self, agreement: Agreement) -> None:
+        self._memory.make_again(self._secret)
         os.environ.update({ENV_STORE: self._meeting.store_endpoint(), ENV_ROUND: str(agreement.round)})
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None

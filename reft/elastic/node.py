@@ -105,6 +105,25 @@ class NodeMemory:
             logger.warning("%s: memory under a secret that is lost is removed", path)
             path.unlink(missing_ok=True)
 
+    def make_again(self, secret: bytes) -> None:
+        """Somebody may have removed the directory under the running job: make it anew, and hold it.
+
+        Raises:
+            ReftError: that cannot be.
+        """
+        if self._lock is None or self._lock.lies_in(self.path):
+            return
+        logger.error("%s was removed, with all versions on this node; it is made again", self.path)
+        self._lock.close()
+        try:
+            self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
+            self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+        except OSError as error:
+            raise ReftError(
+                f"{self.path}, the job's memory on this node, was removed and cannot be made again: {error}. "
+                f"Make {self.memory_dir} writable, or start the node with another --memory-dir"
+            ) from error
+
     def discard_unused(self) -> None:
         """No round was formed: what this launcher made goes again, what it found stays."""
         if self._made and self._lock is not None and not self.holds_versions():

@@ -73,8 +73,7 @@ class Votes:
                 relayout=relayout,
                 interval_steps=self._advised_interval(),
                 order=order,
-                # What is voted on when training is steps ahead already is late, whatever the cause.
-                late=holds_up or step < self.newest_step,
+                late=holds_up or (self.late and step < self.newest_step),
                 rung=rung,
             ),
             step,

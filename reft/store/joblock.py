@@ -57,6 +57,10 @@ class JobLock:
         """Let the other processes of this start :meth:`join`."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
+    def lies_in(self, directory: Path) -> bool:
+        """Whether others find what is held here: not if the directory was removed, and perhaps made again."""
+        return _lies_in(self._fd, directory)
+
     def close(self) -> None:
         """Release this process's part; again does nothing."""
         if self._fd >= 0:

@@ -51,4 +51,4 @@ def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) ->
     found: list[dict[str, Any]] = Results(tmp_path, "noted").of("noted")
     for result in found:
         assert "it is not known whether it had committed any" in result["error"]
-        assert result["note"] == "incarnation 3, step 7"
+        assert result["note"] == "step 7 (incarnation 3)"
