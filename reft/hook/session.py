@@ -21,6 +21,7 @@ from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
 from reft.hook.recomputing import Recomputing
+from reft.hook.stopping import must_stop_alone, stop_alone, stop_together
 from reft.hook.tracing import Tracer
 from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaIdentity, ArenaSet
@@ -51,9 +52,6 @@ measure exactly the same, and all of them must have heard the vote before they d
 _VOTE_SECS = 5.0
 _VOTE_SHARE = 0.1
 """Of a step: most that it waits for a vote that does not come."""
-_CLOSE_ALONE_SECS = 1.0
-_ALONE_SHARE = 0.5
-"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
 
 ClientState = Callable[[], Mapping[str, Any]]
 
@@ -125,7 +123,7 @@ class Session:
             micro_batches=int(engine.gradient_accumulation_steps()),
             staging=self.staging,
         )
-        self._stopping = False
+        self._stopping = self._alone = False
         self._fence_secs = 0.0
         self._fence_within = False
         """Whether :meth:`before_write` is known to come before anything is written."""
@@ -321,6 +319,8 @@ class Session:
         secret = self.job_dir.secret
         JobDir.open_or_create(self.config.memory_dir, self.job_id, node=self.node, secret=secret)
         self.protection.note()
+        if self.is_first_on_node:
+            self.identity.record(self.job_dir.path, self.incarnation)
 
     # -- every step --------------------------------------------------------------------------------
 
@@ -384,8 +384,8 @@ class Session:
         stop_step = self.worker.votes.stop_step
         if stop_step is not None and step >= stop_step:
             self._stopping = True
-        elif stop_step is None and self._must_stop_alone():
-            self._stop_alone(step)
+        elif stop_step is None and must_stop_alone(self):
+            self._stopping = self._alone = True
         elif step % interval == 0:
             self.submit(must=False)
         else:
@@ -402,7 +402,7 @@ class Session:
             )
         self._fence_secs = 0.0
         if self._stopping:
-            self._stop(self._last_step)
+            (stop_alone if self._alone else stop_together)(self, self._last_step)
 
     def submit(self, *, must: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker.
@@ -461,43 +461,6 @@ class Session:
             gradients, nbytes = self._recomputing.images, self._recomputing.partition_bytes
             self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
         return self._images
-
-    def _must_stop_alone(self) -> bool:
-        """Whether this rank was told to stop, and no vote will say in time after which step all do."""
-        assert self.worker is not None
-        waited = self.preemption.waited_secs
-        return self.preemption.requested and (
-            self.worker.broken is not None or waited > _ALONE_SHARE * self.config.grace_secs
-        )
-
-    def _stop_alone(self, step: int) -> None:
-        logger.warning(
-            "reft: stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
-            step,
-            self.stats.committed_step,
-        )
-        self.events.write("stopped", step=step, committed=False, persisted=False)
-        self.close(_CLOSE_ALONE_SECS)
-        raise SystemExit(self.preemption.exit_code)
-
-    def _stop(self, step: int) -> None:
-        """Told to stop, and all ranks know: one last version, committed and on disk, then exit."""
-        deadline = time.monotonic() + self.config.grace_secs
-        request = self.submit(must=True)
-        assert self.worker is not None
-        self.worker.drain(max(0.0, deadline - time.monotonic()))
-        persisted = None
-        if request.committed and self.config.persist.dir is not None:
-            persisted = self.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
-        logger.warning(
-            "reft: stopping as told: step %d is %s%s",
-            step,
-            "committed in memory" if request.committed else "NOT committed",
-            "" if persisted is None else f", persisted: {persisted}",
-        )
-        self.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
-        self.close()
-        raise SystemExit(self.preemption.exit_code)
 
     # -- worker thread -----------------------------------------------------------------------------
 
