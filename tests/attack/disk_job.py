@@ -1,7 +1,7 @@
 """Two ranks, each a node of its own, whose checkpoints on disk are attacked between their lives.
 
 A life is an engine that is made, resumes, trains and is closed. What it committed is written to disk by the
-code of ``reft persist``, from the memory of both nodes.
+code of the node daemons, each rank for its node.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from torch import nn
 import reft
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
-from reft.load.offline import persist_offline
+from reft.store.assembler import Assembler
+from reft.store.label import Label
+from reft.store.persist import persist_label
 
 avoid_build_at_start()
 torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
+ASSEMBLER = Assembler()
 
 
 class Model(nn.Module):
@@ -90,11 +93,13 @@ class Lives:
         kept = ("step", "rank", "epoch", "given")
         return [int(engine.global_steps), {k: client.get(k) for k in kept} if path is not None else None]
 
-    def write(self, job: str) -> None:
+    def write(self, engine: Any) -> None:
         """What both nodes hold, as a checkpoint on disk."""
-        torch.distributed.barrier()
-        if RANK == 0:
-            persist_offline([self.memory(job, r) for r in (0, 1)], self.persist, keep=5)
+        session = session_of(engine)
+        assert session is not None
+        session.worker.drain(60)
+        label = Label(session.incarnation, int(engine.global_steps))
+        persist_label(session.job_dir, label, session.config, assembler=ASSEMBLER)
         torch.distributed.barrier()
 
     def lose_memory(self, job: str) -> None:
@@ -147,11 +152,9 @@ def first_life(lives: Lives, job: str = "one") -> list[str]:
     engine = lives.start(job)
     lives.load(engine)
     losses = train(engine, 4)
-    session_of(engine).worker.drain(60)
-    lives.write(job)
+    lives.write(engine)
     losses += train(engine, 8)
-    session_of(engine).worker.drain(60)
-    lives.write(job)
+    lives.write(engine)
     losses += train(engine, 10)
     close(engine)
     return losses
@@ -187,8 +190,7 @@ def shared(root: Path) -> dict[str, Any]:
     other = lives.start("two")
     out["fresh"] = lives.load(other)
     train(other, 8)
-    session_of(other).worker.drain(60)
-    lives.write("two")
+    lives.write(other)
     close(other)
     lives.lose_memory("one")
     engine = lives.start("one")
@@ -207,8 +209,7 @@ def went_back(root: Path) -> dict[str, Any]:
     train(engine, 4)
     engine.save_checkpoint(str(lives.root / "ckpt"))
     train(engine, 8)
-    session_of(engine).worker.drain(60)
-    lives.write("one")
+    lives.write(engine)
     out["back"] = lives.load(engine, tag="global_step4")
     train(engine, 6)
     close(engine)
@@ -261,6 +262,7 @@ def main() -> None:
     root, names = Path(sys.argv[1]), {"damaged": damaged, "shared": shared, "back": went_back, "own": own}
     result = {name: run(root) for name, run in names.items()}
     (root / f"result-{RANK}.json").write_text(json.dumps(result))
+    ASSEMBLER.close()
     torch.distributed.barrier()
 
 
