@@ -12,7 +12,6 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -64,7 +63,8 @@ class Assembler:
         if self.pid is not None:
             return
         self.close()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        # In memory: a full /tmp is no reason not to write a checkpoint. Closed with the process.
+        self._errors = os.fdopen(os.memfd_create("reft-assembler-stderr"), "w+b")
         fcntl.fcntl(self._errors, fcntl.F_SETFL, os.O_APPEND)
         self._said, self._ready = b"", False
         self._process = subprocess.Popen(
