@@ -102,9 +102,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))
-    # Blocked before the server's threads start, so that only this thread takes them.
-    ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    # A pipe: a lock could be held by the very thread that the handler interrupts.
+    told, tell = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(tell, b"."))
     try:
         server = RendezvousServer(options.host, options.port)
     except (ConfigError, AuthenticationError) as error:
@@ -120,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
     where = f"rendezvous at {info.endpoint}, listening on {info.address} only"
     text = json.dumps(asdict(info)) if options.json else where
     print(text, flush=True)
-    signal.sigwait(ends)
+    os.read(told, 1)
+    server.close()
     return 0
 
 

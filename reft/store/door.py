@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
+from typing import Any
 
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.wire import Channel
@@ -28,6 +29,7 @@ _BACKLOG = 2048
 _MOST_STRANGERS = 256
 """Connections that have not proved the secret yet; more are closed at once."""
 _MOST_TOLD = 100
+_TROUBLE_SECS = 0.1
 _IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
 
 
@@ -161,27 +163,42 @@ class Door:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def _is_closed(self) -> bool:
+        with self._lock:
+            return self._closed
+
     def _accept(self) -> None:
-        while not self._closed:
+        troubled = False
+        while True:
             try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
+                self._let_in(*self._listener.accept())
+                troubled = False
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                if self._is_closed():
                     return
-                logger.warning("the door of the %s cannot accept: %s", self._purpose, error)
-                time.sleep(0.1)
-                continue
-            with self._lock:
-                refused = self._closed or self._strangers >= _MOST_STRANGERS
-                if not refused:
-                    self._strangers += 1
-                    self._connections.add(connection)
-            if refused:
+                if not troubled:
+                    logger.warning("the door of the %s cannot let anybody in: %s", self._purpose, error)
+                troubled = True
+                time.sleep(_TROUBLE_SECS)
+
+    def _let_in(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
+        with self._lock:
+            if self._closed or self._strangers >= _MOST_STRANGERS:
                 connection.close()
-                continue
-            threading.Thread(
-                target=self._talk, args=(connection, str(address[0])), name=self._purpose, daemon=True
-            ).start()
+                return
+            self._strangers += 1
+            self._connections.add(connection)
+        talk = threading.Thread(
+            target=self._talk, args=(connection, str(address[0])), name=self._purpose, daemon=True
+        )
+        try:
+            talk.start()
+        except RuntimeError:
+            with self._lock:
+                self._strangers -= 1
+                self._connections.discard(connection)
+            connection.close()
+            raise
 
     def _talk(self, connection: socket.socket, address: str) -> None:
         try:

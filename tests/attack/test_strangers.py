@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from reft.elastic.rendezvous import RendezvousServer
 from reft.errors import AuthenticationError
 from reft.store import wire
 from reft.store.door import Door, _key, knock, listen
-from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore
+from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from tests.elastic.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
 
@@ -157,6 +158,26 @@ def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(monkeypatch: pytest.
             assert not open_still
     finally:
         door.close()
+
+
+def test_p6_a_door_without_descriptors_or_threads_opens_again(
+    server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that cannot be started costs that connection, not the door."""
+    store = KeyValueStore(endpoint(server), SECRET, timeout_secs=WAIT_SECS)
+    start, refused = threading.Thread.start, []
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name == PURPOSE and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with pytest.raises(StoreError):
+        store.check([])
+    assert refused
+    assert KeyValueStore(endpoint(server), SECRET).check(["secret plan"])
 
 
 def test_p11_keys_differ_by_purpose() -> None:
