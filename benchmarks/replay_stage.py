@@ -23,7 +23,6 @@ from reft.pretrain.model import Embedding, FinalNorm, Head, LlamaBlock
 from reft.pretrain.model_config import LlamaConfig
 from reft.pretrain.tensor_parallel import TensorParallel, cross_entropy
 from reft.snapshot.windows import AnalyticEstimator, Window
-from reft.state.catalogue import SectionImage
 
 BYTES_PER_PARAMETER = 2 + 3 * 4
 """State of a parameter: bf16 weight, fp32 master and Adam's two moments."""
@@ -213,13 +212,13 @@ class Stage:
             torch._foreach_copy_(self.weights, self.masters)
             torch._foreach_zero_([w.grad for w in self.weights])
 
-    def image(self) -> SectionImage:
-        """All state, as reft sees it. The optimizer must have stepped once."""
+    def state(self) -> list[tuple[str, torch.Tensor]]:
+        """All state, by name. The optimizer must have stepped once."""
         named = [(f"model.{i}", w) for i, w in enumerate(self.weights)]
         named += [(f"master.{i}", m) for i, m in enumerate(self.masters)]
         for key in ("exp_avg", "exp_avg_sq"):
             named += [(f"{key}.{i}", self.adam.state[m][key]) for i, m in enumerate(self.masters)]
-        return SectionImage(named)
+        return named
 
     def hbm_bytes(self, micro_batches: int) -> int:
         """Estimate of what a training step reads and writes in device memory.
@@ -249,6 +248,7 @@ class Replay:
         self._device = device
         self._waits = {w.position: w.length_secs for w in windows}
         self._stream = tuple(instructions(stage.place))
+        self._names = tuple(name for name, _ in self._stream)
 
     def step(self, saver: NoSaver) -> float:
         """One training step. Returns its seconds, by the device's clock, from the end of the optimizer
@@ -269,6 +269,7 @@ class Replay:
             elif name == "OptimizerStep":
                 saver.fence()
                 self._stage.optimize()
+                saver.stepped(self._names)
         secs = device.between(begin, device.stamp())
         saver.finish()
         return secs

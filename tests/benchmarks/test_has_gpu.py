@@ -65,7 +65,15 @@ def test_every_way_holds_the_state_and_is_compared(tmp_path: Path, stage: int, b
     for name, way in model["variants"].items():
         check_estimate(way["step_secs"])
         check_estimate(way["overhead"])
-        assert (way["d2h_bytes_per_sec"] is None) is (name in ("none", "host"))
+        copied = name not in ("none", "host")
+        assert (way["d2h_bytes_per_sec"] is not None) is copied or model["given_up"].get(name)
+    # What was copied went the way of a job: windows measured and planned with by the pacer of the engine.
+    assert set(model["given_up"]) == WAYS - {"none", "host"}
+    measured = model["measured_plan"]
+    assert measured is not None or model["given_up"]["has"]
+    if measured is not None:
+        assert sum(measured["tier_bytes"].values()) == model["snapshot_bytes"]
+        assert "profiled windows" in measured["text"]
     assert model["variants"]["none"]["overhead"]["ci95"] == [0.0, 0.0]
     assert 0 < model["hbm_snapshot_share"] < 1
 
