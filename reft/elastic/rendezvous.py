@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -121,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     where = f"rendezvous at {info.endpoint}, listening on {info.address} only"
     text = json.dumps(asdict(info)) if options.json else where
     print(text, flush=True)
-    os.read(told, 1)
+    select.select([told], [], [])
     server.close()
     return 0
 
