@@ -44,6 +44,12 @@ class Position:
         """Whether the next batch is the first one of another pass."""
         return self.length is not None and self.taken >= self.length
 
+    def fits(self, loader: Any) -> bool:
+        """Whether it can be of this loader: others are read before the first step too."""
+        return length_of(loader) == self.length and len(own_generators(loader)) == len(
+            self.start["generators"]
+        )
+
     def encode(self) -> dict[str, Any]:
         return dict(vars(self))
 

@@ -41,17 +41,17 @@ class Resuming:
 
     def begin(self, loader: Any, watch: Watch) -> Pass:
         position = self._position
-        if position is not None and position.complete:
-            # The version was at the end of its pass: this one may be the next, with draws that count.
-            restore_rng(self._rng)
-            one = watch.begin(loader)
-        else:
+        if position is None or not position.fits(loader):
             here = capture_host_rng()
             one = watch.begin(loader)
             restore_host_rng(here)
             one.natural = False
-            if position is not None:
-                one.go_to(position, skip=False)
+        elif position.complete:
+            # The version was at the end of its pass: this one may be the next, with draws that count.
+            restore_rng(self._rng)
+            one = watch.begin(loader)
+        else:
+            one = watch.begin_at(loader, position, skip=False)
         one.era = self
         return one
 
@@ -113,10 +113,10 @@ class Watch:
         start, renewed = capture_start(loader), has_workers(loader)
         return Pass(loader, raw_iterator(loader), start, self, renewed=renewed)
 
-    def begin_at(self, loader: Any, position: Position) -> Pass:
-        """The pass of a version, behind what was taken of it."""
+    def begin_at(self, loader: Any, position: Position, *, skip: bool = True) -> Pass:
+        """The pass of a version, behind what was taken of it, or from its beginning."""
         one = Pass(loader, iter(()), position.start, self)
-        one.go_to(position)
+        one.go_to(position, skip=skip)
         one.era = self.resuming
         return one
 

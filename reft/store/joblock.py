@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +41,7 @@ class JobLock:
 
     def __init__(self, directory: Path, job_id: str, *, wait_secs: float = 0.0) -> None:
         self._fd = _acquire(directory, job_id, fcntl.LOCK_EX, wait_secs)
+        _held.add(self)
         self._say_who()
 
     @classmethod
@@ -51,6 +53,7 @@ class JobLock:
         """
         lock = cls.__new__(cls)
         lock._fd = _acquire(directory, job_id, fcntl.LOCK_SH, 0.0)
+        _held.add(lock)
         return lock
 
     def share(self) -> None:
@@ -77,6 +80,18 @@ class JobLock:
         with suppress(OSError):  # a full file system: the lock holds without it
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(who).encode(), 0)
+
+
+_held: weakref.WeakSet[JobLock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """A forked child, a worker process of a DataLoader, would hold the lock beyond its parent's end."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def holder(directory: Path) -> dict[str, Any] | None:

@@ -182,7 +182,7 @@ def resumable(life: Life) -> None:
     samples = Samples()
     loader = reft.resumable(DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True))
     life.load()
-    evaluation = DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True)
+    evaluation = DataLoader(Samples(), batch_size=2 * MICRO_BATCH, shuffle=True)
     for _ in range(loader.epoch, 100):
         for batch in loader:
             life.loaded = life.loaded or samples.loaded

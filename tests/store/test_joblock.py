@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -80,3 +81,23 @@ def test_p7_held_memory_counts_as_alive_and_is_not_cleaned(tmp_path: Path) -> No
         remove_job(directory.path)
     lock.close()
     remove_job(directory.path)
+
+
+def test_p7_a_forked_child_does_not_hold_the_lock_beyond_its_parent(tmp_path: Path) -> None:
+    lock = JobLock(tmp_path, "job")
+    context = multiprocessing.get_context("fork")
+    end, began = context.Event(), context.Event()
+
+    def wait() -> None:
+        began.set()
+        end.wait(60)
+
+    child = context.Process(target=wait, daemon=True)
+    child.start()
+    try:
+        assert began.wait(60)
+        lock.close()
+        JobLock(tmp_path, "job").close()  # a DataLoader's worker held it
+    finally:
+        end.set()
+        child.join(60)
