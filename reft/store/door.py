@@ -73,7 +73,11 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
     if not 0 <= port < 2**16:
         raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        if is_loopback(host):
+            # "localhost" is ::1 first on some hosts; trainers look for 127.0.0.1.
+            found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+        family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG)
     except OSError as error:
         hint = f"give an address of this machine with {option}"

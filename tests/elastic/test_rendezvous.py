@@ -26,7 +26,8 @@ COMMAND = [sys.executable, "-m", "reft.elastic.rendezvous", "--json"]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
-    process = subprocess.Popen([*COMMAND, "--port", "0"], stdout=subprocess.PIPE, text=True, env=ENV)
+    here = ["--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen([*COMMAND, *here], stdout=subprocess.PIPE, text=True, env=ENV)
     try:
         assert process.stdout is not None
         info = json.loads(process.stdout.readline())
