@@ -114,6 +114,26 @@ def _from_fields(fields: Sequence[Any]) -> DiskCheckpoint:
     )
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """What a load has brought back, before the first step.
+
+    Attributes:
+        path: as it was returned to the script.
+        client_state: likewise.
+        source: the checkpoint, or the version in memory; None: a load that reft knows nothing of.
+    """
+
+    path: Any
+    client_state: Any
+    source: DiskCheckpoint | Label | None
+
+    @property
+    def is_the_jobs_own(self) -> bool:
+        """Whether this job wrote it: a directory of the script may hold another training to start from."""
+        return isinstance(self.source, Label) or (self.source is not None and self.source.label is not None)
+
+
 # --- what is there -----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from reft.config import Variant
 from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
 from reft.hook.coordinates import local_rank
-from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Sound, nothing_sound
+from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
 from reft.load.exchange import allgather_bytes
@@ -37,26 +36,6 @@ from reft.store.label import Label
 logger = logging.getLogger(__name__)
 
 Load = Callable[..., tuple[Any, Any]]
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a load has brought back, before the first step.
-
-    Attributes:
-        path: as it was returned to the script.
-        client_state: likewise.
-        source: the checkpoint, or the version in memory; None: a load that reft knows nothing of.
-    """
-
-    path: Any
-    client_state: Any
-    source: DiskCheckpoint | Label | None
-
-    @property
-    def is_the_jobs_own(self) -> bool:
-        """Whether this job wrote it: a directory of the script may hold another training to start from."""
-        return isinstance(self.source, Label) or (self.source is not None and self.source.label is not None)
 
 
 class ClientStateView(dict[str, Any]):
