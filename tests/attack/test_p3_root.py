@@ -11,7 +11,7 @@ import pytest
 
 from tests.elastic.cluster import cluster
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("what", ["job", "root"])
@@ -26,7 +26,7 @@ def test_p3_a_launcher_whose_memory_was_removed_starts_its_trainers_again(tmp_pa
         shutil.rmtree(memory if what == "job" else node)
         os.kill(first["pid"], signal.SIGKILL)
         assert len(job.wait_for("ready", 2)) == 2
-        job.wait_until((memory / "secret").exists, 60, "the memory is made again")
-        job.wait_until((memory / "daemon.sock").exists, 60, "the daemon listens there")
+        job.wait_until((memory / "secret").exists, 90, "the memory is made again")
+        job.wait_until((memory / "daemon.sock").exists, 90, "the daemon listens there")
         job.signal_node(0, signal.SIGTERM)
-        assert set(job.wait(60).values()) == {128 + signal.SIGTERM}
+        assert set(job.wait(120).values()) == {128 + signal.SIGTERM}

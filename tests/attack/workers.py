@@ -65,7 +65,6 @@ class Rank:
         *,
         together: bool = False,
         frozen: dict[int, Label] | None = None,
-        timeout_secs: float = DEADLINE_SECS,
     ) -> None:
         self.rank = rank
         self.replicated = [torch.zeros(50_003), torch.zeros(7)]
@@ -87,7 +86,7 @@ class Rank:
             local_world_size=2 if together else 1,
             remake=self.make_job_dir,
         )
-        control = ControlGroup(timeout_secs).for_worker()
+        control = ControlGroup(DEADLINE_SECS).for_worker()
         self.worker = SnapshotWorker(
             control=control,
             topology=TOPOLOGY,
@@ -262,8 +261,9 @@ def scenario_layouts(rank: int, root: Path) -> dict[str, Any]:
 
 def scenario_dead(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1's worker ends for good. Training goes on, on both; closing takes no time worth speaking of."""
-    me = Rank(rank, root, timeout_secs=3.0)
+    me = Rank(rank, root)
     assert me.take(1)
+    me.worker.control._timeout_secs = 1.0  # that the other one is waited for
     if rank == 1:
         me.worker.control.rejoin = _raising(_LOST)  # type: ignore[method-assign]
         me.worker._process = _raising(_LOST)  # type: ignore[method-assign]
