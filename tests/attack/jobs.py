@@ -115,7 +115,7 @@ def ranks(
                     subprocess.Popen(
                         [sys.executable, str(script), *args],
                         cwd=cwd,
-                        env=_environment(**shared, **own, **(env or {})),
+                        env=_environment(**{**shared, **own, **(env or {})}),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
@@ -144,7 +144,7 @@ def launched(
                 subprocess.Popen(
                     command,
                     cwd=cwd,
-                    env=_environment(TEST_OUT=str(out), **(env or {})),
+                    env=_environment(**{"TEST_OUT": str(out), **(env or {})}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
