@@ -82,6 +82,17 @@ class Session:
         self.node = self.topology.nodes[self.control.rank]
         self.identity = Identity(engine, config, at=self.coordinate, degrees=degrees, control=self.control)
         self._lock = hold_memory(config, self.job_id, self.control)
+        try:
+            self._prepare(config)
+        except BaseException:
+            # Whoever goes on with another engine may have the memory.
+            if self._lock is not None:
+                self._lock.close()
+            raise
+
+    def _prepare(self, config: ReftConfig) -> None:
+        """Everything that needs the job's memory."""
+        engine = self.engine
         self.job_dir = open_job_dir(config, self.job_id, self.node, self.control)
         self.record = JobRecord(os.environ.get(ENV_STORE) if self.is_rank_zero else None, self.job_id)
         self.incarnation = agree_on_incarnation(config, self.job_dir, self.record, self.control)

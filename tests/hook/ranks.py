@@ -13,7 +13,7 @@ from typing import Any
 from tests.machine import free_port
 
 
-def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 240) -> list[dict[str, Any]]:
+def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) -> list[dict[str, Any]]:
     """Run ``job`` once per rank, all on this machine, and return what each of them wrote.
 
     Raises:

@@ -209,9 +209,11 @@ def test_closing_waits_for_one_chunk_though_others_want_to_follow(gate: HostGate
         assert sum(begin < c[0] and c[1] < end for c in copied) <= 1
 
 
-def test_a_training_that_is_silent_for_long_is_not_waited_for(gate: HostGate) -> None:
-    gate.patience_secs = 0.05
+def test_a_training_that_is_silent_for_long_is_not_waited_for() -> None:
     began = time.perf_counter()
+    gate = HostGate()
+    gate.enter()
+    gate.patience_secs = 0.05
     permit = gate.admit()
     gate.release(permit, 0.0)
     assert permit.tier == 2
