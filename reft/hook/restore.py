@@ -140,6 +140,7 @@ class Restorer:
             return self._load_by_tag(original, call, plan)
         self._tagged = None
         found = self._disk.find(call.directory)
+        self._outnumber(*found.checkpoints)
         sound = None
         if isinstance(plan, RecoveryPlan):
             sound = self._disk.newest_sound(found, beyond=plan.label)
@@ -276,10 +277,17 @@ class Restorer:
     def _load_sound(self, original: Load, call: LoadCall, sound: Sound) -> tuple[Any, Any]:
         disk = sound.checkpoint
         self._check_identity(disk)
+        self._outnumber(disk)
         path, client_state = self._load_from_disk(
             original, disk.directory, disk.tag, call.options, sound.host_state
         )
         return self._has_resumed(path, client_state, disk)
+
+    def _outnumber(self, *checkpoints: DiskCheckpoint) -> None:
+        """The versions to come are newer than these (P3): a directory of the script's may know incarnations
+        that memory, which was lost, does not. Equal on all ranks, as what was found is."""
+        seen = (c.label.incarnation for c in checkpoints if c.label is not None)
+        self._session.incarnation = max(self._session.incarnation, 1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session = self._session
@@ -395,6 +403,7 @@ class Restorer:
         state = None if sound is None else sound.host_state
         if sound is not None:
             self._check_identity(sound.checkpoint)
+            self._outnumber(sound.checkpoint)
         result = self._load_from_disk(original, call.directory, call.tag, call.options, state, start=False)
         if result[0] is None:
             return result

@@ -230,6 +230,29 @@ def went_back(root: Path) -> dict[str, Any]:
     return out
 
 
+def outlived(root: Path) -> dict[str, Any]:
+    """The memory is lost, and with it the count of incarnations; the script's own checkpoint has it."""
+    out: dict[str, Any] = {}
+    lives = Lives(root, "outlived")
+    for until in (2, 3, 5):
+        engine = lives.start("one")
+        lives.load(engine)
+        train(engine, until)
+        if until == 5:
+            engine.save_checkpoint(str(lives.root / "ckpt"))
+        close(engine)
+    for name, options in (("found", {}), ("by tag", {"tag": "global_step5"})):
+        lives.lose_memory("one")
+        engine = lives.start("one")
+        out[name] = [lives.load(engine, **options)[0]]
+        train(engine, 9)
+        close(engine)
+        engine = lives.start("one")
+        out[name].append(lives.load(engine)[0])
+        close(engine)
+    return out
+
+
 def own(root: Path) -> dict[str, Any]:
     """Checkpoints of ``save_checkpoint``: client state, and a torn ``latest``."""
     out: dict[str, Any] = {}
@@ -259,8 +282,8 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.set_flush_denormal(True)
     os.environ["REFT_NODE_ID"] = f"node{RANK}"
-    root, names = Path(sys.argv[1]), {"damaged": damaged, "shared": shared, "back": went_back, "own": own}
-    result = {name: run(root) for name, run in names.items()}
+    root, runs = Path(sys.argv[1]), (damaged, shared, went_back, outlived, own)
+    result = {run.__name__: run(root) for run in runs}
     (root / f"result-{RANK}.json").write_text(json.dumps(result))
     ASSEMBLER.close()
     torch.distributed.barrier()

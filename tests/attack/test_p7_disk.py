@@ -43,10 +43,16 @@ def test_p7_jobs_that_share_a_persist_directory_share_nothing(results: list[dict
 
 def test_p3_a_checkpoint_that_the_job_went_back_behind_is_not_newer(results: list[dict]) -> None:
     for r in results:
-        assert r["back"]["back"][0] == 4
-        assert r["back"]["resumed"] == 6
-        assert r["back"]["back again"] == 4
-        assert r["back"]["resumed again"] == 7
+        assert r["went_back"]["back"][0] == 4
+        assert r["went_back"]["resumed"] == 6
+        assert r["went_back"]["back again"] == 4
+        assert r["went_back"]["resumed again"] == 7
+
+
+def test_p3_what_was_committed_after_an_older_checkpoint_is_newer(results: list[dict]) -> None:
+    for r in results:
+        assert r["outlived"]["found"] == [5, 9]
+        assert r["outlived"]["by tag"] == [5, 9]
 
 
 def test_p8_client_state_comes_back_from_disk(results: list[dict]) -> None:
