@@ -42,5 +42,7 @@ facts = {
     "modules": sorted(name for name in sys.modules if name.split(".")[0] == PACKAGE),
     "done": True,
 }
-with open(os.environ["TEST_OUT"] + "/rank0.json", "w") as file:
+path = os.environ["TEST_OUT"] + "/rank0.json"
+with open(path + ".draft", "w") as file:
     json.dump(facts, file)
+os.rename(path + ".draft", path)  # whole when it is seen
