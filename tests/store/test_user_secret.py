@@ -69,7 +69,7 @@ def test_p11_a_damaged_file_is_not_replaced(path: Path) -> None:
 
 def test_p11_without_a_home_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("REFT_SECRET", raising=False)
-    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("HOME", raising=False)
     with pytest.raises(ConfigError, match=r"HOME is not set.*REFT_SECRET to 64"):
         user_secret()
     monkeypatch.setenv("HOME", str(tmp_path / "missing"))
