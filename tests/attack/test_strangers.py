@@ -128,7 +128,8 @@ def test_p11_a_huge_frame_is_not_read(server: KeyValueServer) -> None:
 def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
     server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reft.store.door.HANDSHAKE_SECS", 0.2)
+    # Long enough for whoever knows the secret, on a machine that has other things to do.
+    monkeypatch.setattr("reft.store.door.HANDSHAKE_SECS", 5.0)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     try:
         assert KeyValueStore(endpoint(server), SECRET).check(["secret plan"])
@@ -201,8 +202,8 @@ def test_p11_it_listens_where_it_was_asked_to(tmp_path: Path) -> None:
             if c.status == psutil.CONN_LISTEN and c.laddr.port == server.info.port
         }
         assert found == {"127.0.0.1"}
-        with pytest.raises(OSError, match="refused"):
-            # Another address of this host.
+        with pytest.raises(OSError):
+            # Another address of this host, if it has one.
             socket.create_connection(("127.0.0.2", server.info.port), timeout=WAIT_SECS)
     finally:
         server.close()

@@ -12,6 +12,7 @@ import pytest
 
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from tests.machine import free_port
 
 SECRET = b"s" * 32
 WAIT_SECS = 60.0
@@ -84,7 +85,7 @@ def test_what_is_no_request_is_refused_and_the_line_goes_on(store: KeyValueStore
 
 
 def test_p6_a_server_that_was_started_again_is_found_at_once() -> None:
-    first = KeyValueServer(listen("127.0.0.1", 0), SECRET)
+    first = KeyValueServer(listen("127.0.0.1", free_port()), SECRET)
     store = KeyValueStore(f"127.0.0.1:{first.port}", SECRET, timeout_secs=WAIT_SECS)
     store.set("key", "old")
     first.close()
