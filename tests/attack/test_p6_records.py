@@ -28,7 +28,8 @@ def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
     for step in (1, 2):
         log.write("commit", step=step)
     log.write("odd", value=object())
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"], "once each"
+    said = [record.levelname for record in caplog.records if record.name == "reft.events"]
+    assert said == ["WARNING", "WARNING"], "once each"
 
 
 def _failing_record() -> JobRecord:
@@ -46,7 +47,6 @@ def test_p6_a_store_that_fails_is_no_error_of_training() -> None:
         _failing_record().newest_commit()
 
 
-@pytest.mark.timeout(180)
 def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) -> None:
     found: list[dict[str, Any]] = Results(tmp_path, "noted").of("noted")
     for result in found:
