@@ -116,7 +116,8 @@ def test_memory_runs_short(scratch: Scratch) -> None:
             job.trains_on()
             job.wait_for("a version", lambda: _newest_protection(job) == "none")
             assert job.logs.count("MEMORY IS SHORT") == 1
-            assert f"is written to {persist_dir} at once" in job.logs
+            at_once = f"is written to {persist_dir} at once"
+            job.wait_for("it to be told", lambda: at_once in job.logs)
             written = persist_dir / job.cluster.job_id
             job.wait_for("a checkpoint on disk", lambda: latest_persisted(written) is not None)
             kept = latest_persisted(written)
