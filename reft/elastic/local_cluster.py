@@ -35,7 +35,7 @@ ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
 """Every process of a cluster has ``<token>:<node id>`` here, wherever it was forked."""
 
 _POLL_SECS = 0.05
-_KILL_SECS = 10.0
+_KILL_SECS = 60.0
 _NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 
 

@@ -30,7 +30,7 @@ class WatchedCluster(LocalCluster):
                     found.append(fields)
         return sorted(found, key=lambda e: e["time"])
 
-    def wait_for(self, event: str, count: int = 1, timeout_secs: float = 90.0, **wanted: Any) -> list[Any]:
+    def wait_for(self, event: str, count: int = 1, timeout_secs: float = 240.0, **wanted: Any) -> list[Any]:
         self.wait_until(
             lambda: len(self.events(event, **wanted)) >= count, timeout_secs, f"{count} x {event} {wanted}"
         )

@@ -37,7 +37,7 @@ def run(*args: str, cwd: Path, auto: bool = True, **env: str) -> subprocess.Comp
         capture_output=True,
         check=False,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -37,7 +37,7 @@ def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
         assert is_served_by_reft(store)
         store.set("key", "value")
         process.send_signal(number)
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
         assert not is_reachable(info["endpoint"])
         process.stdout.close()
     finally:
@@ -64,7 +64,7 @@ def test_the_command_line_says_it_without_a_traceback() -> None:
             check=False,
             text=True,
             env=ENV,
-            timeout=120,
+            timeout=240,
         )
     assert done.returncode == 2
     assert "already in use" in done.stderr

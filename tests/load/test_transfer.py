@@ -43,7 +43,7 @@ def results(tmp_path_factory):
         for rank, log in enumerate(logs)
     ]
     try:
-        codes = [process.wait(timeout=120) for process in ranks]
+        codes = [process.wait(timeout=240) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
