@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +19,7 @@ import psutil
 from tests.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_SECS = 180.0
+DEADLINE_SECS = 300.0
 
 
 def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -> Any:
@@ -30,6 +30,19 @@ def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -
         assert time.monotonic() < deadline, f"waited {DEADLINE_SECS:.0f} s for {what}\n{end}"
         time.sleep(0.05)
     return value
+
+
+def remove_all(directory: Path) -> None:
+    """Remove a directory in which a running job may make and rename files meanwhile."""
+
+    def removed() -> bool:
+        try:
+            shutil.rmtree(directory)
+        except OSError:
+            return not directory.exists()
+        return True
+
+    wait_for(removed, f"{directory} to be removed")
 
 
 @dataclass
@@ -63,21 +76,32 @@ class Started:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def kill(self) -> None:
-        """SIGKILL of everything, at once."""
+        """SIGKILL of everything, at once; nothing of it runs any more, nor holds anything, when this returns."""
+        family: list[psutil.Process] = []
         for process in self.processes:
-            family = [process.pid]
+            if process.poll() is None:
+                with suppress(psutil.Error):
+                    parent = psutil.Process(process.pid)
+                    family += [parent, *parent.children(recursive=True)]
+        for member in family:
             with suppress(psutil.Error):
-                family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-            for pid in family:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                member.kill()
         for process in self.processes:
-            process.wait(60)
+            process.wait(DEADLINE_SECS)
+        wait_for(lambda: not any(_runs(member) for member in family), "killed processes to end")
 
     def end(self) -> list[int]:
         """Let the script end; the exit codes."""
         (self.out / "go").touch()
         return [process.wait(DEADLINE_SECS) for process in self.processes]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it runs: one whose parent is gone may wait for ever to be reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _environment(**env: str) -> dict[str, str]:
@@ -134,7 +158,8 @@ def launched(
     options: Sequence[str],
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Started]:
-    """Start a script under one ``reft launch``."""
+    """Start a script under one ``reft launch``, with the secret of the suite: there may be no home for one."""
+    secret = {k: v for k, v in os.environ.items() if k == "REFT_SECRET"}
     out.mkdir(parents=True, exist_ok=True)
     started = Started([], out, out / "log")
     command = [sys.executable, "-m", "reft.elastic.launch", *options, str(script), *args]
@@ -144,7 +169,7 @@ def launched(
                 subprocess.Popen(
                     command,
                     cwd=cwd,
-                    env=_environment(**{"TEST_OUT": str(out), **(env or {})}),
+                    env=_environment(**{"TEST_OUT": str(out), **secret, **(env or {})}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

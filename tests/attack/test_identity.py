@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack.jobs import Started, launched, ranks
+from tests.attack.jobs import DEADLINE_SECS, Started, launched, ranks
 
 SCRIPT = Path(__file__).with_name("identity_job.py")
 
@@ -119,7 +119,7 @@ def test_p7_launched_without_an_id_a_job_has_its_own_name_and_finds_it_again(job
     assert all(name.startswith("identity_job-") for name in names)
     # The same once more, beside it: the launcher refuses before it meets anybody.
     twice = start("one")
-    assert twice.processes[0].wait(120) == 2
+    assert twice.processes[0].wait(DEADLINE_SECS) == 2
     assert f"held by pid {first.processes[0].pid} on" in twice.log.read_text()
     first.kill()
     again = start("one")

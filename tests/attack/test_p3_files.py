@@ -6,8 +6,6 @@ import pytest
 
 from tests.attack.workers import ATTACKS, Results
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:

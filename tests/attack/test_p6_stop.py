@@ -9,15 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_SECS = 150.0
+DEADLINE_SECS = 240.0
 
 
-@pytest.mark.timeout(400)
 def test_p6_trainers_with_a_dead_worker_end_when_told_to(tmp_path: Path) -> None:
     common = {
         **os.environ,

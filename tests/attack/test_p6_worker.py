@@ -17,9 +17,6 @@ _COMMITTED = {
 }
 
 
-pytestmark = pytest.mark.timeout(300)
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")

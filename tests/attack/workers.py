@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import OrderWatch, ProtectionRecord, write_order
 from reft.topology import Degrees, Topology
+from tests.attack.jobs import remove_all
 from tests.machine import free_port
 
 SECRET = b"s" * 32
@@ -377,7 +377,7 @@ def scenario_files(rank: int, root: Path) -> dict[str, Any]:
         dist.barrier()
         if rank == 1:
             if kind == "root":
-                shutil.rmtree(me.job_dir)
+                remove_all(me.job_dir)
             else:
                 _attack_files(me, kind, which)
         dist.barrier()
