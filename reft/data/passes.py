@@ -46,8 +46,11 @@ class Position:
 
     def fits(self, loader: Any) -> bool:
         """Whether it can be of this loader: others are read before the first step too."""
-        return length_of(loader) == self.length and len(own_generators(loader)) == len(
-            self.start["generators"]
+        same_length = length_of(loader) == self.length
+        return (
+            same_length
+            and not iterates_itself(loader)
+            and len(own_generators(loader)) == len(self.start["generators"])
         )
 
     def encode(self) -> dict[str, Any]:
@@ -145,10 +148,6 @@ class Pass:
         self._watch.after_batch(self)
         return batch
 
-    @property
-    def raw(self) -> Iterator[Any]:
-        return self._inner
-
     def position(self) -> Position:
         length = length_of(self.loader)
         return Position(self._start, self._first, self.taken, length, self.number, self._renewed)
@@ -213,14 +212,14 @@ def _restore_start(loader: Any, start: dict[str, Any]) -> None:
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """What ``iter`` gives where nobody watches."""
+    """What ``DataLoader.__iter__`` gives where nobody watches."""
     global _unwatched
     outer, _unwatched = _unwatched, True
     try:
-        made = iter(loader)
+        # Not iter(): a subclass with an __iter__ of its own asks for this one, and is not to be asked again.
+        return DataLoader.__iter__(loader)
     finally:
         _unwatched = outer
-    return made.raw if isinstance(made, Pass) else made
 
 
 _unwatched = False
@@ -261,3 +260,9 @@ class _Skipping:
 
 def is_loader(candidate: Any) -> bool:
     return isinstance(candidate, DataLoader)
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches, nobody can
+    tell."""
+    return type(loader).__iter__ is not DataLoader.__iter__

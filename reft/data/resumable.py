@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from reft.data.passes import Pass, Position, is_loader
+from reft.data.passes import Pass, Position, is_loader, iterates_itself
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
 
@@ -81,12 +81,18 @@ def resumable(loader: Any, name: str = "data") -> Any:
         name: where a script has several, one for each; the same after a restart.
 
     Raises:
-        ConfigError: it is no ``DataLoader``.
+        ConfigError: it is no ``DataLoader``, or of a subclass with an ``__iter__`` of its own.
     """
     if not is_loader(loader):
         raise ConfigError(
             f"found {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data."
             f"DataLoader. Keep the position of other data in reft.attach(engine, client_state=...)"
+        )
+    if iterates_itself(loader):
+        raise ConfigError(
+            f"found {type(loader).__module__}.{type(loader).__qualname__}, which has an __iter__ of its own; "
+            f"expected torch.utils.data.DataLoader's, whose order can be resumed. Keep the position of other "
+            f"data in reft.attach(engine, client_state=...)"
         )
     made = _named[name] = ResumableLoader(loader, name)
     return made

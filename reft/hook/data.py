@@ -23,7 +23,7 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import resumable
-from reft.data.passes import Pass, Position, capture_start, is_loader, reads_lazily
+from reft.data.passes import Pass, Position, capture_start, is_loader, iterates_itself, reads_lazily
 from reft.data.watch import WATCH, Resuming
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,8 @@ class DataPosition:
         if self._micro_batches:
             self._ahead = self._elsewhere or self._batches > self._micro_batches
             one_each = self._batches == self._micro_batches and len(self._datasets) == 1
-            self._known = one_each and not self._ahead
+            itself = self._pass is not None and iterates_itself(self._pass.loader)
+            self._known = one_each and not self._ahead and not itself
             self._batches = self._micro_batches = 0
             self._datasets.clear()
 

@@ -1,0 +1,112 @@
+"""What an engine is told of the loaders that a script reads (P8), and when it says that it does not know (P12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import reft
+from reft.hook.data import DataPosition
+
+SAMPLES, BATCH = 24, 4
+BATCHES = SAMPLES // BATCH
+
+
+class Engine:
+    """What :class:`DataPosition` asks a plain engine for."""
+
+    training = True
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+
+class Life:
+    """One process of a script: it trains on batches, and remembers their samples and a random number each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.data = DataPosition(engine)
+        self.seen: list[tuple[list[int], float]] = []
+
+    def train(self, batch: torch.Tensor) -> str | None:
+        said = self.data.forward(training=True)
+        self.data.trains()
+        self.seen.append((batch.tolist(), float(torch.rand(()))))
+        return said
+
+
+@pytest.fixture
+def begin() -> Iterator[Any]:
+    lives: list[Life] = []
+
+    def make(engine: Engine | None = None) -> Life:
+        lives.append(Life(engine or Engine()))
+        return lives[-1]
+
+    yield make
+    for life in lives:
+        life.data.close()
+    assert DataLoader.__iter__.__module__.startswith("torch.")
+
+
+# -- loaders with an ``__iter__`` of their own -----------------------------------------------------------
+
+
+class HandsOn(DataLoader):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+class ReadsOneIterator(DataLoader):  # type: ignore[type-arg]
+    """As loaders do that keep their workers: one iterator, begun at once and read for all epochs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Endless:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+@pytest.mark.parametrize("kind", [HandsOn, ReadsOneIterator])
+def test_p10_a_loader_with_its_own_iter_gives_what_it_gives_without_reft(begin: Any, kind: Any) -> None:
+    def two_epochs() -> list[list[int]]:
+        torch.manual_seed(3)
+        loader = kind(range(SAMPLES), BATCH, shuffle=True)
+        return [batch.tolist() for _ in range(2) for batch in loader]
+
+    wanted = two_epochs()
+    begin()
+    assert two_epochs() == wanted
+
+
+@pytest.mark.parametrize("kind", [HandsOn, ReadsOneIterator])
+def test_p12_the_position_in_a_loader_with_its_own_iter_is_not_claimed(begin: Any, kind: Any) -> None:
+    life = begin()
+    for batch in kind(range(SAMPLES), BATCH, shuffle=True):
+        life.train(batch)
+    assert life.data.state() == {}
+    assert "is not known" in life.data.advice()
+
+
+def test_a_loader_with_its_own_iter_is_refused_where_it_shall_be_resumable() -> None:
+    with pytest.raises(reft.ConfigError, match=r"HandsOn.*__iter__ of its own.*client_state"):
+        reft.resumable(HandsOn(range(SAMPLES), BATCH))
