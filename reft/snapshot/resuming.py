@@ -8,11 +8,12 @@ has then told all that it knows: what none of them knows to be committed was not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from reft.store.label import Label
 
-_NONE = Label(-1, -1)
+NONE_YET = Label(-1, -1)
+"""Older than every version."""
 
 
 @dataclass(frozen=True)
@@ -20,26 +21,26 @@ class Standing:
     """What one rank knows when the ranks have come together again.
 
     Attributes:
-        newest_step: last step whose version was handed over.
+        newest: last version that was handed over.
         committed: newest version that it knows to be committed.
         stop_step: after which it heard that all stop; 0: it has heard of none.
     """
 
-    newest_step: int
+    newest: Label
     committed: Label | None
     stop_step: int
 
     def to_ints(self) -> list[int]:
         """For a gather of integers."""
-        committed = self.committed or _NONE
-        return [self.newest_step, committed.incarnation, committed.step, self.stop_step]
+        committed = self.committed or NONE_YET
+        return [*astuple(self.newest), *astuple(committed), self.stop_step]
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> Standing:
         """Inverse of :meth:`to_ints`."""
-        newest_step, incarnation, step, stop_step = values
-        label = Label(incarnation, step)
-        return cls(newest_step, None if label == _NONE else label, stop_step)
+        *labels, stop_step = values
+        newest, committed = Label(*labels[:2]), Label(*labels[2:])
+        return cls(newest, None if committed == NONE_YET else committed, stop_step)
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,24 @@ class Resumption:
     """Where all ranks go on.
 
     Attributes:
-        after_step: versions up to this one are given up everywhere, without a vote.
+        after: versions up to this one are given up everywhere, without a vote. Not by the step alone: a job
+            that goes back to an older checkpoint takes its steps again, in a new incarnation.
         committed: the newest version that any rank knows to be committed.
         stop_step: after which all stop, if any has heard of one that is still to come on all ranks.
     """
 
-    after_step: int
+    after: Label
     committed: Label | None
     stop_step: int | None
 
 
 def resume_from(standings: Sequence[Standing]) -> Resumption:
     """What all ranks make of what each has told. Pure: equal everywhere."""
-    after_step = max(s.newest_step for s in standings)
+    after = max(s.newest for s in standings)
     stops = [s.stop_step for s in standings if s.stop_step]
     return Resumption(
-        after_step=after_step,
+        after=after,
         committed=max((s.committed for s in standings if s.committed is not None), default=None),
         # A step that some rank may have passed is no longer one to stop at: the wish is voted on again.
-        stop_step=min(stops) if stops and min(stops) > after_step + 1 else None,
+        stop_step=min(stops) if stops and min(stops) > after.step + 1 else None,
     )

@@ -39,7 +39,7 @@ from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.pacing import Pacer
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
-from reft.snapshot.resuming import Standing, resume_from
+from reft.snapshot.resuming import NONE_YET, Standing, resume_from
 from reft.snapshot.sealing import Sealer
 from reft.snapshot.staging import StagingArea
 from reft.snapshot.stats import SnapshotStats
@@ -131,7 +131,7 @@ class SnapshotWorker:
         self._complaints = Complaints()
         self._open: Filling | None = None
         """The version that is being written, until it is known what becomes of it."""
-        self._resumed_after = -1
+        self._newest = self._resumed_after = NONE_YET
         self._vote_missed = False
         self._handover = Handover(self.copier, pacer)
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
@@ -141,6 +141,7 @@ class SnapshotWorker:
 
     def submit(self, request: SnapshotRequest) -> None:
         """Hand a version over. Returns at once."""
+        self._newest = request.label
         self.votes.newest_step = request.label.step
         if not self._handover.put(request):
             broken = self._handover.broken
@@ -188,7 +189,7 @@ class SnapshotWorker:
         while (request := self._handover.next()) is not None:
             cause = None
             try:
-                if request.label.step > self._resumed_after:
+                if request.label > self._resumed_after:
                     self._process(request)
                     self._agreement.switch(request)
                 else:  # given up by all ranks, when they came together again
@@ -223,7 +224,7 @@ class SnapshotWorker:
             else:
                 self._handover.resume()
                 logger.warning(
-                    "snapshots go on after step %d; the versions up to there were given up",
+                    "snapshots go on after %s; the versions up to there were given up",
                     self._resumed_after,
                 )
                 return True
@@ -232,7 +233,7 @@ class SnapshotWorker:
 
     def _agree_where_to_go_on(self) -> None:
         """Collective."""
-        mine = Standing(self.votes.newest_step, self._arenas.committed_label, self.votes.stop_step or 0)
+        mine = Standing(self._newest, self._arenas.committed_label, self.votes.stop_step or 0)
         gathered = self.control.gather_ints(mine.to_ints())
         agreed = resume_from([Standing.from_ints(values) for values in gathered])
         filling, self._open = self._open, None
@@ -246,7 +247,7 @@ class SnapshotWorker:
         self.votes.resync(agreed.stop_step)
         self.switch.resync()
         self._agreement.reset()
-        self._resumed_after = agreed.after_step
+        self._resumed_after = agreed.after
 
     def _break(self, cause: str) -> None:
         logger.error("the snapshot worker stopped (%s); training goes on without snapshots", cause)

@@ -20,7 +20,7 @@ _COMMITTED = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")
-    return Results(root, "failures", "layouts", "slow", "stuck_copy", "dead")
+    return Results(root, "failures", "went_back", "layouts", "slow", "stuck_copy", "dead")
 
 
 def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
@@ -34,6 +34,14 @@ def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(resu
     assert found_by[1]["skips"], "what is given up is counted"
     for place in FAILURES:
         assert found_by[0][place]["after"] == found_by[1][place]["after"], place
+
+
+def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(results: Results) -> None:
+    for result in results.of("went_back"):
+        assert not result["before"][4]
+        assert result["before"][-1]
+        assert result["committed"] == [True, True]
+        assert set(result["in_files"]) == {"step 4 (incarnation 2)"}
 
 
 def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(results: Results) -> None:

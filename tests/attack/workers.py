@@ -67,6 +67,7 @@ class Rank:
         frozen: dict[int, Label] | None = None,
     ) -> None:
         self.rank = rank
+        self.incarnation = 1
         self.replicated = [torch.zeros(50_003), torch.zeros(7)]
         self.owned = [torch.zeros(20_001)]
         self.shape = 0
@@ -129,7 +130,7 @@ class Rank:
         )
         options = {"must": True, **options}
         request = SnapshotRequest(
-            Label(1, step), images, f"host of {self.rank} at {step}".encode(), **options
+            Label(self.incarnation, step), images, f"host of {self.rank} at {step}".encode(), **options
         )
         self.worker.submit(request)
         return request
@@ -143,7 +144,14 @@ class Rank:
 
     def newest_in_files(self) -> dict[str, int]:
         """Step of the newest whole version that the files in memory hold, by coordinate."""
-        found: dict[str, int] = {}
+        return {at: label.step for at, label in self._newest_labels().items()}
+
+    def newest_labels(self) -> list[str]:
+        """The newest whole version that the files in memory hold, of each coordinate."""
+        return [str(label) for label in self._newest_labels().values()]
+
+    def _newest_labels(self) -> dict[str, Label]:
+        found: dict[str, Label] = {}
         for _, arena in scan(self.job_dir, SECRET):
             if isinstance(arena, Arena):
                 with arena:
@@ -151,7 +159,7 @@ class Rank:
                     if header is not None and header.state.whole:
                         assert all(arena.verify(entry) for entry in header.entries)
                         at = str(header.coordinate)
-                        found[at] = max(found.get(at, 0), header.label.step)
+                        found[at] = max(found.get(at, header.label), header.label)
         return found
 
 
@@ -223,6 +231,20 @@ def scenario_failures(rank: int, root: Path) -> dict[str, Any]:
     found["skips"] = me.skips
     me.worker.close(10)
     return found
+
+
+def scenario_went_back(rank: int, root: Path) -> dict[str, Any]:
+    """A version broke off; later the script goes back to an older checkpoint, by its tag."""
+    me = Rank(rank, root)
+    before = [me.take(step) for step in range(1, 5)]
+    with _once(Votes, "cast", _LOST)(me) if rank == 1 else mock.MagicMock():
+        before.append(me.take(5))
+    before += [me.take(step) for step in range(6, 9)]
+    assert me.worker.drain(DEADLINE_SECS)
+    me.incarnation += 1
+    committed = [me.take(step) for step in (3, 4)]
+    me.worker.close(10)
+    return {"before": before, "committed": committed, "in_files": me.newest_labels()}
 
 
 def scenario_layouts(rank: int, root: Path) -> dict[str, Any]:
