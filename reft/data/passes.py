@@ -200,6 +200,15 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
         restore_host_rng(here)
 
 
+def leave_behind(loader: Any, position: Position) -> None:
+    """Put what the loader itself keeps, its own generators and persistent workers, where the pass of
+    ``position`` leaves them at its end. No data is loaded."""
+    waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
+    if waits or own_generators(loader):
+        for _ in positioned(loader, position, position.taken):
+            pass
+
+
 def has_workers(loader: Any) -> bool:
     """Whether persistent workers wait for the next pass."""
     return getattr(loader, "_iterator", None) is not None

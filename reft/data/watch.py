@@ -15,7 +15,15 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from reft.data.passes import Pass, Position, capture_start, has_workers, is_watched, raw_iterator
+from reft.data.passes import (
+    Pass,
+    Position,
+    capture_start,
+    has_workers,
+    is_watched,
+    leave_behind,
+    raw_iterator,
+)
 from reft.state.rng import capture_host_rng, restore_host_rng, restore_rng
 
 
@@ -48,6 +56,7 @@ class Resuming:
             one.natural = False
         elif position.complete:
             # The version was at the end of its pass: this one may be the next, with draws that count.
+            leave_behind(loader, position)
             restore_rng(self._rng)
             one = watch.begin(loader)
         else:
