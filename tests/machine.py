@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import tempfile
 from typing import Final
 
 import torch
@@ -25,6 +27,17 @@ def _fp16_missing() -> str | None:
 
 FP16_MISSING: Final = _fp16_missing()
 """Why fp16 cannot be computed here (trap 16); None: it can. DeepSpeed asks the same of a CPU."""
+
+
+def can_give_away(uid: int) -> bool:
+    """Whether files can be given to that user: not without being root, nor in a container that lacks the user."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            os.chown(directory, uid, -1)
+            os.chown(directory, os.geteuid(), -1)
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -19,22 +18,12 @@ from reft.elastic.node import NodeMemory
 from reft.elastic.options import parse_options
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.jobdir import SECRET_FILE, JobDir
-from tests.machine import free_port
+from tests.machine import can_give_away, free_port
 
 STRANGER = 12345
-
-
-def _can_give_files_away() -> bool:
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            os.chown(directory, STRANGER, -1)
-            os.chown(directory, os.geteuid(), -1)
-        except OSError:  # not root, or one without that user in its container
-            return False
-    return True
-
-
-needs_root = pytest.mark.skipif(not _can_give_files_away(), reason="cannot give a file to somebody else here")
+needs_root = pytest.mark.skipif(
+    not can_give_away(STRANGER), reason="needs root to give a file to somebody else"
+)
 
 
 @pytest.fixture(autouse=True)

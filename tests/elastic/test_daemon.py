@@ -23,7 +23,7 @@ from reft.store.client import DaemonClient, DaemonError, request
 from reft.store.daemon import Daemon
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
-from reft.store.wire import SOCKET_NAME, Channel, connect
+from reft.store.wire import SOCKET_NAME, Channel, _ShortPath, connect
 from reft.topology import Coordinate, Degrees
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,10 +127,10 @@ def test_the_socket_is_private_and_the_secret_is_asked_for(
 
 
 def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
-    silent = socket.socket(socket.AF_UNIX)
-    silent.connect(str(job_dir.path / SOCKET_NAME))
-    noisy = socket.socket(socket.AF_UNIX)
-    noisy.connect(str(job_dir.path / SOCKET_NAME))
+    silent, noisy = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    with _ShortPath(job_dir.path) as path:  # the directory of the tests may be a deep one
+        silent.connect(path)
+        noisy.connect(path)
     noisy.sendall(os.urandom(4096))
     assert answers(job_dir)
     silent.close()
