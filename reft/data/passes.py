@@ -29,7 +29,8 @@ class Position:
         taken: batches that were taken.
         length: batches of the pass; None where the loader cannot tell.
         number: of the pass, for loaders that count them.
-        renewed: whether the loader's persistent workers had read an earlier pass: nothing was drawn for them.
+        renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
+            read an earlier pass, or it was begun before anybody watched.
     """
 
     start: dict[str, Any]
@@ -116,7 +117,7 @@ class Pass:
         self.era: object = None
         self.resumable = False
         """Whether reft brings it back by itself."""
-        self._renewed = renewed
+        self._renewed = renewed or adopted
         self._inner = inner
         self._start = start
         self._first: dict[str, Any] | None = None
@@ -189,8 +190,9 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
             skipping.before = lambda: _restore_start(loader, position.start)
         inner = raw_iterator(twin)
         if reads_lazily(loader):
-            first = position.first or capture_host_rng()
-            skipping.before = lambda: restore_host_rng(first)
+            start = position.start if position.renewed else capture_start(loader)
+            first = {**start, **(position.first or {})}
+            skipping.before = lambda: _restore_start(loader, first)
         elif getattr(loader, "persistent_workers", False):
             # Later passes are read by these workers, without the skipping.
             inner._index_sampler = loader._index_sampler  # type: ignore[attr-defined]

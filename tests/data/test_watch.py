@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from deepspeed.utils import RepeatingLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import reft
 from reft.hook.data import DataPosition
+from reft.state.rng import capture_rng, restore_rng
 
 SAMPLES, BATCH = 24, 4
 BATCHES = SAMPLES // BATCH
@@ -25,6 +27,10 @@ class Engine:
         return 1
 
 
+class Pipeline(Engine):
+    grid = None
+
+
 class Life:
     """One process of a script: it trains on batches, and remembers their samples and a random number each."""
 
@@ -37,6 +43,15 @@ class Life:
         self.data.trains()
         self.seen.append((batch.tolist(), float(torch.rand(()))))
         return said
+
+    def train_batch(self, iterator: Any, rng: dict[str, Any] | None = None) -> None:
+        self.data.trains()
+        self.data.begin_batch(iterator)
+        if rng is not None:
+            restore_rng(rng)
+        batch = next(iterator)
+        self.data.end_batch()
+        self.seen.append((batch.tolist(), float(torch.rand(()))))
 
 
 @pytest.fixture
@@ -110,3 +125,35 @@ def test_p12_the_position_in_a_loader_with_its_own_iter_is_not_claimed(begin: An
 def test_a_loader_with_its_own_iter_is_refused_where_it_shall_be_resumable() -> None:
     with pytest.raises(reft.ConfigError, match=r"HandsOn.*__iter__ of its own.*client_state"):
         reft.resumable(HandsOn(range(SAMPLES), BATCH))
+
+
+# -- a pipeline's loader that was begun before the engine was made ----------------------------------------
+
+
+@pytest.mark.parametrize("own", ["loader", "sampler", "none"])
+@pytest.mark.parametrize("stop", [2, BATCHES, BATCHES + 3])
+def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(begin: Any, own: str, stop: int) -> None:
+    def made() -> RepeatingLoader:
+        torch.manual_seed(4)
+        g = torch.Generator().manual_seed(9)
+        samples = range(SAMPLES)
+        if own == "loader":
+            return RepeatingLoader(DataLoader(samples, BATCH, shuffle=True, generator=g))
+        sampler = RandomSampler(samples, generator=g if own == "sampler" else None)
+        return RepeatingLoader(DataLoader(samples, BATCH, sampler=sampler))
+
+    data = made()
+    wanted = [(next(data).tolist(), float(torch.rand(()))) for _ in range(3 * BATCHES)]
+
+    data, life = made(), begin(Pipeline())
+    for _ in range(stop):
+        life.train_batch(data)
+    assert life.data.advice() is None
+    state, rng = life.data.state(), capture_rng()
+    life.data.close()
+
+    data, life = made(), begin(Pipeline())
+    life.data.restore(state, rng)
+    for at in range(stop, 3 * BATCHES):
+        life.train_batch(data, rng if at == stop else None)
+    assert life.seen == wanted[stop:]
