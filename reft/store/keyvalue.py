@@ -242,6 +242,10 @@ class _Line:
                 raise StoreError(
                     f"the rendezvous store at {self._endpoint} does not answer: {error}"
                 ) from error
+            except BaseException:
+                # A signal's exception, too: an answer left unread would be taken for the next one's.
+                self._drop()
+                raise
         if not done:
             raise StoreError(f"the rendezvous store refuses {operation}: {result}")
         return result

@@ -12,6 +12,7 @@ import pytest
 
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from reft.store.wire import Channel
 from tests.machine import free_port
 
 SECRET = b"s" * 32
@@ -119,3 +120,23 @@ def test_p6_a_server_that_stands_still_is_given_up_and_closing_does_not_wait() -
         assert asking.is_alive()
         accepted.close()
         asking.join(WAIT_SECS)
+
+
+class Stop(BaseException):
+    """What a signal handler raises."""
+
+
+def test_p6_a_request_that_a_signal_broke_off_shifts_no_later_answer(
+    store: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.set("a", "of a")
+    store.set("b", "of b")
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "receive", stop)
+        with pytest.raises(Stop):
+            store.peek("a")
+    assert store.peek("b") == b"of b"
+
+
+def stop(_: Channel) -> None:
+    raise Stop
