@@ -82,7 +82,7 @@ class Production:
         topology = Topology(degrees, degrees.coordinates(), ("benchmark",))
         identity = ArenaIdentity("benchmark", "benchmark", degrees, topology.coordinates[0])
         self.worker = SnapshotWorker(
-            control=ControlGroup(WAIT_SECS),
+            control=ControlGroup(WAIT_SECS).for_worker(),
             topology=topology,
             arenas=ArenaSet(
                 job_dir=folder,
