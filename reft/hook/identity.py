@@ -19,6 +19,7 @@ from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
 from reft.hook.auto import ENV_LAUNCHER_PID
 from reft.hook.coordinates import kernel_id
 from reft.hook.install import ds_config_of
+from reft.hook.living import require_no_other
 from reft.load.exchange import allgather_bytes
 from reft.naming import own_name_of_process, own_program, siblings
 from reft.snapshot.control import ControlGroup
@@ -103,6 +104,7 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
         This rank's part, to be closed with the session; None where the launcher holds it.
 
     Raises:
+        ConfigError: another engine of this process has it.
         JobInUseError: another job, or another start of this one, has it on some node.
     """
     path = config.memory_dir / job_id
@@ -112,6 +114,7 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
 
     def lead() -> None:
         nonlocal lock
+        require_no_other(path)
         make_job_directory(config.memory_dir, job_id)
         if first and not _held_by_launcher(path):
             lock = JobLock(path, job_id, wait_secs=_LOCK_SECS)

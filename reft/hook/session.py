@@ -17,6 +17,7 @@ from reft.hook.data import DataPosition
 from reft.hook.identity import Identity, hold_memory, name_job
 from reft.hook.job import JobRecord
 from reft.hook.joining import agree_on_incarnation, gather_topology, open_job_dir
+from reft.hook.living import note_session
 from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
@@ -67,6 +68,7 @@ class Session:
     Raises:
         UnsupportedStateError: the engine holds state reft does not know.
         LayoutError: the ranks do not form a pp x dp x tp grid.
+        ConfigError: another engine of this process has the job's memory.
     """
 
     def __init__(self, engine: Any, config: ReftConfig, client_state: ClientState | None) -> None:
@@ -89,6 +91,7 @@ class Session:
             if self._lock is not None:
                 self._lock.close()
             raise
+        note_session(config.memory_dir / self.job_id, self)
 
     def _prepare(self, config: ReftConfig) -> None:
         """Everything that needs the job's memory."""
@@ -308,6 +311,11 @@ class Session:
         self.tracer.profile(self)
         if self.variant is not Variant.NONE:  # without versions there are no votes to stop by
             self.preemption.install()
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory may be another's."""
+        return self._closed
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Finish what is under way, within the grace unless another time is given, and release everything.
