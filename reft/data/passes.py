@@ -28,6 +28,7 @@ class Position:
         first: random states when the first batch was asked for, where something was drawn in between.
         taken: batches that were taken.
         length: batches of the pass; None where the loader cannot tell.
+        source: what the loader reads, in words.
         number: of the pass, for loaders that count them.
         renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
             read an earlier pass, or it was begun before anybody watched.
@@ -37,6 +38,7 @@ class Position:
     first: dict[str, Any] | None
     taken: int
     length: int | None
+    source: str
     number: int = 0
     renewed: bool = False
 
@@ -50,6 +52,7 @@ class Position:
         same_length = length_of(loader) == self.length
         return (
             same_length
+            and source_of(loader) == self.source
             and not iterates_itself(loader)
             and len(own_generators(loader)) == len(self.start["generators"])
         )
@@ -80,6 +83,11 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def source_of(loader: Any) -> str:
+    kind = type(loader.dataset)
+    return f"{kind.__module__}.{kind.__qualname__} of {length_of(loader.dataset)}"
 
 
 def reads_lazily(loader: Any) -> bool:
@@ -151,7 +159,8 @@ class Pass:
 
     def position(self) -> Position:
         length = length_of(self.loader)
-        return Position(self._start, self._first, self.taken, length, self.number, self._renewed)
+        source = source_of(self.loader)
+        return Position(self._start, self._first, self.taken, length, source, self.number, self._renewed)
 
     def adopt(self, other: Pass) -> None:
         """Become another pass over the same loader, of which nothing was taken."""

@@ -10,7 +10,7 @@ run's (P8).
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -41,20 +41,32 @@ class Resuming:
     Args:
         position: where the version was in its data, if that is known.
         rng: the version's random states.
+        is_training: whether the engine is in training mode.
     """
 
-    def __init__(self, position: Position | None, rng: dict[str, Any]) -> None:
+    def __init__(
+        self, position: Position | None, rng: dict[str, Any], is_training: Callable[[], bool]
+    ) -> None:
         self._position = position
         self._rng = rng
+        self._is_training = is_training
+        self._at_end = position is not None and position.complete
+
+    def _concerns(self, loader: Any) -> bool:
+        """Whether it may be the one that training reads: an evaluation draws its own numbers."""
+        return self._is_training() if self._position is None else self._position.fits(loader)
 
     def begin(self, loader: Any, watch: Watch) -> Pass:
         position = self._position
-        if position is None or not position.fits(loader):
+        if not self._concerns(loader):
+            one = watch.begin(loader)
+            one.natural = False
+        elif position is None:
             here = capture_host_rng()
             one = watch.begin(loader)
             restore_host_rng(here)
             one.natural = False
-        elif position.complete:
+        elif self._at_end:
             # The version was at the end of its pass: this one may be the next, with draws that count.
             leave_behind(loader, position)
             restore_rng(self._rng)
@@ -65,6 +77,8 @@ class Resuming:
         return one
 
     def before_batch(self, one: Pass, watch: Watch) -> None:
+        if not self._concerns(one.loader):
+            return
         if one.era is not self and one.taken == 0:
             # Begun before the version was loaded.
             one.adopt(self.begin(one.loader, watch))
@@ -75,9 +89,9 @@ class Resuming:
         """Whether the script is known to be where the version was: at the end of the pass that reft went back
         to. At the end of another as long as that it may be there."""
         position = self._position
-        if position is None or one.taken != position.taken:
+        if position is None or one.taken != position.taken or not self._concerns(one.loader):
             return False
-        self._position = replace(position, length=one.taken)
+        self._at_end = True
         restore_rng(self._rng)
         return one.resumable
 

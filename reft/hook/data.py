@@ -19,6 +19,7 @@ import logging
 import threading
 from typing import Any
 
+import torch
 from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -78,7 +79,6 @@ class DataPosition:
         self._saved: Position | None = None
         self._lost: Position | None = None
         self._check: Position | None = None
-        self._phase: Resuming | None = None
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
         WATCH.join(self)
@@ -87,6 +87,9 @@ class DataPosition:
 
     def close(self) -> None:
         WATCH.leave(self)
+
+    def _is_training(self) -> bool:
+        return bool(self._engine.training) and torch.is_grad_enabled()
 
     # -- what training reads -----------------------------------------------------------------------
 
@@ -148,10 +151,8 @@ class DataPosition:
         )
 
     def trains(self) -> None:
-        """A step begins: the script has come to where it was."""
-        if self._phase is not None and WATCH.resuming is self._phase:
-            WATCH.resuming = None
-        self._phase = self._unmoved = None
+        """A step begins: the script has come to where it was, with every engine that it has."""
+        WATCH.resuming = self._unmoved = None
 
     # -- versions ------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ class DataPosition:
         self._goes_there = True
         self._batches = self._micro_batches = 0
         if rng is not None:
-            WATCH.resuming = self._phase = Resuming(position, rng)
+            WATCH.resuming = Resuming(position, rng, self._is_training)
         self._saved, self._check = position, None
         if not self._pipeline:
             self._saved, self._check = None, position

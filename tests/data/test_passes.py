@@ -159,7 +159,7 @@ def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
         for skip in {position.taken, stop + 1} | at_once:
             seed(1)
             watch, loader = Watch(), LOADERS[name]()
-            watch.resuming = Resuming(position, rng)
+            watch.resuming = Resuming(position, rng, lambda: True)
             data = (batch for _, batch in passes(watch, loader))
             for _ in range(skip):
                 next(data)

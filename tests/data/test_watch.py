@@ -123,8 +123,9 @@ def test_p12_the_position_in_a_loader_with_its_own_iter_is_not_claimed(begin: An
 
 
 def test_a_loader_with_its_own_iter_is_refused_where_it_shall_be_resumable() -> None:
+    samples: Any = range(SAMPLES)
     with pytest.raises(reft.ConfigError, match=r"HandsOn.*__iter__ of its own.*client_state"):
-        reft.resumable(HandsOn(range(SAMPLES), BATCH))
+        reft.resumable(HandsOn(samples, BATCH))
 
 
 # -- a pipeline's loader that was begun before the engine was made ----------------------------------------
@@ -136,7 +137,7 @@ def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(begin: Any, own
     def made() -> RepeatingLoader:
         torch.manual_seed(4)
         g = torch.Generator().manual_seed(9)
-        samples = range(SAMPLES)
+        samples: Any = range(SAMPLES)
         if own == "loader":
             return RepeatingLoader(DataLoader(samples, BATCH, shuffle=True, generator=g))
         sampler = RandomSampler(samples, generator=g if own == "sampler" else None)
@@ -157,3 +158,58 @@ def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(begin: Any, own
     for at in range(stop, 3 * BATCHES):
         life.train_batch(data, rng if at == stop else None)
     assert life.seen == wanted[stop:]
+
+
+# -- what is no training data, read between a resumption and the first step -------------------------------
+
+
+def loader_of(samples: Any, seed: int = 9, size: int = BATCH) -> DataLoader[Any]:
+    g = torch.Generator().manual_seed(seed)
+    return DataLoader(samples, size, shuffle=True, generator=g)
+
+
+def noise(loader: DataLoader[Any]) -> list[float]:
+    return [float(torch.rand(())) for _ in loader]
+
+
+def version_of(life: Life, loader: DataLoader[Any], steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    for _, batch in zip(range(steps), loader, strict=False):
+        life.train(batch)
+    return life.data.state(), capture_rng()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_evaluation_before_the_first_step_draws_its_own_numbers(begin: Any, known: bool) -> None:
+    state, rng = version_of(begin(), loader_of(range(SAMPLES)), 3)
+    engine = Engine()
+    life = begin(engine)
+    life.data.restore(state if known else {}, rng)
+    engine.training = False
+    drawn = noise(loader_of(range(2 * SAMPLES)))
+    assert len(set(drawn)) == len(drawn)
+    engine.training = True
+    batch = next(iter(loader_of(range(SAMPLES))))
+    restore_rng(rng)
+    expected = float(torch.rand(()))
+    restore_rng(rng)
+    life.train(batch)
+    assert life.seen[-1][1] == expected
+
+
+def test_p8_another_loader_of_the_same_length_keeps_its_order(begin: Any) -> None:
+    wanted = [batch.tolist() for batch in loader_of(range(2 * SAMPLES), 7, 2 * BATCH)]
+    state, rng = version_of(begin(), loader_of(range(SAMPLES)), 3)
+    life = begin()
+    life.data.restore(state, rng)
+    assert [batch.tolist() for batch in loader_of(range(2 * SAMPLES), 7, 2 * BATCH)] == wanted
+
+
+def test_p8_the_first_step_of_any_engine_ends_the_resumption(begin: Any) -> None:
+    state, rng = version_of(begin(), loader_of(range(SAMPLES)), 3)
+    first, second = begin(), begin()
+    first.data.restore(state, rng)
+    second.data.restore(state, rng)
+    for batch in loader_of(range(SAMPLES)):
+        first.train(batch)
+    drawn = [number for _, number in first.seen]
+    assert len(set(drawn)) == len(drawn)
