@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _CLOSE_SECS = 5.0
+_AGAIN_STEPS = 10
+"""A version that memory cannot keep has failed: multiples of this are tried, so that nodes that hear of it
+at different steps choose the same one."""
 
 
 class PersistFunction(Protocol):
@@ -150,7 +153,7 @@ class Persister:
             known = self._due or self._status.persist.last
             if self.config is None or self.config.persist.dir is None:
                 return
-            due = at_once or (interval and label.step % interval == 0)
+            due = at_once or self._must_again(label) or (interval and label.step % interval == 0)
             if due and (known is None or label > known):
                 if at_once:
                     logger.warning(
@@ -176,6 +179,12 @@ class Persister:
             return False
         self._unprotected = label, unprotected
         return unprotected and not before
+
+    def _must_again(self, label: Label) -> bool:
+        """Whether nothing is on storage yet that stands in for a memory that does not survive the loss of a
+        node, and ``label`` is to be tried (P3)."""
+        failing = self._status.persist.stale_since_step is not None
+        return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def wants(self, label: Label) -> bool:
         """Whether there is a directory to persist to, and ``label`` is newer than what is there."""

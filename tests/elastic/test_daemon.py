@@ -23,6 +23,7 @@ from reft.store.client import DaemonClient, DaemonError, request
 from reft.store.daemon import Daemon
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
+from reft.store.persister import committed_labels
 from reft.store.wire import SOCKET_NAME, Channel, _ShortPath, connect
 from reft.topology import Coordinate, Degrees
 
@@ -443,6 +444,15 @@ class HeldWriter(FileWriter):
         return super().__call__(job_dir, label, config, **options)
 
 
+class MemoryWriter(FileWriter):
+    """Writes what is still in memory."""
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+        if label not in committed_labels(job_dir):
+            raise PersistError(f"no arena holds {label} any more")
+        return super().__call__(job_dir, label, config, **options)
+
+
 def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -470,6 +480,35 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
         client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
     wait_for(lambda: request_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert writer.calls == [2, 6]
+    client.close()
+
+
+def test_p3_what_memory_cannot_keep_is_tried_until_it_is_written(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """The first such version failed and was overwritten: later ones, on every node the same, take its place
+    until one is on storage."""
+    storage = tmp_path / "persist"
+    daemon = run_here(persist=MemoryWriter())
+    daemon.persister.configure(persist_config(storage, 0))
+    client = DaemonClient(job_dir.path, job_dir.secret)
+
+    def committed(step: int, unprotected: bool) -> None:
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        wait_for(lambda: daemon.status.last_committed == Label(1, step), "the commit")
+
+    committed(1, False)
+    committed(2, True)
+    wait_for(lambda: request_status(job_dir)["stale_since_step"] == 2, "the failure")
+    committed(4, True)
+    storage.mkdir()
+    for step in range(5, 11):
+        committed(step, True)
+    wait_for(lambda: request_status(job_dir)["last"] == {"incarnation": 1, "step": 10}, "step 10")
+    for step in range(11, 22):
+        committed(step, True)
+    assert request_status(job_dir)["last"] == {"incarnation": 1, "step": 10}
     client.close()
 
 
