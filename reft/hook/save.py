@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reft.errors import ReftError
+from reft.errors import ReftError, UnsupportedStateError
 from reft.hook.disk import SAVED_BY, host_file
 from reft.hook.session import Session
+from reft.state.codec import encode
 from reft.state.host import capture_host_state
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,12 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
 
     step = int(session.engine.global_steps)
     name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
+    kept = {k: v for k, v in client_state.items() if k in attached} if attached else client_state
     try:
         state = capture_host_state(
             session.engine,
             session.adapter,
-            {k: v for k, v in client_state.items() if k in attached} if attached else client_state,
+            kept if _is_encodable(kept) else None,  # DeepSpeed's own file holds it, whatever it is
             session.data.state(),
         )
         state[SAVED_BY] = {
@@ -47,6 +49,19 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
             "fingerprint": session.identity.fingerprint.encode().decode(),
         }
         write_host_file(host_file(Path(call["save_dir"]) / name, session.coordinate), state)
-    except (ReftError, OSError) as error:
-        logger.warning("the checkpoint is complete, but without random and data state: %s", error)
+    except Exception as error:
+        # Whatever it is: the other ranks have their checkpoint and go on (P6).
+        logger.warning(
+            "the checkpoint is complete, but without random and data state: %s: %s",
+            *(type(error).__name__, error),
+            exc_info=not isinstance(error, (ReftError, OSError)),
+        )
     return result
+
+
+def _is_encodable(client_state: Mapping[str, Any]) -> bool:
+    try:
+        encode(dict(client_state))
+    except UnsupportedStateError:
+        return False
+    return True

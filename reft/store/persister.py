@@ -3,7 +3,8 @@
 One thread writes one version at a time. A version is due when its step is a multiple of
 ``persist.interval_steps``, on every node the same; while storage fails, each due version is tried for
 as long as it is in memory, then the next one: training goes on, and the status says since when the
-checkpoints are stale.
+checkpoints are stale. When memory ceases to survive the loss of a node, a version is due at once, whatever
+the interval, and others are until one of them is on storage.
 """
 
 from __future__ import annotations

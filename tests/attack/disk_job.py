@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Lives:
     def memory(self, job: str, rank: int = RANK) -> Path:
         return self.root / f"memory{rank}" / job
 
-    def start(self, job: str, **client: Any) -> Any:
+    def start(self, job: str, *, asked: bool = True, **client: Any) -> Any:
         block = {
             "enabled": True,
             "job_id": job,
@@ -78,7 +79,8 @@ class Lives:
         }
         model = Model()
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        reft.attach(engine, client_state=lambda: {"step": engine.global_steps, "rank": RANK, **client})
+        state = lambda: {"step": engine.global_steps, "rank": RANK, **client}  # noqa: E731
+        reft.attach(engine, client_state=state if asked else None)
         torch.manual_seed(100 + RANK)
         random.seed(200 + RANK)
         return engine
@@ -278,11 +280,36 @@ def own(root: Path) -> dict[str, Any]:
     return out
 
 
+def arguments(root: Path) -> dict[str, Any]:
+    """Client state that only DeepSpeed's own file can hold, and data of one rank that cannot be captured."""
+    out: dict[str, Any] = {}
+    lives = Lives(root, "arguments")
+    engine = lives.start("one", asked=False)
+    lives.load(engine)
+    losses = train(engine, 4)
+    engine.save_checkpoint(str(lives.root / "ckpt"), client_state={"given": Namespace(hidden=16)})
+    losses += train(engine, 6)
+    close(engine)
+    lives.lose_memory("one")
+    engine = lives.start("one", asked=False)
+    out["step"], client = lives.load(engine)
+    out["given"] = vars(client["given"])
+    out["equal"] = train(engine, 6) == losses[4:]
+    if RANK == 1:
+        session_of(engine).data.state = lambda: len(1)
+    try:
+        engine.save_checkpoint(str(lives.root / "other"))
+    except TypeError as error:
+        out["escaped"] = str(error)
+    close(engine)
+    return out
+
+
 def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.set_flush_denormal(True)
     os.environ["REFT_NODE_ID"] = f"node{RANK}"
-    root, runs = Path(sys.argv[1]), (damaged, shared, went_back, outlived, own)
+    root, runs = Path(sys.argv[1]), (damaged, shared, went_back, outlived, own, arguments)
     result = {run.__name__: run(root) for run in runs}
     (root / f"result-{RANK}.json").write_text(json.dumps(result))
     ASSEMBLER.close()

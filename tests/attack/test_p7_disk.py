@@ -62,6 +62,19 @@ def test_p8_client_state_comes_back_from_disk(results: list[dict]) -> None:
         assert (r["own"]["step"], r["own"]["equal"]) == (4, True)
 
 
+def test_p8_random_state_is_saved_beside_client_state_that_only_deepspeed_can_hold(
+    results: list[dict],
+) -> None:
+    for r in results:
+        assert (r["arguments"]["step"], r["arguments"]["given"]) == (4, {"hidden": 16})
+        assert r["arguments"]["equal"]
+
+
+def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(results: list[dict]) -> None:
+    for r in results:
+        assert "escaped" not in r["arguments"]
+
+
 @pytest.mark.parametrize("how", ["torn", "empty", "outside"])
 def test_p6_a_torn_latest_is_an_error_on_every_rank(results: list[dict], how: str) -> None:
     for r in results:
