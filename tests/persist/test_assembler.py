@@ -74,9 +74,20 @@ def test_p6_a_process_that_dies_or_does_nothing_is_an_error(tmp_path: Path, asse
         assembler.assemble(request(tmp_path), tmp_path, idle_secs=60.0, stop=stopped)
     assembler.start()
     assert assembler.pid is not None
-    os.kill(assembler.pid, signal.SIGKILL)
     with pytest.raises(PersistError, match="ended with status -9: it said nothing"):
-        assembler.assemble(request(tmp_path), tmp_path, idle_secs=60.0, stop=threading.Event())
+        assembler.assemble(request(tmp_path), tmp_path, idle_secs=60.0, stop=Killer(assembler.pid))
+
+
+class Killer(threading.Event):
+    """Kills a process when it is waited for: before that, another one would take its place."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid = pid
+
+    def is_set(self) -> bool:
+        os.kill(self.pid, signal.SIGKILL)
+        return False
 
 
 def ask_for_nothing(assembler: Assembler, root: Path) -> None:
