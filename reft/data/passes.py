@@ -125,6 +125,8 @@ class Pass:
         self.era: object = None
         self.resumable = False
         """Whether reft brings it back by itself."""
+        self.counts = False
+        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
         self._renewed = renewed or adopted
         self._inner = inner
         self._start = start
@@ -140,7 +142,7 @@ class Pass:
         return len(self._inner)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
+        return of_inner(self, "_inner", name)
 
     def __next__(self) -> Any:
         self._watch.before_batch(self)
@@ -151,6 +153,7 @@ class Pass:
         try:
             batch = next(self._inner)
         except StopIteration:
+            self.counts = True
             self._watch.after_last(self)
             raise
         self.taken += 1
@@ -262,7 +265,7 @@ class _Skipping:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
+        return of_inner(self, "_sampler", name)
 
     def __iter__(self) -> Iterator[Any]:
         here = capture_host_rng() if self.before is not None else None
@@ -276,6 +279,13 @@ class _Skipping:
             restore_host_rng(here)
         yield from head
         yield from indices
+
+
+def of_inner(outer: Any, inner: str, name: str) -> Any:
+    """An attribute that ``outer`` lacks, of what it wraps. A copy that is being made wraps nothing yet."""
+    if inner not in vars(outer):
+        raise AttributeError(f"{type(outer).__name__!r} object has no attribute {name!r}")
+    return getattr(vars(outer)[inner], name)
 
 
 def is_loader(candidate: Any) -> bool:

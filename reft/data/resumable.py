@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from reft.data.passes import Pass, Position, is_loader, iterates_itself
+from reft.data.passes import Pass, Position, is_loader, iterates_itself, of_inner
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
 
@@ -36,13 +36,14 @@ class ResumableLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        return of_inner(self, "_loader", name)
 
     @property
     def epoch(self) -> int:
         """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
-        if self._restored is not None:
-            return self._restored.number
+        restored = self._to_go_on_at()
+        if restored is not None:
+            return restored.number
         return 0 if self._pass is None else self._pass.number
 
     def __iter__(self) -> Iterator[Any]:
@@ -51,24 +52,33 @@ class ResumableLoader:
                 f"found two loaders that are resumable under the name {self._name!r}; expected one name "
                 f"each: write reft.resumable(loader, name='...')"
             )
-        if self._restored is not None:
-            one, self._restored = WATCH.begin_at(self._loader, self._restored), None
+        restored = self._to_go_on_at()
+        if restored is not None:
+            one = WATCH.begin_at(self._loader, restored)
         else:
             one = WATCH.open(self._loader)
-            one.number = 0 if self._pass is None else self._pass.number + 1
+            one.number = 0 if self._pass is None else self._pass.number + self._pass.counts
         one.resumable = True
         self._pass = one
         return one
 
     def position(self) -> Position | None:
         """None where no pass was begun."""
-        return self._restored if self._pass is None else self._pass.position()
+        restored = self._to_go_on_at()
+        if restored is not None or self._pass is None:
+            return restored
+        return self._pass.position()
+
+    def _to_go_on_at(self) -> Position | None:
+        """The restored position, until a step is trained from it: passes begun before begin there."""
+        if self._pass is not None and (self._pass.era is None or self._pass.era is not WATCH.resuming):
+            self._restored = None
+        return self._restored
 
     def go_to(self, position: Position) -> None:
-        """Go on behind ``position``: a pass that is being read at once, else the next one."""
-        if self._pass is None:
-            self._restored = position
-        else:
+        """Go on behind ``position``, in a pass that is being read too."""
+        self._restored = position
+        if self._pass is not None:
             self._pass.go_to(position)
             self._pass.era = WATCH.resuming
 

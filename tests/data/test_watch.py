@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader, RandomSampler
 
 import reft
+from reft.data.passes import _Skipping
 from reft.hook.data import DataPosition
 from reft.state.rng import capture_rng, restore_rng
 
@@ -213,3 +215,55 @@ def test_p8_the_first_step_of_any_engine_ends_the_resumption(begin: Any) -> None
         first.train(batch)
     drawn = [number for _, number in first.seen]
     assert len(set(drawn)) == len(drawn)
+
+
+# -- resumable loaders -------------------------------------------------------------------------------------
+
+
+def test_p8_a_look_at_a_resumed_loader_takes_nothing_of_it(begin: Any) -> None:
+    def made() -> Any:
+        return reft.resumable(loader_of(range(SAMPLES)), name="looked at")
+
+    torch.manual_seed(1)
+    life, loader = begin(), made()
+    for _ in range(2):
+        for batch in loader:
+            life.train(batch)
+            if len(life.seen) == 2:
+                state, rng = life.data.state(), capture_rng()
+    wanted, first = life.seen, life
+    first.data.close()
+    del loader
+
+    life, loader = begin(), made()
+    life.data.restore(state, rng)
+    next(iter(loader))
+    assert loader.epoch == 0
+    assert life.data.state() == state
+    next(iter(loader))
+    for _ in range(loader.epoch, 2):
+        for batch in loader:
+            life.train(batch)
+    assert life.seen == wanted[2:]
+
+
+def test_a_look_counts_as_no_epoch_in_the_first_life_too(begin: Any) -> None:
+    life, loader = begin(), reft.resumable(loader_of(range(SAMPLES)), name="first look")
+    next(iter(loader))
+    epochs = []
+    for _ in range(loader.epoch, 2):
+        for batch in loader:
+            life.train(batch)
+        epochs.append(loader.epoch)
+    assert epochs == [0, 1]
+    assert len(life.seen) == 2 * BATCHES
+
+
+def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> None:
+    begin()
+    loader = reft.resumable(loader_of(range(SAMPLES)), name="copied")
+    for made in (loader, iter(loader)):
+        assert not hasattr(object.__new__(type(made)), "no_such_thing")
+    skipping = copy.copy(_Skipping(loader.sampler, 1))
+    assert not hasattr(skipping, "no_such_thing")
+    assert list(copy.copy(loader).batch_sampler.sampler) != []
