@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
@@ -22,22 +22,28 @@ def stop_together(session: Session, step: int) -> None:
     Raises:
         SystemExit: always.
     """
-    deadline = time.monotonic() + session.config.grace_secs
+    committed, persisted = _take_last_version(session, session.config.grace_secs)
+    logger.warning(
+        "reft: stopping as told: step %d is %s%s",
+        step,
+        "committed in memory" if committed else "NOT committed",
+        "" if persisted is None else f", persisted: {persisted}",
+    )
+    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
+    session.close()
+    raise SystemExit(session.preemption.exit_code)
+
+
+def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
+    """Whether the state after the last step was committed within the time, and where it was persisted."""
+    deadline = time.monotonic() + secs
     request = session.submit(must=True)
     assert session.worker is not None
     session.worker.drain(max(0.0, deadline - time.monotonic()))
     persisted = None
     if request.committed and session.config.persist.dir is not None:
         persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
-    logger.warning(
-        "reft: stopping as told: step %d is %s%s",
-        step,
-        "committed in memory" if request.committed else "NOT committed",
-        "" if persisted is None else f", persisted: {persisted}",
-    )
-    session.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
-    session.close()
-    raise SystemExit(session.preemption.exit_code)
+    return request.committed, persisted
 
 
 def must_stop_alone(session: Session) -> bool:
@@ -48,16 +54,26 @@ def must_stop_alone(session: Session) -> bool:
 
 
 def stop_alone(session: Session, step: int) -> None:
-    """Exit without a last version.
+    """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
+    longer than half of it, no vote could name one to stop after, but all ranks that were told get here alike.
 
     Raises:
         SystemExit: always.
     """
-    logger.warning(
-        "reft: stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
-        step,
-        session.stats.committed_step,
-    )
-    session.events.write("stopped", step=step, committed=False, persisted=False)
+    left = session.config.grace_secs - session.preemption.waited_secs - _CLOSE_SECS
+    committed, persisted = _take_last_version(session, max(0.0, left))
+    if committed:
+        logger.warning(
+            "reft: stopping as told after step %d, alone: the grace is too short for another step. Committed "
+            "in memory%s",
+            step,
+            "" if persisted is None else f", persisted: {persisted}",
+        )
+    else:
+        logger.warning(
+            "reft: stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
+            *(step, session.stats.committed_step),
+        )
+    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
     session.close(_CLOSE_SECS)
     raise SystemExit(session.preemption.exit_code)

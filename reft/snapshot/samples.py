@@ -44,13 +44,14 @@ class Samples:
 
     @property
     def median(self) -> float | None:
-        """Of the samples kept; None if there are none."""
-        if not self._sorted:
+        """Of the samples kept; None if there are none. Any thread may ask."""
+        values = self._sorted.copy()  # another thread may be adding to the newest one
+        if not values:
             return None
-        middle = len(self._sorted) // 2
-        if len(self._sorted) % 2:
-            return self._sorted[middle]
-        return (self._sorted[middle - 1] + self._sorted[middle]) / 2
+        middle = len(values) // 2
+        if len(values) % 2:
+            return values[middle]
+        return (values[middle - 1] + values[middle]) / 2
 
     def __len__(self) -> int:
         return len(self._arrived)

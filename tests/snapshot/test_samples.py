@@ -31,3 +31,18 @@ def test_what_becomes_known_later_is_added_to_the_newest_sample() -> None:
     samples.add_to_newest(4.0)
     assert list(samples) == [1.0, 6.0]
     assert (samples.median, samples.newest) == (3.5, 6.0)
+
+
+def test_p6_a_median_is_asked_for_while_the_newest_sample_is_away() -> None:
+    """The worker asks; the training thread takes the newest sample out, to put it back with more."""
+
+    class Raced(list[float]):
+        def __len__(self) -> int:
+            length = super().__len__()
+            self.clear()
+            return length
+
+    samples = Samples()
+    samples.append(3.0)
+    samples._sorted = Raced(samples._sorted)
+    assert samples.median in (3.0, None)
