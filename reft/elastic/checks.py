@@ -38,6 +38,10 @@ def check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
     _at_least("--nproc-per-node", config.nproc_per_node, 1)
     _at_least("--nnodes", config.min_nodes, 1)
     _at_least("--node-rank", args.node_rank, 0)
+    if config.rdzv_backend == "static" and args.node_rank >= config.max_nodes:
+        raise ConfigError(
+            f"--node-rank is {args.node_rank}; write 0 to {config.max_nodes - 1}: --nnodes is {args.nnodes}"
+        )
     _at_least("--max-peer-restarts", args.max_peer_restarts, 0)
     _port("--master-port", args.master_port)
     if not (args.monitor_interval > 0 and math.isfinite(args.monitor_interval)):

@@ -217,6 +217,8 @@ class Launcher(Observer):
             return 0
         if not result.is_failed():
             self._ended_well = agent.all_ended_well
+            if self._ended_well and not self._options.keep_memory:
+                self._meeting.forget_commits()
             self._meeting.close(_ENDED_WELL)
             if not agent.all_ended_well:
                 logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")

@@ -19,6 +19,7 @@ from reft.elastic.rendezvous import is_reachable, is_served_by_reft
 from reft.errors import ConfigError
 from reft.store.door import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from reft.store.label import committed_key
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,12 @@ class Meeting:
             self.handler.shutdown()
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
+
+    def forget_commits(self) -> None:
+        """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
+        if self._store is not None:
+            with suppress(StoreError):
+                self._store.delete(committed_key(self._options.job_id))
 
     def outcome(self) -> str | None:
         """What was said when the rendezvous was closed."""

@@ -18,12 +18,12 @@ from typing import Any
 
 from reft.config import ENV_SECRET
 from reft.elastic.exits import EXITS_PREFIX
-from reft.errors import AuthenticationError, ReftError
+from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
 from reft.store.client import request
 from reft.store.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, write_json
-from reft.store.joblock import JobLock
+from reft.store.joblock import LOCK_FILE, JobLock
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +109,19 @@ class NodeMemory:
         """Somebody may have removed the directory under the running job: make it anew, and hold it.
 
         Raises:
+            JobInUseError: another job has made it, and holds it.
             ReftError: that cannot be.
         """
         if self._lock is None or self._lock.lies_in(self.path):
             return
         logger.error("%s was removed, with all versions on this node; it is made again", self.path)
-        self._lock.close()
         try:
+            make_job_directory(self.memory_dir, self.job_id)
+            # First: what lies there may be another job's by now.
+            lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+            self._lock.close()
+            self._lock = lock
             self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
-            self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
         except OSError as error:
             raise ReftError(
                 f"{self.path}, the job's memory on this node, was removed and cannot be made again: {error}. "
@@ -127,8 +131,24 @@ class NodeMemory:
     def discard_unused(self) -> None:
         """No round was formed: what this launcher made goes again, what it found stays."""
         if self._made and self._lock is not None and not self.holds_versions():
-            shutil.rmtree(self.path, ignore_errors=True)
+            if self._is_ours():
+                shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
+
+    def _is_ours(self) -> bool:
+        """Whether the directory is this launcher's still: somebody may have removed it, and another job
+        made it again (P7). One that nobody has locked was made again by our trainers."""
+        if self._lock is None or self._lock.lies_in(self.path):
+            return True
+        if not os.path.lexists(self.path / LOCK_FILE):
+            with suppress(OSError, JobInUseError):
+                self._lock = JobLock(self.path, self.job_id)
+                return True
+        if os.path.lexists(self.path):
+            logger.warning(
+                "%s was removed under this job and made again by another; it is left as it is", self.path
+            )
+        return False
 
     def holds_versions(self) -> bool:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
@@ -144,7 +164,8 @@ class NodeMemory:
         if self.job_dir is None:
             return
         try:
-            self.job_dir.remove(force=True)
+            if self._is_ours():
+                self.job_dir.remove(force=True)
         except (OSError, ReftError) as error:
             logger.warning("%s could not be removed: %s", self.path, error)
         if self._lock is not None:

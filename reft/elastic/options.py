@@ -84,8 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--memory-dir",
         "--memory_dir",
-        type=Path,
-        default=Path(os.environ.get(ENV_MEMORY_DIR) or parse_block({}).memory_dir),
+        default=os.environ.get(ENV_MEMORY_DIR) or str(parse_block({}).memory_dir),
         help=f"tmpfs directory for snapshots on this node ({ENV_MEMORY_DIR}; default: %(default)s). It takes "
         "the place of memory_dir in the reft block.",
     )
@@ -148,6 +147,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     Raises:
         ConfigError: something does not fit together; says what to write.
     """
+    memory_dir = _memory_dir(args)
     job_id = _job_id(args)
     if args.rdzv_id in ("", "none"):
         # Jobs that meet at one rendezvous without an id must not be taken for one.
@@ -168,8 +168,8 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         config=config,
         entrypoint=entrypoint,
         arguments=arguments,
-        memory_dir=args.memory_dir.absolute(),
-        node=args.node_id or default_node_id(args.memory_dir),
+        memory_dir=memory_dir,
+        node=args.node_id or default_node_id(memory_dir),
         node_declared=bool(args.node_id),
         job_id=job_id,
         daemon=not args.no_daemon,
@@ -258,6 +258,25 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
         conf.setdefault("read_timeout", 30)
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
+
+
+def _memory_dir(args: argparse.Namespace) -> Path:
+    if not str(args.memory_dir):
+        raise ConfigError("--memory-dir is empty; write a directory on tmpfs, such as /dev/shm/reft")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory was removed ({error.strerror}): cd to one that is there, and start again"
+        ) from error
+    try:
+        Path(args.memory_dir).resolve()
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"--memory-dir is {args.memory_dir}, which cannot be followed ({error}); write a directory "
+            f"that is no link to itself"
+        ) from error
+    return Path(args.memory_dir).absolute()
 
 
 def _job_id(args: argparse.Namespace) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,7 @@ PURPOSE = "trainers' store"
 _CHUNK_BYTES = 1 << 16
 _CONNECT_SECS = 30.0
 _ENDPOINT_KEY = "trainers"
+_TROUBLE_SECS = 0.1
 
 
 class TrainerStore:
@@ -39,6 +41,7 @@ class TrainerStore:
         self._store: Any = None
         self._door: Door | None = None
         self._listener: socket.socket | None = None
+        self._closed = threading.Event()
 
     @classmethod
     def open(
@@ -85,7 +88,7 @@ class TrainerStore:
         relay._listener = listener
         threading.Thread(
             target=_accept,
-            args=(listener, endpoint, secret),
+            args=(listener, endpoint, secret, relay._closed),
             name="trainers' relay",
             daemon=True,
         ).start()
@@ -99,6 +102,7 @@ class TrainerStore:
         """Stop serving: the trainers of the round have ended."""
         if self._door is not None:
             self._door.close()
+        self._closed.set()
         if self._listener is not None:
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -118,15 +122,25 @@ def _own_address(store: KeyValueStore) -> str:
     return address
 
 
-def _accept(listener: socket.socket, endpoint: str, secret: bytes) -> None:
+def _accept(listener: socket.socket, endpoint: str, secret: bytes, closed: threading.Event) -> None:
+    troubled = False
     while True:
+        trainer = None
         try:
             trainer, _ = listener.accept()
-        except OSError:
-            return
-        threading.Thread(
-            target=_carry, args=(trainer, endpoint, secret), name="trainer's store", daemon=True
-        ).start()
+            threading.Thread(
+                target=_carry, args=(trainer, endpoint, secret), name="trainer's store", daemon=True
+            ).start()
+            troubled = False
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            if trainer is not None:
+                trainer.close()
+            if closed.is_set():
+                return
+            if not troubled:
+                logger.warning("the trainers' relay cannot let anybody in: %s", error)
+            troubled = True
+            time.sleep(_TROUBLE_SECS)
 
 
 def _carry(trainer: socket.socket, endpoint: str, secret: bytes) -> None:

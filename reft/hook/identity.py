@@ -25,7 +25,7 @@ from reft.naming import own_name_of_process, own_program, siblings
 from reft.snapshot.control import ControlGroup
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
-from reft.store.fingerprints import record_fingerprint, recorded_fingerprint
+from reft.store.fingerprints import newest_record, record_fingerprint
 from reft.store.jobdir import find_jobs, make_job_directory
 from reft.store.joblock import JobLock, holder
 from reft.store.label import Label
@@ -212,11 +212,15 @@ class Identity:
         Raises:
             FingerprintError: no; on all ranks.
         """
-        mine = (recorded_fingerprint(job_dir, label.incarnation) or "").encode() if reads else b""
+        record = newest_record(job_dir, label.incarnation) if reads else None
+        told = allgather_bytes(encode(record and list(record)), self._control.group)
+        records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
+        # A node that was away has not recorded what came after.
+        newest = max((number for number, _ in records), default=0)
         found = []
-        for data in sorted(set(allgather_bytes(mine, self._control.group)) - {b""}):
+        for text in sorted(text for number, text in records if number == newest):
             try:
-                found.append(Fingerprint.decode(data))
+                found.append(Fingerprint.decode(text))
             except FingerprintError as error:
                 logger.warning("reft: a node's record is left aside: %s", error)
         of = f"the memory of job {self._config.job_id}"

@@ -10,7 +10,7 @@ from reft.errors import AuthenticationError, TransferError, UnrecoverableError
 from reft.load.exchange import allgather_bytes
 from reft.snapshot.control import ControlGroup
 from reft.store.keyvalue import KeyValueStore, StoreError
-from reft.store.label import Label
+from reft.store.label import Label, committed_key
 from reft.store.user_secret import user_secret
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class JobRecord:
 
     def __init__(self, endpoint: str | None, job_id: str) -> None:
         self._prefix = f"reft/{job_id}"
+        self._committed_key = committed_key(job_id)
         self._store: KeyValueStore | None = None
         self._lost_until = 0.0
         if endpoint:
@@ -47,7 +48,7 @@ class JobRecord:
         if self._store is None or time.monotonic() < self._lost_until:
             return
         try:
-            self._store.set(f"{self._prefix}/committed", f"{label.incarnation}:{label.step}")
+            self._store.set(self._committed_key, f"{label.incarnation}:{label.step}")
             self._lost_until = 0.0
         except (StoreError, AuthenticationError) as error:
             if not self._lost_until:
@@ -60,7 +61,7 @@ class JobRecord:
         Raises:
             TransferError: there is a store, but it does not say.
         """
-        key = f"{self._prefix}/committed"
+        key = self._committed_key
         try:
             if self._store is None or not self._store.check([key]):
                 return None

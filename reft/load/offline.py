@@ -15,7 +15,7 @@ from reft.load.local import ArenaSet, offline_topology, opened_arenas, plan_veri
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.rebuild import rebuild_offline
 from reft.store.arena import Arena
-from reft.store.fingerprints import recorded_fingerprint
+from reft.store.fingerprints import newest_record
 from reft.store.jobdir import JobDir
 from reft.store.persist import (
     PersistOptions,
@@ -88,9 +88,8 @@ def persist_offline(
             plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
         if isinstance(plan, NotRecoverable):
             raise plan.error()
-        fingerprint = next(
-            (f for job in jobs if (f := recorded_fingerprint(job.path, plan.label.incarnation))), None
-        )
+        records = [newest_record(job.path, plan.label.incarnation) for job in jobs]
+        _, fingerprint = max((r for r in records if r is not None), default=(0, None))
         source = replace(_source(plan, inventories, arenas, job_id, secret), fingerprint=fingerprint)
         options = PersistOptions(directory=job_directory(directory, job_id), keep=keep, progress=progress)
         return OfflineResult(write_version(source, options), plan, len(bad))

@@ -158,7 +158,9 @@ class Daemon:
         with contextlib.closing(connection):
             try:
                 connection.settimeout(_HANDSHAKE_SECS)
-                channel = Channel(connection, self._job_dir.secret, server=True)
+                channel = Channel(
+                    connection, self._job_dir.secret, server=True, handshake_secs=_HANDSHAKE_SECS
+                )
                 connection.settimeout(_IDLE_CONNECTION_SECS)
                 while True:
                     channel.send(self._answer(channel.receive()))

@@ -29,9 +29,14 @@ def record_fingerprint(directory: Path, incarnation: int, fingerprint: Fingerpri
 
 def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
     """The encoded fingerprint of a version of ``incarnation``; None if none was recorded."""
-    known = _known(directory)
-    number = max((n for n in known if n <= incarnation), default=None)
-    return None if number is None else known[number]
+    record = newest_record(directory, incarnation)
+    return None if record is None else record[1]
+
+
+def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
+    """:func:`recorded_fingerprint` with the incarnation that recorded it: among nodes the highest counts, as
+    one that was away does not know of the later ones."""
+    return max(((n, text) for n, text in _known(directory).items() if n <= incarnation), default=None)
 
 
 def _known(directory: Path) -> dict[int, str]:

@@ -36,7 +36,8 @@ class JobLock:
 
     Raises:
         JobInUseError: another job, or another start of the same one, holds it.
-        OSError: the directory is not there, or nothing can be made in it.
+        OSError: the directory is not there and cannot be made within ``wait_secs``, or nothing can be made
+            in it.
     """
 
     def __init__(self, directory: Path, job_id: str, *, wait_secs: float = 0.0) -> None:
@@ -110,7 +111,16 @@ def holder(directory: Path) -> dict[str, Any] | None:
 def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
     deadline = time.monotonic() + wait_secs
     while True:
-        fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                raise
+            # The holder that was waited for ended well, and took the directory with it.
+            with suppress(FileExistsError):
+                directory.mkdir(mode=0o700)
+            time.sleep(_POLL_SECS)
+            continue
         try:
             if _try(fd, kind):
                 if _lies_in(fd, directory):

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def committed_key(job_id: str) -> str:
+    """Where the rendezvous store holds the newest committed version of a job."""
+    return f"reft/{job_id}/committed"
+
+
 @dataclass(frozen=True, order=True)
 class Label:
     """A version of the job's state.

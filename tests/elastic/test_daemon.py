@@ -553,3 +553,18 @@ def test_without_a_directory_persisting_is_refused(job_dir: JobDir, run_here: Ca
     with pytest.raises(DaemonError, match="persist"):
         request(job_dir.path, job_dir.secret, "persist", label=[1, 1], wait_secs=1.0)
     connect(job_dir.path, job_dir.secret, 1.0).close()
+
+
+def test_p11_the_whole_handshake_is_bounded(job_dir: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = []
+
+    def knock(*_: object, handshake_secs: float | None = None, **__: object) -> None:
+        bounds.append(handshake_secs)
+        raise EOFError
+
+    monkeypatch.setattr("reft.store.daemon.Channel", knock)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        Daemon(job_dir)._serve(ours)
+    assert bounds[0] is not None
+    assert bounds[0] <= 10.0

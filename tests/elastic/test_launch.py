@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.elastic.agent import JobEndedError
-from reft.elastic.launch import main
+from reft.elastic.launch import Launcher, main
 from reft.elastic.meeting import Meeting
 from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.errors import ConfigError
 from reft.naming import safe_name
+from reft.store.keyvalue import KeyValueStore
 
 from .cluster import SCRIPTS, WatchedCluster, cluster
 
@@ -131,6 +134,55 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
         meeting.reconnect()
+
+
+@pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
+def test_a_good_end_clears_the_note_of_what_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], stays: bool
+) -> None:
+    secret = b"s" * 32
+    monkeypatch.setenv("REFT_SECRET", secret.hex())
+    server = RendezvousServer("127.0.0.1", 0, secret)
+    try:
+        where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint)
+        launcher = Launcher(parse(*where, "--job-id", "job", *options))
+        launcher._meeting.connect()
+        store = KeyValueStore(server.info.endpoint, secret)
+        store.set("reft/job/committed", "1:7")
+        launcher._agent = SimpleNamespace(all_ended_well=True)  # type: ignore[assignment]
+        assert launcher._judge(RunResult(state=WorkerState.SUCCEEDED)) == 0
+        assert store.check(["reft/job/committed"]) is stays
+        assert launcher._meeting.outcome() == "the job ended well"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--nnodes", "2", "--node-rank", "5"), "--node-rank is 5; write 0 to 1"),
+        (("--memory-dir", ""), "--memory-dir is empty; write"),
+        (("--memory-dir", "loop"), "--memory-dir.*loop"),
+    ],
+)
+def test_wrong_places_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=says):
+        parse(*args)
+
+
+def test_a_working_directory_that_was_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"working directory.*removed"):
+        parse()
 
 
 # -- one node ------------------------------------------------------------------------------------------

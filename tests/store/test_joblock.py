@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,22 @@ def test_p7_a_forked_child_does_not_hold_the_lock_beyond_its_parent(tmp_path: Pa
     finally:
         end.set()
         child.join(60)
+
+
+def test_p7_a_directory_that_its_last_holder_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job"
+    path.mkdir()
+    held = [JobLock(path, "job")]
+
+    def end_well(_: float) -> None:
+        if held:
+            shutil.rmtree(path)
+            held.pop().close()
+
+    monkeypatch.setattr("reft.store.joblock.time.sleep", end_well)
+    lock = JobLock(path, "job", wait_secs=60)
+    assert lock.lies_in(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    lock.close()

@@ -1,0 +1,59 @@
+"""Records of several nodes, one of them back with old memory (P7)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reft.errors import FingerprintError
+from reft.hook import identity
+from reft.hook.identity import Identity
+from reft.state.fingerprint import Fingerprint
+from reft.store.fingerprints import record_fingerprint
+from reft.store.jobdir import JobDir
+from reft.store.label import Label
+
+OLD, NEW = Fingerprint({"seed": 1}), Fingerprint({"seed": 2})
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compare the version of an incarnation with what two nodes have recorded."""
+    here, back = (JobDir.open_or_create(tmp_path / n, "job", n) for n in ("here", "back"))
+    for directory, known in ((here, {1: OLD, 3: NEW}), (back, {1: OLD})):
+        for incarnation, fingerprint in known.items():
+            record_fingerprint(directory.path, incarnation, fingerprint)
+    job = Identity.__new__(Identity)
+    job.fingerprint, job._restarted = NEW, False
+    job._config = SimpleNamespace(job_id="job", accept_changes=[])  # type: ignore[assignment]
+    job._control = SimpleNamespace(rank=0, group=None)  # type: ignore[assignment]
+
+    def compare(incarnation: int) -> None:
+        told: list[bytes] = []
+
+        def gather(mine: bytes, _: object) -> list[bytes]:
+            told.append(mine)
+            return list(told)
+
+        monkeypatch.setattr(identity, "allgather_bytes", gather)
+        label = Label(incarnation, 9)
+        try:
+            job.check_memory(back.path, label, reads=True)
+        except FingerprintError:
+            assert len(told) == 1  # alone with its old record
+        job.check_memory(here.path, label, reads=True)
+
+    return compare
+
+
+def test_p7_the_newest_record_that_is_not_newer_than_the_version_counts(check: Any) -> None:
+    check(5)
+    check(3)
+
+
+def test_p7_a_version_of_other_settings_is_still_refused(check: Any) -> None:
+    with pytest.raises(FingerprintError, match="seed: was 1, is 2"):
+        check(2)
