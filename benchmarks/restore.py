@@ -184,6 +184,7 @@ class ReftWay(Way):
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
+        from reft.hook.calls import LoadCall
         from reft.hook.restore import Restorer
 
         rank = self.rank
@@ -191,7 +192,7 @@ class ReftWay(Way):
         for method, part in PARTS.items():
             rank.watch.watch(restorer, method, part)
         rank.watch.take()
-        path, _ = restorer.load(_never, str(rank.space.disk / "nothing"), None, {})
+        path, _ = restorer.load(_never, LoadCall(str(rank.space.disk / "nothing"), None, {}))
         parts = {name: wall for name, (wall, _) in rank.watch.take().items()}
         if not str(path).startswith("memory:"):
             raise RuntimeError(f"found {path}; expected the state to come from memory")
