@@ -52,9 +52,9 @@ from results import estimate, machine
 
 from reft.config import Variant
 from reft.errors import OutOfMemoryError
-from reft.pretrain.model_config import LlamaConfig, load_model
-from reft.snapshot.copying import copy_engine_for
+from reft.snapshot.copying.engine import copy_engine_for
 from reft.store.arena import free_bytes
+from reft.tools.pretrain.model_config import LlamaConfig, load_model
 
 GOAL_OVERHEAD = 0.01
 GOAL_LINK = 0.9

@@ -20,10 +20,10 @@ from reft.profile.figure import draw
 from reft.profile.result import ProfileResult
 from reft.profile.table import show
 from reft.profile.traces import ClockOffset, RankTraces
-from reft.simulate.copying import Beside, Copying
-from reft.simulate.costs import Costs
-from reft.simulate.pipeline import simulate
-from reft.simulate.schedules import from_deepspeed
+from reft.tools.simulate.copying import Beside, Copying
+from reft.tools.simulate.costs import Costs
+from reft.tools.simulate.pipeline import simulate
+from reft.tools.simulate.schedules import from_deepspeed
 
 STAGES, MICRO_BATCHES, STEPS = 4, 8, 8
 SNAPSHOT_BYTES = (1.1e9, 0.9e9, 1.2e9, 0.45e9)

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from reft.blocks import ALIGNMENT_BYTES
-from reft.snapshot.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
 from reft.snapshot.plan import shard_cuts
-from reft.snapshot.windows import Window
+from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
+from reft.snapshot.scheduling.windows import Window
 from reft.state.catalogue import SectionImage
 
 NONE = "none"

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from replay_savers import NoSaver, Version
 
+from reft.comm.control import ControlGroup
 from reft.config import HasConfig, Variant
 from reft.faults import FaultPlan
 from reft.hook.pace import make_pacer
 from reft.protect.codes import Scheme
-from reft.snapshot.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.control import ControlGroup
-from reft.snapshot.copying import CopyEngine
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions

@@ -52,9 +52,9 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
 
     import torch
 
-    from reft.pretrain import train
-    from reft.pretrain.layout import Layout, degrees_for
-    from reft.pretrain.options import parse
+    from reft.tools.pretrain import train
+    from reft.tools.pretrain.layout import Layout, degrees_for
+    from reft.tools.pretrain.options import parse
 
     shape = Shape.near(options.params, options.pp)
     wanted = {

@@ -6,12 +6,12 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from reft.comm.control import ControlGroup
 from reft.config import AOR, AorConfig, ReftConfig
 from reft.events import EventLog
 from reft.policy.choose import Choice, Situation, choose
-from reft.policy.degrade import LEAST_ARENAS
 from reft.policy.loads import RankSections
-from reft.snapshot.control import ControlGroup
+from reft.protect.degrade import LEAST_ARENAS
 from reft.store.free_memory import default_margin_bytes, free_bytes
 from reft.topology import Topology
 

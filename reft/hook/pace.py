@@ -10,11 +10,11 @@ import torch
 from reft.config import HasConfig
 from reft.errors import ReftError
 from reft.hook.coordinates import local_world_size
-from reft.snapshot.copying import CopyEngine, Mark
-from reft.snapshot.gate import UNLIMITED, HostGate, StreamGate
-from reft.snapshot.has import BandwidthModel, Limits, Overflow
-from reft.snapshot.pacing import PaceOptions, Pacer
-from reft.snapshot.staging import StagingArea
+from reft.snapshot.copying.engine import CopyEngine, Mark
+from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
+from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
+from reft.snapshot.scheduling.pacing import PaceOptions, Pacer
 
 
 def make_pacer(

@@ -7,13 +7,13 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from reft.comm.control import ControlGroup, WorkerControl
 from reft.config import ReftConfig
 from reft.events import EventLog
 from reft.hook.coordinates import local_rank
 from reft.load.exchange import allgather_bytes
 from reft.protect.placement import surviving_schemes, tolerance
-from reft.snapshot.control import ControlGroup, WorkerControl
-from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.store.free_memory import default_margin_bytes
 from reft.store.protection import (
     OrderWatch,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from reft.comm.control import ControlGroup
 from reft.config import AUTO, ENV_NODE_ID, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
 from reft.events import EventLog
@@ -25,12 +26,11 @@ from reft.hook.recomputing import Recomputing
 from reft.hook.stopping import must_stop_alone, stop_alone, stop_together
 from reft.hook.tracing import Tracer
 from reft.protect.codes import Scheme
-from reft.snapshot.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.control import ControlGroup
-from reft.snapshot.copying import CopyEngine, copy_engine_for
-from reft.snapshot.has import HasSchedule, Overflow
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
+from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.staging import StagingArea
+from reft.snapshot.scheduling.has import HasSchedule, Overflow
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.adapters import adapter_for

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 
 if TYPE_CHECKING:
     from reft.hook.session import Session

@@ -22,9 +22,9 @@ from typing import Any
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from reft.snapshot.instructions import queues_transfers, waits
-from reft.snapshot.pacing import Pacer
-from reft.snapshot.trace import InstructionRecord
+from reft.snapshot.scheduling.instructions import queues_transfers, waits
+from reft.snapshot.scheduling.pacing import Pacer
+from reft.snapshot.scheduling.trace import InstructionRecord
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]

@@ -9,8 +9,8 @@ from enum import StrEnum
 from reft.blocks import ALIGNMENT_BYTES
 from reft.protect.codes import Scheme
 from reft.protect.section import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
-from reft.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
 from reft.store.arena import reserved_bytes
+from reft.tools.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
 
 CHECKSUM_BYTES = 8
 _BESIDE_GRADIENTS_BYTES = 4096

@@ -10,8 +10,8 @@ from reft.errors import ConfigError
 from reft.policy.loads import Load
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult
-from reft.snapshot.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
-from reft.snapshot.windows import Window
+from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
+from reft.snapshot.scheduling.windows import Window
 from reft.topology import Degrees
 
 

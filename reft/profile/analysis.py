@@ -27,7 +27,7 @@ from reft.profile.result import (
 )
 from reft.profile.split import Split, split
 from reft.profile.traces import RankTraces, common_steps
-from reft.snapshot.trace import ChunkRecord, StepTrace
+from reft.snapshot.scheduling.trace import ChunkRecord, StepTrace
 
 _DIGITS = 9
 

@@ -17,7 +17,7 @@ from reft.load.exchange import network_errors
 from reft.load.inventory import authenticate, check_authentic
 from reft.profile.result import ProfileError
 from reft.profile.traces import ClockOffset, RankTraces
-from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 
 _PURPOSE = b"reft-profile-1"
 

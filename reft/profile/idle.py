@@ -9,8 +9,8 @@ import numpy as np
 
 from reft.profile.activity import Activity, activity_of
 from reft.profile.result import MeasuredWindow, Segment, Spread
-from reft.snapshot.trace import InstructionRecord
-from reft.snapshot.windows import WindowKind
+from reft.snapshot.scheduling.trace import InstructionRecord
+from reft.snapshot.scheduling.windows import WindowKind
 
 LEAST_WINDOW_SECS = 100e-6
 LEAST_WINDOW_SHARE = 0.002

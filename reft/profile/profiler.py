@@ -28,7 +28,7 @@ from reft.profile.gather import gather
 from reft.profile.offsets import between, clock_id, measure
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces, only_group_calls, settled
-from reft.snapshot.trace import InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
 from reft.topology import Coordinate, Degrees
 
 logger = logging.getLogger(__name__)

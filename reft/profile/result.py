@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from reft.errors import ReftError
 from reft.profile.activity import Activity
-from reft.snapshot.windows import Window, WindowKind
+from reft.snapshot.scheduling.windows import Window, WindowKind
 
 FORMAT = "reft-profile-1"
 

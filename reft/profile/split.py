@@ -35,7 +35,7 @@ import numpy as np
 from reft.profile.activity import Activity, activity_of, is_commit, is_receive, is_send
 from reft.profile.result import Segment
 from reft.profile.traces import RankTraces
-from reft.snapshot.trace import InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
 
 _LEAST_STEPS = 5
 _LEAST_SLOPE = 0.5

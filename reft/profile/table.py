@@ -14,7 +14,7 @@ from rich.text import Text
 from reft.profile.activity import Activity
 from reft.profile.advice import advice, percent
 from reft.profile.result import MeasuredWindow, ProfileResult, SnapshotUse, Spread, StageProfile
-from reft.snapshot.windows import WindowKind
+from reft.snapshot.scheduling.windows import WindowKind
 
 _COLUMNS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER, Activity.REDUCE, Activity.TRANSFER)
 

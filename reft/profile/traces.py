@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reft.profile.activity import Activity, activity_of
-from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 
 
 @dataclass(frozen=True, slots=True)

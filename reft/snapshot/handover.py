@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from reft.snapshot.copier import Copier
-from reft.snapshot.gate import Gate
-from reft.snapshot.pacing import Pacer
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.gate import Gate
 from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.scheduling.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 

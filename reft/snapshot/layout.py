@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
+from reft.comm.control import ControlGroup
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
-from reft.snapshot.control import ControlGroup
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
 from reft.state.catalogue import SectionImage
 from reft.topology import Coordinate, Degrees, Topology

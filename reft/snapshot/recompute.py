@@ -4,8 +4,8 @@ Version i of a kept partition is version i-1 of it, which lies in this rank's ne
 step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
 the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
 checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.exchange`). A missed gradient or a spoilt replica so costs one transfer, and nothing
-else is ever restored (P5).
+(:mod:`reft.snapshot.committing.exchange`). A missed gradient or a spoilt replica so costs one transfer, and
+nothing else is ever restored (P5).
 
 Where device and host kernels cannot agree to the last bit (fused Adam on a GPU), ``drift_ulps`` accepts a
 replica whose cast to the model's type stays that near to a rotating sample of the model's own weights, and

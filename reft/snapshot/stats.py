@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reft.snapshot.recompute import RecomputeStats
-from reft.snapshot.samples import Samples
+from reft.snapshot.scheduling.samples import Samples
 from reft.snapshot.traffic import Traffic
 
 

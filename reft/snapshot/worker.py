@@ -11,7 +11,8 @@ at every instant (P3). Training waits for nothing but its own copy, at the fence
 as far as it is staged, within the device; then the version is drained and committed later. Whatever fails
 here is counted, logged once per cause and never reaches the training thread (P6). Peers hear of it in the
 next vote; where a rank cannot cast that, or they wait for what it cannot send any more, it leaves the control
-groups, and all come together in new ones (:mod:`reft.snapshot.resuming`) and go on with the next version.
+groups, and all come together in new ones (:mod:`reft.snapshot.committing.resuming`) and go on with the next
+version.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ import time
 from collections.abc import Callable
 
 from reft.blocks import Section
+from reft.comm.control import Ballot, WorkerControl
 from reft.config import FaultPoint, Variant
 from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.snapshot.agreement import LayoutAgreement
-from reft.snapshot.arenas import ArenaSet
+from reft.snapshot.committing.agreement import LayoutAgreement
+from reft.snapshot.committing.arenas import ArenaSet
+from reft.snapshot.committing.resuming import NONE_YET, Standing, resume_from
+from reft.snapshot.committing.sealing import Sealer
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.committing.votes import Votes
 from reft.snapshot.complaints import Complaints
-from reft.snapshot.control import Ballot, WorkerControl
-from reft.snapshot.copier import Copier, bytes_by_tier
-from reft.snapshot.copying import CopyEngine, copy_engine_for
+from reft.snapshot.copying.copier import Copier, bytes_by_tier
+from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
+from reft.snapshot.copying.gate import Gate, OpenGate, Permit
+from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.gate import Gate, OpenGate, Permit
 from reft.snapshot.handover import Handover
-from reft.snapshot.has import Overflow
 from reft.snapshot.layout import GroupLayout, LiveImages
-from reft.snapshot.pacing import Pacer
 from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
-from reft.snapshot.resuming import NONE_YET, Standing, resume_from
-from reft.snapshot.sealing import Sealer
-from reft.snapshot.staging import StagingArea
+from reft.snapshot.scheduling.has import Overflow
+from reft.snapshot.scheduling.pacing import Pacer
+from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import Keeping, SchemeSwitch
-from reft.snapshot.trace import ChunkRecord
-from reft.snapshot.votes import Votes
 from reft.store.protection import ProtectionRecord
 from reft.topology import Topology
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reft.demo.history import History
+from reft.tools.demo.history import History
 from tests.attack.storm_job import Chapter
 from tests.faults.job import Losses, Recovery, recoveries, wrong_losses
 

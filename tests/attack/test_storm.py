@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from reft.demo.history import History
+from reft.tools.demo.history import History
 from tests.attack.storm import Storm, main
 from tests.attack.storm_attacks import ATTACKS
 from tests.attack.storm_job import Chapter

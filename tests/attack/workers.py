@@ -15,23 +15,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from reft.comm.control import ControlGroup
 from reft.errors import ArenaError, UnrecoverableError
 from reft.faults import FaultPlan
 from reft.hook.job import JobRecord, noted_commit
 from reft.protect.codes import Scheme
-from reft.snapshot import arenas, handover
-from reft.snapshot.agreement import LayoutAgreement
-from reft.snapshot.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.control import ControlGroup
-from reft.snapshot.copier import Copier
-from reft.snapshot.exchange import RingExchange
+from reft.snapshot import handover
+from reft.snapshot.committing import arenas
+from reft.snapshot.committing.agreement import LayoutAgreement
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.exchange import RingExchange
+from reft.snapshot.committing.sealing import Sealer
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.committing.votes import Votes
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.filling import Filling
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.sealing import Sealer
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import Keeping, SchemeSwitch
-from reft.snapshot.votes import Votes
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from reft.demo.history import EventReader, History
-from reft.demo.options import parse
-from reft.demo.report import Failure, loss_difference, make_report
+from reft.tools.demo.history import EventReader, History
+from reft.tools.demo.options import parse
+from reft.tools.demo.report import Failure, loss_difference, make_report
 
 STEPS = 6
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reft.store.inspect import inspect_job
+from reft.load.inspect import inspect_job
 from reft.store.persisted import latest_persisted
 from reft.store.protection import read_record
 from reft.topology import Degrees

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reft.cli import main
-from reft.store.inspect import inspect_job
+from reft.load.inspect import inspect_job
 from reft.topology import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.snapshot.trace import InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
 from tests.hook.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(

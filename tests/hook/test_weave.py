@@ -11,7 +11,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
-from reft.snapshot.trace import StepTrace
+from reft.snapshot.scheduling.trace import StepTrace
 from tests.hook.ranks import run_ranks
 from tests.hook.weave_job import STAGED_STEPS, STEPS, VARIANTS, GPipe
 

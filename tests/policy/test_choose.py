@@ -12,11 +12,11 @@ from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import StageWindows, WindowPace
 from reft.protect.codes import Scheme, schemes_for
 from reft.protect.placement import place_group, tolerance
-from reft.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
-from reft.snapshot.has import Bandwidth
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.snapshot.windows import Window, WindowKind
+from reft.snapshot.scheduling.has import Bandwidth
+from reft.snapshot.scheduling.windows import Window, WindowKind
 from reft.store.arena import reserved_bytes
+from reft.tools.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
 from reft.topology import Coordinate, Degrees, Topology
 
 MIB = 2**20

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from reft.policy.degrade import MemoryWatch, ladder
 from reft.protect.codes import Scheme, schemes_for
+from reft.protect.degrade import MemoryWatch, ladder
 
 
 @pytest.mark.parametrize("members", range(1, 10))

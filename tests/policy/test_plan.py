@@ -14,14 +14,14 @@ import pytest
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
-from reft.policy.cluster import CLUSTERS, load_cluster
-from reft.policy.job import Layouting, plan_job, read_config
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult, Spread
 from reft.protect.codes import Scheme
 from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
-from reft.simulate.pipeline import simulate as simulate_step
-from reft.simulate.schedules import one_f_one_b
+from reft.tools.planning.cluster import CLUSTERS, load_cluster
+from reft.tools.planning.job import Layouting, plan_job, read_config
+from reft.tools.simulate.pipeline import simulate as simulate_step
+from reft.tools.simulate.schedules import one_f_one_b
 from reft.topology import Degrees, Topology
 from tests.profile.test_simulated import profile as profile_of
 
@@ -314,7 +314,7 @@ def test_a_printed_cluster_is_read_back(run: Run, tmp_path: Path, name: str) -> 
 def test_mean_time_between_failures_holds_for_every_shape() -> None:
     from math import exp
 
-    from reft.policy.cluster import Failure
+    from reft.tools.planning.cluster import Failure
 
     for shape in (0.7, 1.0, 2.0):
         weibull = Failure(100.0, shape).weibull

@@ -11,16 +11,22 @@ from pathlib import Path
 import pytest
 
 from reft.errors import ConfigError
-from reft.pretrain.corpus import build_corpus, corpus_digest, corpus_key, find_text, standard_library_files
-from reft.pretrain.indexed import IndexedDataset
-from reft.pretrain.tokenizer import ByteTokenizer, load_tokenizer
+from reft.tools.pretrain.corpus import (
+    build_corpus,
+    corpus_digest,
+    corpus_key,
+    find_text,
+    standard_library_files,
+)
+from reft.tools.pretrain.indexed import IndexedDataset
+from reft.tools.pretrain.tokenizer import ByteTokenizer, load_tokenizer
 from tests.pretrain.conftest import ROOT, environment
 
 RACE = """
 import sys
 from pathlib import Path
-from reft.pretrain import corpus
-from reft.pretrain.tokenizer import ByteTokenizer
+from reft.tools.pretrain import corpus
+from reft.tools.pretrain.tokenizer import ByteTokenizer
 class Counting(ByteTokenizer):
     calls = 0
     def encode(self, text):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from reft.errors import ConfigError
-from reft.pretrain.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from reft.pretrain.samples import SampleDataset, open_samples
-from reft.pretrain.tokenizer import ByteTokenizer
+from reft.tools.pretrain.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from reft.tools.pretrain.samples import SampleDataset, open_samples
+from reft.tools.pretrain.tokenizer import ByteTokenizer
 
 DOCUMENTS = [np.arange(5), np.array([], dtype=np.int64), np.array([300]), np.arange(7) + 100]
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from reft.errors import ConfigError
-from reft.pretrain.layout import AXES, ORDERS, Layout, check_model, choose_order, degrees_for, parse_order
-from reft.pretrain.model_config import load_model
+from reft.tools.pretrain.layout import (
+    AXES,
+    ORDERS,
+    Layout,
+    check_model,
+    choose_order,
+    degrees_for,
+    parse_order,
+)
+from reft.tools.pretrain.model_config import load_model
 from reft.topology import Degrees
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from reft.config import load_config
 from reft.errors import ConfigError
-from reft.pretrain.model_config import model_names
-from reft.pretrain.options import deepspeed_config, parse
+from reft.tools.pretrain.model_config import model_names
+from reft.tools.pretrain.options import deepspeed_config, parse
 from tests.pretrain.conftest import ROOT
 
 

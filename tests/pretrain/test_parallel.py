@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from reft.data.sampler import ResumableSampler
-from reft.pretrain.options import parse
-from reft.pretrain.samples import open_samples
-from reft.pretrain.tokenizer import ByteTokenizer
+from reft.tools.pretrain.options import parse
+from reft.tools.pretrain.samples import open_samples
+from reft.tools.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain import reference
 from tests.pretrain.conftest import run_bounded
 

@@ -10,9 +10,9 @@ import pytest
 
 from reft.data.sampler import ResumableSampler
 from reft.errors import ConfigError
-from reft.pretrain.indexed import IndexedWriter
-from reft.pretrain.samples import MicroBatchIterator, open_samples
-from reft.pretrain.tokenizer import ByteTokenizer
+from reft.tools.pretrain.indexed import IndexedWriter
+from reft.tools.pretrain.samples import MicroBatchIterator, open_samples
+from reft.tools.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain.conftest import pretrain
 
 SMALL = ("--layers", 2, "--hidden", 32, "--ffn", 48, "--seq", 32, "--micro-batches", 2, "--dropout", 0)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reft.pretrain import train
-from reft.pretrain.layout import Layout, degrees_for
-from reft.pretrain.options import parse
-from reft.pretrain.tensor_parallel import RowParallelLinear, sharded_parameters
+from reft.tools.pretrain import train
+from reft.tools.pretrain.layout import Layout, degrees_for
+from reft.tools.pretrain.options import parse
+from reft.tools.pretrain.tensor_parallel import RowParallelLinear, sharded_parameters
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

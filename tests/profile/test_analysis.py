@@ -15,8 +15,8 @@ from reft.profile.analysis import JobFacts, analyse
 from reft.profile.gather import decode, encode
 from reft.profile.result import ProfileError, ProfileResult
 from reft.profile.traces import ClockOffset, only_group_calls
-from reft.snapshot.trace import ChunkRecord
-from reft.snapshot.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
+from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.scheduling.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
 from tests.profile.timelines import Job, gpipe, interleaved, train_schedule, with_chunks
 
 FACTS = JobFacts("job", world_size=4, degrees=(4, 1, 1), created_unix_secs=0.0)

@@ -19,7 +19,7 @@ from reft.profile.clock import DeviceClock, HostClock
 from reft.profile.offsets import Round, between, clock_id, estimate
 from reft.profile.profiler import with_times
 from reft.profile.traces import ClockOffset, settled
-from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
 seconds = st.floats(0, 0.1)

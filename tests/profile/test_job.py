@@ -14,7 +14,7 @@ import pytest
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset
-from reft.snapshot.windows import WindowKind
+from reft.snapshot.scheduling.windows import WindowKind
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
 from tests.profile.test_outputs import check_trace

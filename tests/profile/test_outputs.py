@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from reft import cli, cli_profile
+from reft import cli
+from reft.cli import profile as cli_profile
 from reft.config import explain, parse_block
 from reft.errors import ConfigError
 from reft.naming import ENV_PROFILE
@@ -26,7 +27,7 @@ from reft.profile.figure import draw, verdict
 from reft.profile.profiler import note_taken
 from reft.profile.result import ProfileResult
 from reft.profile.table import tables
-from reft.snapshot.trace import ChunkRecord
+from reft.snapshot.scheduling.trace import ChunkRecord
 from tests.profile.timelines import Job, train_schedule, with_chunks
 
 SECS = {"ForwardPass": 2e-3, "BackwardPass": 4e-3, "ReduceGrads": 1e-3, "OptimizerStep": 3e-3}

@@ -11,10 +11,11 @@ from reft.profile.activity import Activity
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
-from reft.simulate.costs import Costs
-from reft.simulate.pipeline import simulate
-from reft.simulate.result import Simulation
-from reft.simulate.schedules import (
+from reft.snapshot.scheduling.trace import StepTrace
+from reft.tools.simulate.costs import Costs
+from reft.tools.simulate.pipeline import simulate
+from reft.tools.simulate.result import Simulation
+from reft.tools.simulate.schedules import (
     Schedule,
     dual_pipe_v,
     gpipe,
@@ -22,7 +23,6 @@ from reft.simulate.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
-from reft.snapshot.trace import StepTrace
 
 TRANSFERS = ("Recv", "Send", "CommitP2P")
 UNEQUAL = Costs(

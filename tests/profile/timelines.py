@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reft.profile.traces import ClockOffset, RankTraces
-from reft.snapshot.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 
 Call = tuple[str, int | None]
 

@@ -26,7 +26,7 @@ from reft.protect.placement import tolerance as job_tolerance
 from reft.protect.rs import parity_rows
 from reft.protect.section import CodedSection
 from reft.protect.tolerance import fatal_loss, survives, tolerance
-from reft.snapshot.parity import ParityEncoder
+from reft.snapshot.copying.parity import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
 from reft.topology import Degrees, Topology

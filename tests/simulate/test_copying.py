@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.simulate.copying import Beside, Copying, Tier, bytes_by_tier
-from reft.simulate.costs import Costs
-from reft.simulate.pipeline import simulate
-from reft.simulate.schedules import SCHEDULES, one_f_one_b
+from reft.tools.simulate.copying import Beside, Copying, Tier, bytes_by_tier
+from reft.tools.simulate.costs import Costs
+from reft.tools.simulate.pipeline import simulate
+from reft.tools.simulate.schedules import SCHEDULES, one_f_one_b
 
 MB = 1e6
 parts = st.floats(0.0, 1.0)

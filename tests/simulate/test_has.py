@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from reft import cli
 from reft.errors import ConfigError
-from reft.pretrain.model_config import load_model
-from reft.simulate.copying import Tier
-from reft.simulate.footprint import footprint
-from reft.simulate.hardware import A100, H100, MACHINES, MI250X, V100
-from reft.simulate.published import sending_share, zero_1_secs
-from reft.simulate.settings import BYTES, experiments
-from reft.simulate.training import Training
-from reft.simulate.variants import PROTECTIONS, Variant, plan_stage, predict
+from reft.tools.pretrain.model_config import load_model
+from reft.tools.simulate.copying import Tier
+from reft.tools.simulate.footprint import footprint
+from reft.tools.simulate.hardware import A100, H100, MACHINES, MI250X, V100
+from reft.tools.simulate.published import sending_share, zero_1_secs
+from reft.tools.simulate.settings import BYTES, experiments
+from reft.tools.simulate.training import Training
+from reft.tools.simulate.variants import PROTECTIONS, Variant, plan_stage, predict
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 

@@ -10,9 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.simulate.checks import ScheduleError
-from reft.simulate.costs import Costs
-from reft.simulate.instructions import (
+from reft.snapshot.scheduling.trace import StepTrace
+from reft.snapshot.scheduling.windows import WindowKind
+from reft.tools.simulate.checks import ScheduleError
+from reft.tools.simulate.costs import Costs
+from reft.tools.simulate.instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -23,8 +25,8 @@ from reft.simulate.instructions import (
     SendActivation,
     SendGrad,
 )
-from reft.simulate.pipeline import DeadlockError, simulate
-from reft.simulate.schedules import (
+from reft.tools.simulate.pipeline import DeadlockError, simulate
+from reft.tools.simulate.schedules import (
     SCHEDULES,
     TAIL,
     Schedule,
@@ -35,8 +37,6 @@ from reft.simulate.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
-from reft.snapshot.trace import StepTrace
-from reft.snapshot.windows import WindowKind
 
 whole_secs = st.integers(1, 1000).map(float)
 

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.simulate.costs import Costs
-from reft.simulate.pipeline import simulate
-from reft.simulate.schedules import from_deepspeed, one_f_one_b
-from reft.snapshot.windows import (
+from reft.snapshot.scheduling.windows import (
     FITTED,
     LITERAL,
     AnalyticEstimator,
@@ -23,6 +20,9 @@ from reft.snapshot.windows import (
     WindowEstimator,
     WindowKind,
 )
+from reft.tools.simulate.costs import Costs
+from reft.tools.simulate.pipeline import simulate
+from reft.tools.simulate.schedules import from_deepspeed, one_f_one_b
 
 # Whole numbers of seconds are exact in floating point, so that equal means equal.
 whole_secs = st.integers(1, 1000).map(float)

@@ -1,6 +1,6 @@
 """A device whose streams run in any order that the events allow, drawn from a seed, and whose memory is poisoned.
 
-It stands in for ``torch.cuda`` where :class:`~reft.snapshot.copy_cuda.CudaCopyEngine` and the parity encoder
+It stands in for ``torch.cuda`` where :class:`~reft.snapshot.copying.cuda.CudaCopyEngine` and the parity encoder
 work on tensors. Everything happens on the thread that calls, so that a seed tells the whole story: kernels are
 queued, and run when the host waits, or when :meth:`AdversarialCuda.progress` is called.
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from reft.snapshot import copy_cuda
-from reft.snapshot.copying import CopyEngine
+from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.engine import CopyEngine
 from tests.snapshot.devices import Cpu, Cuda, Simulated
 
 

@@ -1,6 +1,6 @@
 """A device that is not there: streams are threads, events are points in their queues.
 
-It stands in for ``torch.cuda`` inside :mod:`reft.snapshot.copy_cuda`, so that the engine's own logic
+It stands in for ``torch.cuda`` inside :mod:`reft.snapshot.copying.cuda`, so that the engine's own logic
 (who waits for what, what is pinned, what happens when the driver refuses) is tested on any machine.
 Its memory is host memory; kernels are calls queued on a stream. What only a real driver can show is
 left to the tests that need one.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from reft.snapshot import copy_cuda
+from reft.snapshot.copying import cuda as copy_cuda
 
 
 class SimulatedStream:

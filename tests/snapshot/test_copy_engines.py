@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
-from reft.snapshot import copy_cuda
-from reft.snapshot.copying import CopyEngine, Mark, Piece, copy_engine_for
+from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.engine import CopyEngine, Mark, Piece, copy_engine_for
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
@@ -382,7 +382,7 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(
 
 EXIT_SCRIPT = """
 import mmap, sys, torch
-from reft.snapshot.copying import copy_engine_for
+from reft.snapshot.copying.engine import copy_engine_for
 engine = copy_engine_for(sys.argv[1])
 memory = memoryview(mmap.mmap(-1, 1 << 20))
 engine.register(memory)

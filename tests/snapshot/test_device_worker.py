@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from reft.comm.control import ControlGroup
 from reft.config import Variant
 from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
-from reft.snapshot import copy_cuda
-from reft.snapshot.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.control import ControlGroup
-from reft.snapshot.gate import UNLIMITED, Permit, StreamGate
-from reft.snapshot.has import Limits, Overflow
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
+from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.pacing import SETTLED_STEPS, PaceOptions, Pacer
-from reft.snapshot.staging import StagingArea
+from reft.snapshot.scheduling.has import Limits, Overflow
+from reft.snapshot.scheduling.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from reft.snapshot.copying import Mark
-from reft.snapshot.gate import HostGate, OpenGate, Permit, StreamGate
+from reft.snapshot.copying.engine import Mark
+from reft.snapshot.copying.gate import HostGate, OpenGate, Permit, StreamGate
 
 LONG = 60.0
 """Seconds: nothing in these tests may need them."""
@@ -260,7 +260,7 @@ def test_a_stream_gate_hands_out_at_a_pace_beside_computation(monkeypatch: pytes
         now += 0.004
         return now
 
-    monkeypatch.setattr("reft.snapshot.gate.time.perf_counter", clock)
+    monkeypatch.setattr("reft.snapshot.copying.gate.time.perf_counter", clock)
     gate = StreamGate()
     gate.patience_secs = 1e9
     gate.share(0.1, 10**7, 1e8)

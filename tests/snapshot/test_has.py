@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.snapshot.has import (
+from reft.snapshot.scheduling.has import (
     SHORTEST_WINDOW_SECS,
     Bandwidth,
     BandwidthModel,
@@ -20,7 +20,7 @@ from reft.snapshot.has import (
     advised_interval,
     plan_schedule,
 )
-from reft.snapshot.windows import AnalyticEstimator, Window, WindowKind
+from reft.snapshot.scheduling.windows import AnalyticEstimator, Window, WindowKind
 
 MIB = 2**20
 sizes = st.integers(0, 2**36)

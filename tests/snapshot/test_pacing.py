@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from reft.snapshot.copying import ComputeClock
-from reft.snapshot.gate import HostGate
-from reft.snapshot.has import Limits, Overflow
-from reft.snapshot.instructions import waits, window_kind
-from reft.snapshot.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter
-from reft.snapshot.trace import ChunkRecord
-from reft.snapshot.windows import WindowKind, _instructions
+from reft.snapshot.copying.engine import ComputeClock
+from reft.snapshot.copying.gate import HostGate
+from reft.snapshot.scheduling.has import Limits, Overflow
+from reft.snapshot.scheduling.instructions import waits, window_kind
+from reft.snapshot.scheduling.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter
+from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.scheduling.windows import WindowKind, _instructions
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
 
@@ -228,7 +228,7 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
         assert pacer.plan is not None
         positions = [w.position for w in pacer.plan.windows]
         assert (positions == [0]) == (names is other), positions
-    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.pacing"]
+    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.scheduling.pacing"]
     assert len(said) == 1
     assert "windows are measured instead" in said[0]
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.snapshot import copy_cuda
-from reft.snapshot.pinning import PinnedRanges
+from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.pinning import PinnedRanges
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 

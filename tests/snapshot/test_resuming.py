@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reft.snapshot.resuming import NONE_YET, Resumption, Standing, resume_from
+from reft.snapshot.committing.resuming import NONE_YET, Resumption, Standing, resume_from
 from reft.store.label import Label
 
 

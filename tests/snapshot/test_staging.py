@@ -10,10 +10,10 @@ import torch
 
 from reft.blocks import BlockKey, Section
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
-from reft.snapshot.chunks import Chunk
-from reft.snapshot.copying import CopyEngine
+from reft.snapshot.copying.chunks import Chunk
+from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import Block, PlacedBlock
-from reft.snapshot.staging import StagingArea
 from reft.snapshot.traffic import Kind
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from reft.cli_protect import describe
+from reft.cli.protect import describe
 from reft.errors import ConfigError
 from reft.load.inventory import take_inventory
 from reft.load.plan import RecoveryPlan, plan_recovery

@@ -17,21 +17,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from reft.comm.control import ControlGroup
 from reft.config import FaultConfig, FaultPoint, Variant
 from reft.errors import ConfigError
 from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
-from reft.snapshot.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.control import ControlGroup
-from reft.snapshot.copy_cpu import CpuCopyEngine
-from reft.snapshot.copying import CopyTicket, Encode, Mark, Piece
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.engine import CopyTicket, Encode, Mark, Piece
+from reft.snapshot.copying.gate import HostGate
+from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
-from reft.snapshot.gate import HostGate
-from reft.snapshot.has import Overflow
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.staging import StagingArea
+from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import Keeping, SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena

@@ -12,8 +12,8 @@ from job_memory import SECRET, JobMemory
 
 from reft.cli import main
 from reft.errors import ArenaError
+from reft.load.inspect import find_job_dirs, inspect_job
 from reft.store.arena import Arena, ArenaState
-from reft.store.inspect import find_job_dirs, inspect_job
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 

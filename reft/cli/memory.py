@@ -1,0 +1,269 @@
+"""``reft inspect``, ``verify`` and ``clean``: the memory of a live or dead job, without its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from reft.config import ENV_MEMORY_DIR, ReftConfig
+from reft.errors import ConfigError, ReftError
+from reft.load.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
+from reft.store.jobdir import JobSummary, list_jobs, remove_job, summarise
+from reft.store.label import Label
+
+EXIT_NOT_WELL = 1
+
+MemoryDirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--memory-dir", help="a node's memory directory; once per node", show_default="REFT_MEMORY_DIR"
+    ),
+]
+Job = Annotated[str | None, typer.Option("--job", help="the job; not needed where there is only one")]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the ``reft`` command."""
+    app.command("inspect")(inspect_command)
+    app.command("verify")(verify_command)
+    app.command("clean")(clean_command)
+
+
+def inspect_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+    """What versions are in memory, whose, whole or torn, recoverable or not and why."""
+    report = inspect_job(find_memory(memory_dir, job))
+    _show(report, as_json)
+    if report.restores is None:
+        raise typer.Exit(EXIT_NOT_WELL)
+
+
+def verify_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+    """Read every stored block and compare it with its checksum."""
+    report = inspect_job(find_memory(memory_dir, job), verify=True)
+    _show(report, as_json)
+    if not report.well:
+        raise typer.Exit(EXIT_NOT_WELL)
+
+
+def clean_command(
+    memory_dir: MemoryDirs = None,
+    job: Job = None,
+    force: Annotated[bool, typer.Option("--force", help="remove --job even if it is alive")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be removed")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the memory of dead jobs. Live ones are left alone."""
+    if force and job is None:
+        raise ConfigError("--force removes the memory of a live job: say which one with --job")
+    dirs = _memory_dirs(memory_dir)
+    jobs = [s for d in dirs for s in list_jobs(d)] if job is None else _named(dirs, job)
+    results = [_clean(summary, force, dry_run) for summary in jobs]
+    if as_json:
+        typer.echo(json.dumps([r.to_json() for r in results], indent=2))
+    else:
+        _show_cleaning(results, dirs, dry_run)
+    left_alone = [r for r in results if r.failed or (job is not None and not (r.removed or r.planned))]
+    if left_alone:
+        raise typer.Exit(EXIT_NOT_WELL)
+
+
+def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:
+    """The directories of one job on all given nodes.
+
+    Raises:
+        ConfigError: if a directory does not exist, or there are several jobs and none was named.
+        ReftError: if there is no memory of the job.
+    """
+    dirs = _memory_dirs(memory_dirs)
+    found = find_job_dirs(dirs)
+    places = ", ".join(map(str, dirs))
+    if job is not None and job not in found:
+        raise ReftError(f"no memory of job {job!r} in {places}; found: {', '.join(sorted(found)) or 'none'}")
+    if not found:
+        raise ReftError(f"no job has memory in {places}")
+    if job is None and len(found) > 1:
+        raise ConfigError(f"several jobs have memory in {places}: {', '.join(sorted(found))}; say --job")
+    return found[job if job is not None else next(iter(found))]
+
+
+def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
+    default = os.environ.get(ENV_MEMORY_DIR) or ReftConfig.model_fields["memory_dir"].default
+    dirs = list(given or [Path(default)])
+    for path in dirs if given else []:
+        if not path.is_dir():
+            raise ConfigError(f"--memory-dir {path}: no such directory")
+    return dirs
+
+
+def _named(dirs: Sequence[Path], job: str) -> list[JobSummary]:
+    return [summarise(path) for path in find_memory(dirs, job)]
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What became of one job's memory."""
+
+    summary: JobSummary
+    action: str
+    removed: bool = False
+    planned: bool = False
+    failed: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.summary.to_json(), "action": self.action, "removed": self.removed}
+
+
+def _clean(summary: JobSummary, force: bool, dry_run: bool) -> Cleaning:
+    if summary.alive and not force:
+        return Cleaning(summary, f"left alone: {'; '.join(summary.alive_because)}")
+    if summary.owner_uid != os.geteuid():
+        return Cleaning(summary, f"left alone: belongs to uid {summary.owner_uid}")
+    if dry_run:
+        return Cleaning(summary, "would be removed", planned=True)
+    try:
+        remove_job(summary.path, force)
+    except (ReftError, OSError) as error:
+        return Cleaning(summary, f"failed: {error}", failed=True)
+    return Cleaning(summary, "removed", removed=True)
+
+
+# ---- for people ----
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _show(report: JobReport, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+        return
+    console = _console()
+    console.print(_versions_table(report), markup=False)
+    console.print(_arenas_table(report), markup=False)
+    for version in report.versions:
+        if not version.recoverable:
+            _say(console, f"{version.label} cannot be recovered:", version.reasons, "yellow")
+    _say(console, f"{len(report.problems)} arenas cannot be read:", report.problems, "red")
+    for node, reasons in report.alive_because.items():
+        _say(console, f"node {node} is alive:", reasons, "cyan")
+    if report.restores is None:
+        console.print(
+            "a restart would find nothing to restore in this memory", style="bold red", markup=False
+        )
+    else:
+        console.print(
+            f"a restart would restore {report.restores}; {report.why[0]}", style="bold green", markup=False
+        )
+    if report.verified:
+        style = "bold red" if report.bad_blocks else "bold green"
+        console.print(_verified(report), style=style, markup=False)
+
+
+def _say(console: Console, title: str, lines: Sequence[str], style: str) -> None:
+    if lines:
+        console.print(title, style=style, markup=False)
+        for line in lines:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _verified(report: JobReport) -> str:
+    blocks = sum(len(a.header.entries) for a in report.arenas if a.header and a.bad_blocks is not None)
+    if not report.bad_blocks:
+        return f"all {blocks} blocks match their checksums"
+    return f"{report.bad_blocks} of {blocks} blocks do not match their checksums"
+
+
+def _versions_table(report: JobReport) -> Table:
+    table = Table(
+        *("version", "recoverable", "committed", "whole on", "protection", "bytes", "sealed"),
+        title=f"job {report.job_id}",
+    )
+    for version in report.versions:
+        table.add_row(
+            _label(version.label),
+            "yes" if version.recoverable else "no",
+            "yes" if version.committed else "no",
+            f"{version.whole_ranks} of {version.ranks} ranks",
+            version.scheme or "not said",
+            _size(version.nbytes),
+            _age(version),
+        )
+    return table
+
+
+def _arenas_table(report: JobReport) -> Table:
+    columns = ["node", "arena", "rank at", "version", "state", "blocks", "own", "for others"]
+    table = Table(*columns, *(["damaged"] if report.verified else []), title="arenas")
+    for arena in sorted(report.arenas, key=lambda a: (a.node, a.path.name)):
+        row = [arena.node, arena.path.name, *_content(arena)]
+        if report.verified:
+            bad = arena.bad_blocks
+            row.append("not read" if bad is None else ", ".join(_block(k) for k in bad[:4]) or "none")
+        table.add_row(*row)
+    return table
+
+
+def _content(arena: ArenaReport) -> list[str]:
+    header = arena.header
+    if header is None:
+        return ["", "", str(arena.state), "", "", ""]
+    return [
+        str(header.coordinate),
+        _label(header.label),
+        "torn (being written)" if not header.state.whole else str(header.state),
+        str(len(header.entries)),
+        _size(arena.own_bytes),
+        _size(arena.redundant_bytes),
+    ]
+
+
+def _block(key: Any) -> str:
+    return f"{key.section} {key.member}.{key.index}"
+
+
+def _show_cleaning(results: Sequence[Cleaning], dirs: Sequence[Path], dry_run: bool) -> None:
+    console = _console()
+    if not results:
+        console.print(f"no job has memory in {', '.join(map(str, dirs))}", markup=False)
+        return
+    table = Table("job", "node", "owner", "incarnation", "arenas", "memory", "directory", "action")
+    for result in results:
+        s = result.summary
+        cells = (
+            s.job_id,
+            s.node,
+            s.owner_uid,
+            s.incarnation,
+            s.arenas,
+            _size(s.nbytes),
+            s.path,
+            result.action,
+        )
+        table.add_row(*map(str, cells))
+    console.print(table, markup=False)
+    freed = sum(r.summary.nbytes for r in results if r.removed or r.planned)
+    console.print(f"{_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
+
+
+def _label(label: Label) -> str:
+    return f"step {label.step} (incarnation {label.incarnation})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 1024:.1f} KiB"
+
+
+def _age(version: VersionReport) -> str:
+    age = version.age_secs()
+    return "never" if age is None else f"{age:.0f} s ago"

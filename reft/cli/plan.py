@@ -1,0 +1,291 @@
+"""``reft plan``: memory, traffic, overhead, tolerance and survival of a job, before it is started."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from reft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reft.profile.result import ProfileResult
+    from reft.tools.planning.plan import JobPlan
+
+_EXIT_NOT_WELL = 1
+_WIDTH = 150
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the ``reft`` command."""
+    app.command("plan")(plan_command)
+
+
+def plan_command(
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="the job's DeepSpeed JSON, with or without a reft block"),
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="v100, frontier, a100, h100, or a JSON file")] = "h100",
+    model: Annotated[
+        str | None,
+        typer.Option(help="llama2-1.3b, -2.7b, -6.7b, -34b, another model of reft.pretrain, or a JSON file"),
+    ] = None,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="pipeline stages")] = 1,
+    dp: Annotated[
+        int | None, typer.Option("--dp", min=1, help="replicas; by default from --nodes or CONFIG")
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel degree")] = 1,
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes, instead of --dp")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="per pipeline and step; by default gradient_accumulation_steps")
+    ] = None,
+    rank_order: Annotated[
+        str,
+        typer.Option(
+            help="order of the axes in the ranks, slowest first, or auto, which puts data-parallel peers on "
+            "different nodes where that is possible; by default DeepSpeed's own"
+        ),
+    ] = "pipe-data-model",
+    schedule: Annotated[str, typer.Option(help="pipeline schedule; see 'reft simulate pipeline'")] = "1f1b",
+    parameters: Annotated[
+        float | None,
+        typer.Option(help="count bytes for so many parameters, evenly spread, as publications do (1.3e9)"),
+    ] = None,
+    tolerance: Annotated[
+        int | None,
+        typer.Option(min=0, help="node losses that every sharding group should survive; by default CONFIG's"),
+    ] = None,
+    protection: Annotated[
+        str | None, typer.Option(help="instead of CONFIG's: a scheme such as aec, or auto, which chooses")
+    ] = None,
+    aor: Annotated[
+        bool, typer.Option("--aor", help="auto has ZeRO-1 partitions recomputed, as auto+aor")
+    ] = False,
+    host_memory_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="GB that reft may reserve per node; by default CONFIG's limit, or half of the memory"
+        ),
+    ] = None,
+    target_survival: Annotated[
+        float,
+        typer.Option(help="wished probability of living on memory alone between two checkpoints on storage"),
+    ] = 0.999,
+    max_overhead: Annotated[
+        float | None,
+        typer.Option(min=0, help="part of the time that snapshots may cost; by default CONFIG's"),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="measured windows, as 'reft profile --json FILE' wrote them, instead of simulated"),
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="draw the plan (png, svg, pdf)")] = None,
+    print_cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="print a cluster as JSON, to begin a file of your own, and end"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """What a job's protection will cost and survive, before buying a node-hour.
+
+    Bytes per rank, host memory, idle windows, predicted overhead, tolerance
+    from the placement, survival with and without, how often to persist, and
+    which alternatives would fit. Simulated from published hardware figures.
+
+    Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
+
+    Exit code 1: what is asked for does not fit, costs too much, or survives
+    fewer losses than wished.
+    """
+    from reft.tools.planning.cluster import load_cluster
+    from reft.tools.planning.job import Layouting, plan_job, read_config
+    from reft.tools.planning.plan import make_plan
+    from reft.tools.simulate.schedules import SCHEDULES
+
+    if print_cluster is not None:
+        typer.echo(json.dumps(load_cluster(print_cluster).to_json(), indent=2))
+        return
+    if config is None:
+        raise ConfigError("say what to plan: the path of a DeepSpeed JSON, such as configs/bf16-zero1.json")
+    if model is None:
+        raise ConfigError(
+            "say which model: --model llama2-1.3b, -2.7b, -6.7b, -34b, or the path of a .json file"
+        )
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule is {schedule!r}; known: {', '.join(SCHEDULES)}")
+    if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
+        raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
+    layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
+    plan = make_plan(
+        plan_job(read_config(config), load_cluster(cluster), model, layouting, parameters),
+        tolerance=tolerance,
+        target=target_survival,
+        protection=protection,
+        memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
+        max_overhead=max_overhead,
+        recompute=aor,
+        schedule=SCHEDULES[schedule],
+        profile=None if profile is None else _load(profile),
+    )
+    if figure is not None:
+        from reft.tools.planning.figure import draw_plan
+
+        draw_plan(plan, figure)
+    if as_json:
+        typer.echo(json.dumps(plan.to_json(), indent=2))
+    else:
+        _show(plan, figure)
+    if plan.problems:
+        raise typer.Exit(_EXIT_NOT_WELL)
+
+
+def _load(path: Path) -> ProfileResult:
+    from reft.profile.result import ProfileError, ProfileResult
+
+    try:
+        return ProfileResult.load(path)
+    except ProfileError as error:
+        raise ConfigError(f"--profile: {error}") from error
+
+
+def _show(plan: JobPlan, figure: Path | None) -> None:
+    from reft.tools.planning.plan import duration
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    order, rate = "-".join(plan.job.layout.order), plan.stages[0].bytes_per_sec
+    console.print(
+        f"{plan.job.training.name}, {plan.outlook.nodes} nodes, rank order {order}: a step takes "
+        f"{plan.pace.step_secs:.3g} s, bubble {plan.bubble_fraction:.0%}, copies run at "
+        f"{rate / 1e9:.3g} GB/s ({plan.source})",
+        markup=False,
+    )
+    for table in (_alternatives(plan), _stages(plan), _survival(plan)):
+        console.print(table, markup=False)
+    seen = plan.outlook
+    console.print(
+        f"A node of the job fails after about {duration(seen.job_failure_secs)}. For a survival of "
+        f"{seen.target:g} persist every {duration(seen.persist_secs)} ({plan.persist_steps:,} steps); "
+        f"without protection it would be every {duration(seen.unprotected_secs)}.",
+        markup=False,
+    )
+    for failure in plan.job.cluster.failures:
+        shape = "" if failure.shape == 1 else f", Weibull shape {failure.shape:g}"
+        source = f" ({failure.source})" if failure.source else ""
+        console.print(f"Failures: one in {failure.mtbf_days:.0f} days per node{shape}{source}", markup=False)
+    for note in plan.job.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(
+        f'auto would choose "protection": "{plan.choice.chosen.name}": {plan.choice.reason}', markup=False
+    )
+    for problem in plan.problems:
+        console.print(f"NOT WELL: {problem}", style="bold red", markup=False)
+    if not plan.problems:
+        console.print(
+            f"well: {plan.planned.name}, {plan.overhead:.2%} of the training time",
+            style="green",
+            markup=False,
+        )
+    if figure is not None:
+        console.print(f"drawn: {figure}", markup=False)
+
+
+def _alternatives(plan: JobPlan) -> Table:
+    from reft.policy.choose import GIB
+
+    full = max(plan.job.state_bytes(p) for p in range(plan.job.training.stages))
+    title = f"GB of the busiest rank per snapshot; unsharded it would be {full / 1e9:.3f} GB ({plan.source})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("protection", no_wrap=True)
+    gradients = any(a.busiest.gradient_bytes for a in plan.choice.alternatives)
+    parts = [
+        "shard",
+        "redundant",
+        *(["partition"] if plan.job.owned else []),
+        *(["gradients"] if gradients else []),
+    ]
+    for column in ("survives", *parts, "to host", "to peers", "node GiB", "overhead", "in bubbles"):
+        table.add_column(column.replace(" ", "\n"), justify="right")
+    table.add_column("why not")
+    for a in plan.choice.alternatives:
+        load, fit = a.busiest, a.fit
+        assert fit is not None
+        by_part = {
+            "shard": load.shard_bytes,
+            "redundant": load.redundant_bytes,
+            "partition": load.owned_bytes,
+            "gradients": load.gradient_bytes,
+        }
+        table.add_row(
+            f"{'> ' if a is plan.planned else '  '}{a.name}",
+            str(a.tolerance),
+            *(_gb(by_part[part]) for part in parts),
+            _gb(load.to_host_bytes),
+            _gb(load.sent_bytes),
+            f"{a.memory_bytes / GIB:.2f}",
+            f"{fit.overhead:.2%}",
+            f"{fit.in_windows:.0%}",
+            plan.choice.why_not_chosen(a) or "auto's choice",
+            style="bold" if a is plan.planned else None,
+        )
+    for name, why in plan.choice.excluded:
+        table.add_row(f"  {name}", *[""] * (len(table.columns) - 2), why, style="dim")
+    return table
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.4f}"
+
+
+def _stages(plan: JobPlan) -> Table:
+    title = f"windows of each stage, with {plan.planned.name} ({plan.source})"
+    table = Table(title=title, title_justify="left")
+    for column in ("stage", "idle s", "GB that fit", "GB to copy"):
+        table.add_column(column, justify="right")
+    table.add_column("windows, ms")
+    for s in plan.stages:
+        windows: dict[str, list[str]] = {}
+        for w in s.windows:
+            windows.setdefault(w.kind.value.replace("_", "-"), []).append(f"{w.length_secs * 1e3:.3g}")
+        table.add_row(
+            str(s.stage_id),
+            f"{s.idle_secs:.3f}",
+            f"{s.window_bytes / 1e9:.3f}",
+            _gb(s.load.to_host_bytes),
+            "; ".join(f"{kind} {_lengths(lengths)}" for kind, lengths in windows.items()),
+        )
+    return table
+
+
+def _lengths(lengths: list[str]) -> str:
+    return (
+        f"{len(lengths)} x {lengths[0]}"
+        if len(lengths) > 2 and len(set(lengths)) == 1
+        else " + ".join(lengths)
+    )
+
+
+def _survival(plan: JobPlan) -> Table:
+    from reft.tools.planning.plan import duration
+
+    points = plan.outlook.curve()
+    kind = "" if plan.outlook.exact else ", lower bound"
+    table = Table(title="probability that no state is lost, living on memory alone", title_justify="left")
+    table.add_column("after")
+    for point in points:
+        table.add_column(duration(point.secs) if point.secs > 3600 else "1 h", justify="right")
+    rows: list[tuple[str, Any]] = [
+        (f"with {plan.planned.name}{kind}", lambda p: p.protected),
+        ("without", lambda p: p.unprotected),
+        ("of one node", lambda p: p.node),
+    ]
+    for name, of in rows:
+        table.add_row(name, *(f"{of(point):.5f}" for point in points))
+    return table

@@ -1,0 +1,366 @@
+"""Changing the protection while the job runs, at one version boundary on all ranks: by order, or for want of
+memory.
+
+An order (:mod:`reft.store.protection`) on any node travels in the votes of the versions, and so does how far
+each rank would go down the ladder (:mod:`reft.protect.degrade`) for the memory its node has left; every rank
+hears the newest order and the lowest rung from the same vote. Once that version is through the protocol the
+worker threads, and only they,
+
+1. agree on the order's text and check that the scheme suits the group and that its arenas fit on every node;
+2. reserve arenas of the new size in every slot but that of the newest committed version, which stays as it
+   is and recoverable until a version under the new scheme is committed (P3);
+3. say on every node what is in force now, for ``reft status`` and for the next start.
+
+An order that does not fit is refused on all ranks before anything is given up (P9). Training waits for none
+of this: a version that would begin meanwhile is skipped and counted. A kill at any point leaves arenas that
+each say what they hold, and records of which the newest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reft.comm.control import WorkerControl
+from reft.errors import ConfigError
+from reft.protect.degrade import CALM_SECS, MemoryWatch, Rung, ladder
+from reft.protect.placement import tolerance
+from reft.snapshot.committing.arenas import ArenaSet
+from reft.snapshot.committing.room import Room, agree_on_room
+from reft.snapshot.layout import GroupLayout, layout_under
+from reft.store.label import Label
+from reft.store.protection import (
+    MOST_CHARACTERS,
+    Degradation,
+    Order,
+    OrderWatch,
+    ProtectionRecord,
+    Refusal,
+    parse_order,
+)
+from reft.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Settings of what is kept.
+
+    Attributes:
+        versions: per rank, if there is memory.
+        margin_bytes: memory of a node that versions must leave free.
+        look_secs: between two looks at the node's memory.
+        calm_secs: how long there must have been room before something comes back.
+    """
+
+    versions: int = 2
+    margin_bytes: int = 0
+    look_secs: float = 1.0
+    calm_secs: float = CALM_SECS
+
+
+class SchemeSwitch:
+    """The protection in force on one rank, and how it changes. Used by the worker thread.
+
+    Args:
+        control: carries the agreement.
+        topology: placement of this incarnation.
+        record: what this incarnation begins with, the same on all ranks.
+        orders: where this node's orders are found; None: only those of others are followed.
+        keeping: how much is kept.
+        on_change: called with the new record after every change and refusal.
+    """
+
+    def __init__(
+        self,
+        control: WorkerControl,
+        topology: Topology,
+        record: ProtectionRecord,
+        orders: OrderWatch | None = None,
+        *,
+        keeping: Keeping = Keeping(),
+        on_change: Callable[[ProtectionRecord], None] = lambda record: None,
+    ) -> None:
+        self._control = control
+        self._topology = topology
+        self._orders = orders
+        self._keeping = keeping
+        self._on_change = on_change
+        self.record = record
+        self._ladder = self._ladder_of(record)
+        self._rung = self._heard_rung = 0
+        self._heard_order = record.number
+        self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
+        self._wish = 0
+        self._looked = 0.0
+        self._settled = False
+        self._look_failed = False
+        self._above: GroupLayout | None = None
+
+    @property
+    def rung(self) -> int:
+        """How far down the ladder what is in force is."""
+        return self._rung
+
+    @property
+    def wanted(self) -> Rung:
+        """What is kept if there is memory."""
+        return self._ladder[0]
+
+    # -- votes -------------------------------------------------------------------------------------
+
+    def newest_order(self) -> int:
+        """Number of the newest order that this rank knows of: what it says in a vote."""
+        order = self._orders.newest() if self._orders is not None else None
+        return max(self.record.number, order.number if order is not None else 0)
+
+    def wish(self, layout: GroupLayout | None, arenas: ArenaSet) -> int:
+        """The rung that this rank would be on, by the memory its node has left: what it says in a vote.
+        Looked at now and then, and only once a version is committed under what is in force: what the last
+        change gave back is not free before."""
+        now = time.monotonic()
+        if layout is not None and self._settled and now - self._looked >= self._keeping.look_secs:
+            self._looked = now
+            try:
+                room = Room.of(arenas, layout, arenas.count)
+                self._wish = self._watch.wish(
+                    self._rung, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
+                )
+            except OSError as error:
+                # Whether versions can be taken is another question, which the arenas answer.
+                if not self._look_failed:
+                    logger.warning("the node's memory cannot be looked at: %s", error)
+                self._look_failed = True
+        return self._wish
+
+    def _growth(self, layout: GroupLayout, arenas: ArenaSet) -> int:
+        """What this node would take for the next rung up, as far as one rank can tell."""
+        rung = self._ladder[self._rung - 1]
+        if self._above is None:
+            self._above = self._under(layout, rung)
+        room = Room.of(arenas, self._above, rung.arenas)
+        node = self._topology.nodes[self._control.rank]
+        return room.growth_bytes * len(self._topology.local_ranks(node))
+
+    def hear(self, order: int, rung: int) -> None:
+        """A vote named this order and this rung, on all ranks the same."""
+        self._heard_order = max(self._heard_order, order)
+        self._heard_rung = rung
+
+    def would_change(self, order: int, rung: int) -> bool:
+        """Whether a vote with this order and rung has a change follow."""
+        return order > self.record.number or rung != self._rung
+
+    @property
+    def due(self) -> bool:
+        """Whether something is to be changed now; all ranks say the same after the same vote."""
+        return self._heard_order > self.record.number or self._heard_rung != self._rung
+
+    def committed(self) -> None:
+        """A version was committed under what is in force."""
+        self._settled = True
+
+    # -- changes, collective -----------------------------------------------------------------------
+
+    def resync(self) -> None:
+        """The ranks have come together again: some may have carried out what others have not. The newest
+        record counts; how far down the ladder is found out anew with the layout (:meth:`fit`)."""
+        gathered = self._control.gather_bytes(json.dumps(self.record.to_json()).encode())
+        records = [ProtectionRecord.from_json(json.loads(data)) for data in gathered]
+        newest = max(records, key=lambda r: (r.number, r.step))
+        if newest != self.record:
+            self.record = newest
+            self._ladder = self._ladder_of(newest)
+            self._rung = min(self._rung, len(self._ladder) - 1)
+            self._on_change(newest)
+        self._heard_order = newest.number
+        self._heard_rung = self._wish = self._rung
+        self._settled = False
+        self._above = None
+
+    def fit(self, label: Label, layout: GroupLayout, arenas: ArenaSet) -> GroupLayout:
+        """A new layout, planned for what is wanted: take the first rung that every node has memory for, or
+        the last. Collective; nothing is reserved yet."""
+        cause = None
+        for rung in self._ladder:
+            found = self._under(layout, rung)
+            short = agree_on_room(
+                self._control,
+                self._topology,
+                Room.told(arenas, found, rung.arenas, self._keeping.margin_bytes),
+            )
+            if short is None:
+                break
+            cause = cause or f"{rung} {short}"
+        if self._now_on(self._ladder.index(rung), arenas):
+            self._publish(label, cause)
+        return found
+
+    def carry_out(
+        self,
+        label: Label,
+        layout: GroupLayout | None,
+        arenas: ArenaSet,
+        *,
+        before_record: Callable[[], None] = lambda: None,
+    ) -> GroupLayout | None:
+        """Do what is due, between two versions.
+
+        Args:
+            label: the version after which the change takes place.
+            layout: in force; None before the first version.
+            arenas: this rank's memory.
+            before_record: called between reserving memory and saying so.
+
+        Returns:
+            The layout to go on with.
+
+        Raises:
+            TransferError: a peer is gone.
+        """
+        if self._heard_order > self.record.number:
+            return self._follow_order(label, layout, arenas, before_record)
+        if layout is None:
+            self._heard_rung = self._rung
+            return layout
+        if self._heard_rung < self._rung:
+            return self._rise(label, layout, arenas, before_record)
+        return self._degrade(label, layout, arenas, before_record)
+
+    def _follow_order(
+        self,
+        label: Label,
+        layout: GroupLayout | None,
+        arenas: ArenaSet,
+        before_record: Callable[[], None],
+    ) -> GroupLayout | None:
+        order = self._agree_on_order()
+        self._heard_order = order.number
+        cause: str | None
+        new: GroupLayout | None = None
+        try:
+            scheme = parse_order(order.scheme, aor=self.record.aor)
+            scheme.check_room(self._topology.degrees.dp)
+        except ConfigError as error:
+            cause = str(error)
+        else:
+            cause, new = self._move(Rung(scheme, self._keeping.versions), layout, arenas)
+        before_record()
+        if cause is None:
+            self.record = replace(
+                self.record, scheme=str(scheme), number=order.number, refused=None, ordered=True
+            )
+            self._ladder = self._ladder_of(self.record)
+            self._now_on(0, arenas)
+            self._publish(label, None)
+        else:
+            refused = Refusal(order.scheme, cause, label.step)
+            self.record = replace(self.record, number=order.number, refused=refused)
+            self._on_change(self.record)
+        return new or layout
+
+    def _rise(
+        self, label: Label, layout: GroupLayout, arenas: ArenaSet, before_record: Callable[[], None]
+    ) -> GroupLayout:
+        """There is room again on every node, it seems."""
+        target = self._heard_rung
+        cause, new = self._move(self._ladder[target], layout, arenas)
+        before_record()
+        why = self.record.degraded.cause if self.record.degraded is not None else None
+        if self._now_on(self._rung if cause else target, arenas):
+            self._publish(label, why)
+        return new or layout
+
+    def _degrade(
+        self, label: Label, layout: GroupLayout, arenas: ArenaSet, before_record: Callable[[], None]
+    ) -> GroupLayout:
+        """Go down, past rungs that cannot be reserved."""
+        short = self._why_short(layout, arenas)
+        new, target = None, self._rung
+        for target in range(self._heard_rung, len(self._ladder)):
+            cause, new = self._move(self._ladder[target], layout, arenas)
+            if cause is None:
+                break
+        before_record()
+        if self._now_on(target if new is not None else self._rung, arenas):
+            self._publish(label, short)
+        return new or layout
+
+    def _move(
+        self, rung: Rung, layout: GroupLayout | None, arenas: ArenaSet
+    ) -> tuple[str | None, GroupLayout | None]:
+        """Reserve what a rung needs; all ranks do, or none. Returns why not, or the new layout."""
+        if layout is None:
+            return None, None
+        new = self._under(layout, rung)
+        room = Room.told(arenas, new, rung.arenas, self._keeping.margin_bytes)
+        cause = agree_on_room(self._control, self._topology, room)
+        if cause is not None:
+            return cause, None
+        before = arenas.count
+        arenas.use(rung.arenas)
+        problem = arenas.reserve(new)
+        failed = [bool(values[0]) for values in self._control.gather_ints([int(problem is not None)])]
+        if not any(failed):
+            return None, new
+        arenas.use(before)
+        arenas.reserve(layout)
+        nodes = sorted({n for n, bad in zip(self._topology.nodes, failed, strict=True) if bad})
+        return f"memory could not be reserved on {', '.join(nodes)}: {problem or 'see their logs'}", None
+
+    def _why_short(self, layout: GroupLayout, arenas: ArenaSet) -> str:
+        room = Room.told(arenas, layout, arenas.count)
+        gathered = self._control.gather_ints([room.left_bytes, self._keeping.margin_bytes])
+        (left, margin), node = min(zip(gathered, self._topology.nodes, strict=True))
+        return (
+            f"node {node} has {max(0, left) / 2**20:.1f} MiB of memory left, "
+            f"reft.memory_margin_bytes wants {margin / 2**20:.1f} MiB to stay free"
+        )
+
+    def _now_on(self, rung: int, arenas: ArenaSet) -> bool:
+        """This is the rung in force, on all ranks; returns whether it is another one."""
+        before = self._rung
+        arenas.use(self._ladder[rung].arenas)
+        self._watch.moved(before, rung, time.monotonic())
+        self._rung = self._heard_rung = self._wish = rung
+        self._settled = False
+        self._above = None
+        return rung != before
+
+    def _publish(self, label: Label, cause: str | None) -> None:
+        """Note what is in force since the version after ``label``, and why it is not what is wanted."""
+        rung = self._ladder[self._rung]
+        degraded = None
+        if self._rung:
+            degraded = Degradation(str(rung.scheme), rung.arenas, cause or "", label.step)
+        self.record = replace(
+            self.record,
+            step=label.step,
+            incarnation=label.incarnation,
+            tolerance=tolerance(self._topology, rung.scheme.copies, rung.scheme.parities),
+            degraded=degraded,
+        )
+        self._on_change(self.record)
+
+    def _ladder_of(self, record: ProtectionRecord) -> tuple[Rung, ...]:
+        return ladder(record.parsed, self._keeping.versions, self._topology.degrees.dp)
+
+    @staticmethod
+    def _under(layout: GroupLayout, rung: Rung) -> GroupLayout:
+        same = layout.plan.placement.scheme == rung.scheme
+        return layout if same else layout_under(layout, rung.scheme)
+
+    def _agree_on_order(self) -> Order:
+        order = self._orders.newest() if self._orders is not None else None
+        number, text = (order.number, order.scheme) if order is not None else (0, "")
+        padded = text.encode()[:MOST_CHARACTERS].ljust(MOST_CHARACTERS, b"\0")
+        words = np.frombuffer(padded, np.int64).tolist()
+        newest = max(self._control.gather_ints([number, *words]))
+        chosen = np.array(newest[1:], np.int64).tobytes().rstrip(b"\0").decode(errors="replace")
+        return Order(newest[0], chosen)

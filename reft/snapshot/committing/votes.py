@@ -1,0 +1,98 @@
+"""What the ranks agree on in their votes besides the version itself: how often, and when to stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from reft.comm.control import Ballot, WorkerControl
+
+logger = logging.getLogger(__name__)
+
+
+class Votes:
+    """Casts the ballots of one rank and remembers what came of them.
+
+    A version of which some rank still drains a staged part, or behind which memory is reserved for another
+    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a wish to stop
+    that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
+    next.
+
+    Args:
+        control: carries the ballots.
+        advised_interval: how often this rank could take versions.
+    """
+
+    def __init__(self, control: WorkerControl, advised_interval: Callable[[], int]) -> None:
+        self._control = control
+        self._advised_interval = advised_interval
+        self._interval = (0, 1, 1)
+        self.late = False
+        """Whether votes may lag behind training, as the ranks agreed in the last one."""
+        self.newest_step = 0
+        """The last step whose version was handed over; set by the training thread."""
+        self.voted_step = -1
+        """The last step that was voted on."""
+        self.stop_proposal = 0
+        """Step after which this rank would stop; set by the training thread, 0 means go on."""
+        self.stop_step: int | None = None
+        """Step after which all ranks stop: the first that a vote named, the same everywhere."""
+
+    def interval_steps(self, step: int) -> int:
+        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""
+        since, now, before = self._interval
+        return now if step >= since else before
+
+    def cast(
+        self,
+        step: int,
+        *,
+        ok: bool,
+        relayout: bool = False,
+        holds_up: bool = False,
+        order: int = 0,
+        rung: int = 0,
+    ) -> Ballot:
+        """Vote on the version of ``step``. Collective.
+
+        Args:
+            step: of the version.
+            ok: it is in order here.
+            relayout: its state has another shape than planned.
+            holds_up: before the next vote, this rank has more to do than seal the version.
+            order: number of the newest order to switch protection that this rank knows of.
+            rung: how far it would degrade the protection for want of memory.
+
+        Raises:
+            TransferError: a peer is gone, or votes on another version.
+        """
+        verdict = self._control.vote(
+            Ballot(
+                ok=ok,
+                stop_after_step=self._stop_after(step),
+                relayout=relayout,
+                interval_steps=self._advised_interval(),
+                order=order,
+                late=holds_up or (self.late and step < self.newest_step),
+                rung=rung,
+            ),
+            step,
+        )
+        if verdict.stop_after_step and self.stop_step is None:
+            self.stop_step = verdict.stop_after_step
+        if verdict.interval_steps != self._interval[1]:
+            logger.info("[step %d] from step %d on, every %d", step, step + 2, verdict.interval_steps)
+            self._interval = (step + 2, verdict.interval_steps, self._interval[1])
+        self.late = verdict.late
+        self.voted_step = step
+        return verdict
+
+    def resync(self, stop_step: int | None) -> None:
+        """The ranks have come together again and do not know what each has heard: take what they agree on."""
+        self.late = True
+        self.stop_step = stop_step
+
+    def _stop_after(self, step: int) -> int:
+        if self.stop_proposal and (self.late or step < self.newest_step):
+            return max(self.stop_proposal, self.newest_step + 2)
+        return self.stop_proposal

@@ -1,0 +1,269 @@
+"""Copies the chunks of one version into its arena, when the gate lets them, and hashes them on the way."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from reft.blocks import Section
+from reft.config import FaultPoint
+from reft.errors import CopyOrderError
+from reft.snapshot.copying.chunks import BlockHasher, Chunk, ChunkCache
+from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Piece
+from reft.snapshot.copying.gate import Gate, Permit
+from reft.snapshot.copying.staging import StagedChunk, StagingArea
+from reft.snapshot.filling import Filling
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.traffic import Kind
+
+_KEPT_CHUNKS = 2**16
+_Queued = list[tuple[Chunk, Permit, CopyTicket]]
+
+
+class Copier:
+    """The copying half of the snapshot worker.
+
+    ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the worker's.
+
+    Args:
+        engine: moves the bytes.
+        chunk_bytes: bytes of a chunk; more where the engine copies such small ones below the speed of
+            its link (nothing waits for the end of a chunk there).
+        staging: takes what is left at the fence; None: the fence waits for it.
+    """
+
+    def __init__(self, engine: CopyEngine, chunk_bytes: int, staging: StagingArea | None = None) -> None:
+        self.engine = engine
+        self.staging = staging
+        least = engine.least_chunk_bytes if engine.asynchronous else 0
+        self.cache = ChunkCache(max(chunk_bytes, least))
+        self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
+        """Of the newest versions; whoever traces takes them away."""
+        self.staged: Sequence[StagedChunk] = ()
+        """Of the version that was copied last: what is still to be drained."""
+        self._begun = False
+        self._hasher = BlockHasher()
+        self._fault: Callable[[FaultPoint], None] = _nothing
+        self._points: dict[int, list[FaultPoint]] = {}
+
+    # -- training thread -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The state is final; another version of the same state goes on under the first one's begin."""
+        if not self._begun:
+            self.engine.begin()
+            self._begun = True
+
+    def fence(self) -> None:
+        """Whatever was copied is safe from what the training thread does next."""
+        if self._begun:
+            self._begun = False
+            self.engine.fence()
+
+    def close(self) -> None:
+        """Wait for copies in flight and let go of the arenas."""
+        self.engine.close()
+        self.cache.clear()
+        self.staged = ()
+
+    # -- worker thread -------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        images: LiveImages,
+        filling: Filling,
+        gate: Gate,
+        *,
+        reach: Callable[[FaultPoint], None],
+        handed_over: Callable[[], None],
+        may_stage: Callable[[], bool] | None = None,
+    ) -> list[ChunkRecord]:
+        """Fill the arena from the live tensors; what there is no time for is staged, if there is room.
+
+        Args:
+            images: live tensors.
+            filling: where to.
+            gate: asked before every chunk.
+            reach: called in the middle of the data, and before and in the middle of the parities.
+            handed_over: called when the fence need not wait any longer.
+            may_stage: asked when a chunk would be copied while training waits.
+
+        Returns:
+            What was copied when. Checksums of blocks that were hashed on the way are in ``filling``.
+            What was staged is in :attr:`staged`; the version is whole after :meth:`drain`.
+        """
+        chunks = self.cache.chunks(images, filling)
+        self.staged, self._hasher = (), BlockHasher()
+        self._fault, self._points = reach, _fault_points(chunks)
+        if not chunks:
+            reach(FaultPoint.DURING_COPY)
+        stages = self._stages(chunks, may_stage)
+        if self.engine.asynchronous:
+            queued = self._queue(chunks, filling, gate, stages)
+            handed_over()
+            self.engine.synchronize()
+            records = _settled(queued)
+        else:
+            records = self._copy(chunks, filling, gate, stages)
+            handed_over()
+            self.engine.synchronize()
+        self.records.extend(records)
+        return records
+
+    def drain(self, filling: Filling, gate: Gate) -> list[ChunkRecord]:
+        """Bring what was staged to the arena; training goes on meanwhile, whatever it does.
+
+        Returns:
+            What was copied when.
+        """
+        staged, self.staged = self.staged, ()
+        if self.engine.asynchronous:
+            queued = self._queue_staged(staged, filling, gate)
+            self.engine.synchronize()
+            records = _settled(queued)
+        else:
+            records = []
+            for item in staged:
+                self._reach(item.number)
+                records.append(self._one(item.chunk, filling, gate, gate.admit(), item.pieces))
+        self.records.extend(records)
+        return records
+
+    def settle(self) -> None:
+        """Wait for what is under way of a version that is given up: it must not arrive in its arena when
+        that holds another version (P5)."""
+        with suppress(CopyOrderError, RuntimeError):  # closed, or failed: then nothing arrives any more
+            self.engine.synchronize()
+
+    def _stages(
+        self, chunks: Sequence[Chunk], may_stage: Callable[[], bool] | None
+    ) -> Callable[[int, Permit], bool]:
+        """Whether all from a chunk on is staged now, instead of copied by that permit."""
+        area = self.staging
+        if may_stage is None or area is None or not area.capacity_bytes:
+            return lambda number, permit: False
+        first = area.first_fitting(chunks)
+        return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
+
+    def _stage(self, chunks: Sequence[Chunk], first: int) -> None:
+        assert self.staging is not None
+        self.staged = self.staging.stage(chunks, first)
+
+    def _copy(
+        self,
+        chunks: Sequence[Chunk],
+        filling: Filling,
+        gate: Gate,
+        stages: Callable[[int, Permit], bool],
+    ) -> list[ChunkRecord]:
+        """Chunk by chunk."""
+        records = []
+        for number, chunk in enumerate(chunks):
+            self._reach(number)
+            permit = gate.admit()
+            if stages(number, permit):
+                gate.release(permit, 0.0)
+                self._stage(chunks, number)
+                break
+            records.append(self._one(chunk, filling, gate, permit, None))
+        return records
+
+    def _one(
+        self, chunk: Chunk, filling: Filling, gate: Gate, permit: Permit, staged: Sequence[Piece] | None
+    ) -> ChunkRecord:
+        """A chunk is hashed while it is in the cache, unless the fence waits."""
+        began = ended = time.perf_counter()
+        try:
+            if staged is None:
+                self.engine.copy(chunk.pieces, encode=chunk.encode)
+            else:
+                self.engine.drain(staged)
+            filling.traffic.to_host[chunk.kind] += chunk.nbytes
+            if permit.tier == 0 or chunk.section is Section.GRADIENTS:
+                self._hasher.leave_out()
+            else:
+                checksum = self._hasher.add(chunk)
+                if checksum is not None:
+                    filling.set_checksum(chunk.placed, checksum)
+            ended = time.perf_counter()
+        finally:
+            gate.release(permit, ended - began)
+        return _record(chunk, permit, began, ended)
+
+    def _queue(
+        self,
+        chunks: Sequence[Chunk],
+        filling: Filling,
+        gate: Gate,
+        stages: Callable[[int, Permit], bool],
+    ) -> _Queued:
+        """Hand chunks to the device, a window's worth at a time; they are waited for behind the fence."""
+        queued: _Queued = []
+        permit, left = Permit(0), 0
+        for number, chunk in enumerate(chunks):
+            self._reach(number)
+            while left <= 0:
+                permit, left = _next(gate, left)
+            if stages(number, permit):
+                self._stage(chunks, number)
+                break
+            queued.append((chunk, permit, self.engine.copy(chunk.pieces, permit.mark, chunk.encode)))
+            filling.traffic.to_host[chunk.kind] += chunk.nbytes
+            left -= chunk.nbytes
+        return queued
+
+    def _queue_staged(self, staged: Sequence[StagedChunk], filling: Filling, gate: Gate) -> _Queued:
+        queued: _Queued = []
+        permit, left = Permit(0), 0
+        for item in staged:
+            self._reach(item.number)
+            while left <= 0:
+                permit, left = _next(gate, left)
+            queued.append((item.chunk, permit, self.engine.drain(item.pieces, permit.mark)))
+            filling.traffic.to_host[item.chunk.kind] += item.chunk.nbytes
+            left -= item.chunk.nbytes
+        return queued
+
+    def _reach(self, number: int) -> None:
+        """Before a chunk, once."""
+        for point in self._points.pop(number, ()):
+            self._fault(point)
+
+
+def _nothing(point: FaultPoint) -> None: ...
+
+
+def _next(gate: Gate, left: int) -> tuple[Permit, int]:
+    """The next permit and its bytes; beside computation those count by which the last chunk went too far."""
+    permit = gate.admit()
+    gate.release(permit, 0.0)
+    return permit, permit.nbytes + (left if permit.tier == 2 else 0)
+
+
+def _settled(queued: _Queued) -> list[ChunkRecord]:
+    return [_record(c, p, *ticket.secs) for c, p, ticket in queued if ticket.secs is not None]
+
+
+def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
+    """What is reached before which chunk; parities come last."""
+    data = sum(chunk.kind is not Kind.PARITY for chunk in chunks)
+    points = {data // 2: [FaultPoint.DURING_COPY]}
+    if parities := len(chunks) - data:
+        points.setdefault(data, []).append(FaultPoint.BEFORE_PARITY)
+        points.setdefault(data + parities // 2, []).append(FaultPoint.DURING_PARITY)
+    return points
+
+
+def _record(chunk: Chunk, permit: Permit, began: float, ended: float) -> ChunkRecord:
+    return ChunkRecord(permit.tier, chunk.nbytes, began, ended, permit.window, chunk.section.value)
+
+
+def bytes_by_tier(records: Iterable[ChunkRecord]) -> Counter[int]:
+    """Bytes copied in each tier."""
+    found: Counter[int] = Counter()
+    for record in records:
+        found[record.tier] += record.nbytes
+    return found

@@ -1,0 +1,170 @@
+"""Copies between host memory, on the thread that calls.
+
+``memmove`` through ctypes releases the GIL, so training goes on meanwhile, and it stays on one core:
+torch's own ``copy_`` would spread a large tensor over as many threads as training uses, and take
+their cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from reft.errors import CopyError, CopyOrderError, StagingMemoryError
+from reft.snapshot.copying.engine import (
+    CallOrder,
+    CopyTicket,
+    Encode,
+    Mark,
+    Piece,
+    bandwidth,
+    byte_views,
+    into_buffer,
+)
+from reft.store.free_memory import cgroup_free_bytes
+
+STRIDE_BYTES = 8 * 2**20
+"""Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
+
+
+MARGIN_PART = 0.05
+"""Part of all memory that a staging buffer leaves alone."""
+
+
+def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
+    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released.
+
+    Raises:
+        CopyOrderError: the engine was closed before all was copied.
+    """
+    begin, total = source.data_ptr(), source.numel()
+    shift = target.data_ptr() - begin
+    for at in range(begin, begin + total, STRIDE_BYTES):
+        if closed():
+            raise CopyOrderError("copy: the engine was closed while it was copying; the version is not whole")
+        ctypes.memmove(at + shift, at, min(STRIDE_BYTES, begin + total - at))
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy that has ended."""
+
+    nbytes: int
+    secs: tuple[float, float] | None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class CpuCopyEngine:
+    """The copy engine of training on CPUs. See :mod:`reft.snapshot.copying.engine`."""
+
+    name = "cpu"
+    asynchronous = False
+    least_chunk_bytes = 64 * 2**10
+
+    def __init__(self) -> None:
+        self._order = CallOrder()
+        self._version = 0
+        self._bytes = 0
+        self._secs = 0.0
+        self._bandwidth: float | None = None
+
+    @property
+    def bytes_per_sec(self) -> float | None:
+        return self._bandwidth
+
+    def register(self, memory: memoryview | torch.Tensor) -> bool:
+        return True
+
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+        pass
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def secs_of(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
+    def begin(self) -> None:
+        self._order.begin()
+
+    def mark(self) -> Mark:
+        return Mark(self._order.mark())
+
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
+        views = _on_host(pieces)
+        with self._order.copying(after) as version:
+            began = time.perf_counter()
+            views += byte_views(encode()) if encode is not None else []
+            for source, target in views:
+                copy_on_host(source, target, lambda: self._order.closed)
+            ended = time.perf_counter()
+        nbytes = sum(target.numel() for _, target in views)
+        self._count(version, nbytes, ended - began)
+        return _Copied(nbytes, (began, ended))
+
+    @property
+    def free_bytes(self) -> int:
+        memory = psutil.virtual_memory()
+        free = min([memory.available, *cgroup_free_bytes()])
+        return max(0, int(free - MARGIN_PART * memory.total))
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.free_bytes:
+            raise StagingMemoryError(
+                f"{nbytes} bytes of host memory are wanted to stage snapshots, {self.free_bytes} are free"
+            )
+        return torch.zeros(nbytes, dtype=torch.uint8)  # touched here, not at the fence
+
+    def stage(
+        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
+    ) -> Sequence[Piece]:
+        views = _on_host(pieces)
+        with self._order.copying(None):
+            views += byte_views(encode()) if encode is not None else []
+            placed = into_buffer(views, buffer)
+            for (source, _), place in placed:
+                copy_on_host(source, place, lambda: self._order.closed)
+        return [(place, target) for (_, target), place in placed]
+
+    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        with self._order.draining():
+            began = time.perf_counter()
+            for source, target in staged:
+                copy_on_host(source, target, lambda: self._order.closed)
+            return _Copied(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
+
+    def _count(self, version: int, nbytes: int, secs: float) -> None:
+        if version != self._version:
+            self._version, self._bytes, self._secs = version, 0, 0.0
+        self._bytes += nbytes
+        self._secs += secs
+
+    def fence(self) -> None:
+        self._order.fence()
+
+    def synchronize(self) -> None:
+        self._order.check_not_closed("synchronize")
+        self._bandwidth = bandwidth(self._bytes, self._secs, self._bandwidth)
+
+    def close(self) -> None:
+        self._order.close()
+
+
+def _on_host(pieces: Sequence[Piece]) -> list[Piece]:
+    views = byte_views(pieces)
+    for source, _ in views:
+        if source.device.type != "cpu":
+            raise CopyError(f"the source is on {source.device}; expected the CPU, as the engine was made")
+    return views

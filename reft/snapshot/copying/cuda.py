@@ -1,0 +1,438 @@
+"""Copies from a CUDA or ROCm device into host memory, on a stream of their own.
+
+The side stream waits for the compute stream's event, then DMA writes straight into the arena, which
+was registered with the driver once; the fence makes the compute stream wait for the side stream. No
+thread waits for the device but the one in :meth:`CudaCopyEngine.synchronize`.
+
+Where registering fails the engine goes on through a small pinned buffer of its own, and where that
+cannot be had, through the driver's (P6): slower, one more host copy, and the copying thread waits.
+
+Sources need no ``record_stream``: tickets hold them until the side stream is done with them, and
+memory that nothing has freed is not given to anybody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reft.errors import CopyError, StagingMemoryError
+from reft.snapshot.copying.bounce import BounceBuffers
+from reft.snapshot.copying.cpu import MARGIN_PART, copy_on_host
+from reft.snapshot.copying.engine import (
+    CallOrder,
+    CopyTicket,
+    Encode,
+    Mark,
+    Piece,
+    bandwidth,
+    byte_views,
+    into_buffer,
+)
+from reft.snapshot.copying.pinning import CHUNK_BYTES, PinnedRanges
+
+logger = logging.getLogger(__name__)
+
+cuda: Any = torch.cuda
+"""Much of it has no types."""
+
+BOUNCE_BYTES = 32 * 2**20
+"""Size of each of the two buffers that are used where memory cannot be pinned. A power of two: torch
+rounds pinned memory up to one (trap 9)."""
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``."""
+
+_LEAST_MARGIN_BYTES = 512 * 2**20
+"""Device memory that a staging buffer leaves alone at least: kernels load late, libraries take work space."""
+
+_MS = 1e-3
+"""Seconds in the unit of ``Event.elapsed_time``."""
+
+
+@dataclass(frozen=True)
+class _CudaMark(Mark):
+    """A mark and the event behind it."""
+
+    event: torch.cuda.Event
+
+
+class _CudaTicket:
+    """One copy: events around it on the side stream, and the tensors that it needs."""
+
+    def __init__(self, pieces: Sequence[Piece], *, drains: bool = False) -> None:
+        self.drains = drains
+        """Whether it belongs to a version that was fenced."""
+        self.nbytes = sum(target.numel() for _, target in pieces)
+        self.secs: tuple[float, float] | None = None
+        self.began = cuda.Event(enable_timing=True)
+        self.ended = cuda.Event(enable_timing=True, blocking=True)
+        self.keep_alive: Sequence[Piece] = pieces
+        self.staged: Sequence[Piece] = ()
+        """What was put into a staging buffer, and has its way to host memory before it."""
+
+    def keep(self, pieces: Sequence[Piece]) -> None:
+        """Count further pieces and hold their tensors."""
+        self.nbytes += sum(target.numel() for _, target in pieces)
+        self.keep_alive = [*self.keep_alive, *pieces]
+
+    def done(self) -> bool:
+        return bool(self.ended.query())
+
+    def wait(self) -> None:
+        self.ended.synchronize()
+
+    def settle(self, anchor: torch.cuda.Event, anchor_secs: float) -> None:
+        """Take the times, once both events and ``anchor`` (recorded at ``anchor_secs``) have passed."""
+        began = anchor_secs - self.began.elapsed_time(anchor) * _MS
+        self.secs = (began, began + self.began.elapsed_time(self.ended) * _MS)
+        self.keep_alive = ()
+
+
+class CudaCopyEngine:
+    """The copy engine of CUDA and ROCm devices. See :mod:`reft.snapshot.copying.engine`.
+
+    Args:
+        device: the device that trains.
+        bounce_bytes: size of each of the two pinned buffers, where they are needed.
+        chunk_bytes: most bytes registered by one call of the driver.
+    """
+
+    asynchronous = True
+    least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
+
+    def __init__(
+        self, device: torch.device, *, bounce_bytes: int = BOUNCE_BYTES, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        index = cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.name = "rocm" if torch.version.hip else "cuda"
+        # 0 is the lowest priority of torch's pools: where both want the same unit, training goes first.
+        self._side = cuda.Stream(self.device, priority=0)
+        self._clock = cuda.Stream(self.device, priority=0)
+        # Not the side stream: the next fence waits for that.
+        self._drain = cuda.Stream(self.device, priority=0)
+        self._staged: torch.cuda.Event | None = None
+        self._order = CallOrder()
+        self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
+        self._begun: torch.cuda.Event | None = None
+        self._copied_version = 0
+        self._tickets: list[_CudaTicket] = []
+        self._lock = threading.Lock()
+        self._bandwidth: float | None = None
+        self._bounce_bytes = bounce_bytes
+        self._bounce = BounceBuffers(
+            bounce_bytes,
+            make=self._pinned_buffer,
+            dma=self._dma,
+            event=lambda: cuda.Event(blocking=True),
+            closed=lambda: self._order.closed,
+            warn=self._warn_no_buffers,
+        )
+        self._warned: set[str] = set()
+
+    @property
+    def bytes_per_sec(self) -> float | None:
+        return self._bandwidth
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def register(self, memory: memoryview | torch.Tensor) -> bool:
+        self._order.check_not_closed("register")
+        try:
+            self._pinned.add(memory)
+        except (RuntimeError, ValueError, OSError) as error:
+            self._warn_once(
+                "register",
+                f"{self.device}: memory cannot be pinned: {error}. Snapshots go through a buffer of "
+                f"{2 * self._bounce_bytes / 2**20:.0f} MiB with one more copy on the host, slower and "
+                f"with more load; raise the limit of locked memory (ulimit -l) and see the driver's log",
+            )
+            return False
+        return True
+
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+        if not self._order.closed:
+            self._use_device()
+            self._side.synchronize()
+            self._drain.synchronize()
+            self._pinned.remove(memory)
+
+    def _pin(self, address: int, nbytes: int) -> None:
+        _driver_call(self.device, lambda runtime: runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def _unpin(self, address: int) -> None:
+        try:
+            _driver_call(self.device, lambda runtime: runtime.cudaHostUnregister(address))
+        except RuntimeError as error:
+            self._warn_once("unregister", f"{self.device}: memory could not be unpinned: {error}")
+
+    def _warn_no_buffers(self, cause: str) -> None:
+        self._warn_once(
+            "bounce",
+            f"{self.device}: no pinned buffer for snapshots: {cause}. Copies go through the driver's own; "
+            f"free host memory or raise the limit of locked memory (ulimit -l)",
+        )
+
+    def _warn_once(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            logger.warning("%s", message)
+
+    # -- training thread -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        event = self._record()
+        self._order.begin()
+        self._begun = event
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._order.mark(), self._record())
+
+    def stamp(self) -> torch.cuda.Event:
+        return self._record(timed=True)
+
+    def _record(self, timed: bool = False) -> torch.cuda.Event:
+        """An event at the end of what the calling thread gave the device so far."""
+        event: torch.cuda.Event = cuda.Event(enable_timing=timed, blocking=timed)
+        event.record(cuda.current_stream(self.device))
+        return event
+
+    def fence(self) -> None:
+        if self._order.fence() and self._copied_version:
+            event = cuda.Event()
+            event.record(self._side)
+            cuda.current_stream(self.device).wait_event(event)
+
+    # -- copying thread --------------------------------------------------------------------------
+
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
+        return self._hand_over(pieces, after, encode)
+
+    def _hand_over(
+        self,
+        pieces: Sequence[Piece],
+        after: Mark | None,
+        encode: Encode | None,
+        buffer: torch.Tensor | None = None,
+    ) -> _CudaTicket:
+        """Queue copies on the side stream: to the targets, or into a staging buffer."""
+        views = byte_views(pieces)
+        for source, _ in views:
+            if source.device.type != "cpu" and source.device != self.device:
+                raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
+        with self._order.copying(after) as version:
+            self._use_device()
+            ticket = _CudaTicket(views)
+            with self._lock:
+                if version != self._copied_version:
+                    self._open(version)
+                if isinstance(after, _CudaMark):
+                    self._side.wait_event(after.event)
+            ticket.began.record(self._side)
+            try:
+                with cuda.stream(self._side):
+                    if encode is not None:
+                        encoded = byte_views(encode())
+                        ticket.keep(encoded)
+                        views += encoded
+                    if buffer is not None:
+                        ticket.staged = self._into_buffer(views, buffer)
+                    else:
+                        for source, target in views:
+                            self._copy_piece(source, target, self._side)
+            finally:
+                # What failed half way is waited for too.
+                ticket.ended.record(self._side)
+                with self._lock:
+                    self._tickets.append(ticket)
+        return ticket
+
+    # -- staging ---------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        # What torch has reserved is left to training: it was its peak, and will be again.
+        free, total = cuda.mem_get_info(self.device)
+        return max(0, int(free - max(_LEAST_MARGIN_BYTES, MARGIN_PART * total)))
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        self._use_device()
+        if nbytes > self.free_bytes:
+            raise StagingMemoryError(
+                f"{self.device}: {nbytes / 2**20:.0f} MiB are wanted to stage snapshots, "
+                f"{self.free_bytes / 2**20:.0f} MiB are left beside a margin for training"
+            )
+        try:
+            with cuda.stream(self._side):
+                return self._device_memory(nbytes)
+        except RuntimeError as error:
+            raise StagingMemoryError(f"{self.device}: no memory to stage snapshots: {error}") from error
+
+    def _device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def stage(
+        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
+    ) -> Sequence[Piece]:
+        ticket = self._hand_over(pieces, None, encode, buffer)
+        staged = cuda.Event()
+        staged.record(self._side)
+        self._staged = staged
+        return ticket.staged
+
+    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        ticket = _CudaTicket(staged, drains=True)
+        with self._order.draining():
+            self._use_device()
+            if self._staged is not None:
+                self._drain.wait_event(self._staged)
+                self._staged = None
+            if isinstance(after, _CudaMark):
+                self._drain.wait_event(after.event)
+            ticket.began.record(self._drain)
+            try:
+                with cuda.stream(self._drain):
+                    for source, target in staged:
+                        self._copy_piece(source, target, self._drain)
+            finally:
+                ticket.ended.record(self._drain)
+                with self._lock:
+                    self._tickets.append(ticket)
+        return ticket
+
+    # -- inside a copy ---------------------------------------------------------------------------
+
+    def _use_device(self) -> None:
+        """A new thread starts on device 0; switching back to it would make a context there, some
+        hundred MB of its memory for every rank of the node."""
+        cuda.set_device(self.device)
+
+    def _open(self, version: int) -> None:
+        """The first copy of a version: wait for the point where its state became final."""
+        assert self._begun is not None
+        self._side.wait_event(self._begun)
+        self._copied_version = version
+        # Versions that were given up are never synchronized: do not keep their tensors for that.
+        self._tickets = [t for t in self._tickets if t.drains or not t.done()]
+
+    def _into_buffer(self, views: Sequence[Piece], buffer: torch.Tensor) -> Sequence[Piece]:
+        placed = into_buffer([v for v in views if self._on_device(v[0])], buffer)
+        for (source, _), place in placed:
+            self._duplicate(source, place)
+        for source, target in views:
+            if not self._on_device(source):
+                copy_on_host(source, target, lambda: self._order.closed)
+        return [(place, target) for (_, target), place in placed]
+
+    def _duplicate(self, source: torch.Tensor, place: torch.Tensor) -> None:
+        """Queue one copy within the device on the current stream."""
+        place.copy_(source, non_blocking=True)
+
+    def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
+        if not self._on_device(source):
+            copy_on_host(source, target, lambda: self._order.closed)
+            return
+        at = 0
+        for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
+            part = slice(at, at + nbytes)
+            if pinned:
+                self._dma(source[part], target[part])
+            else:
+                self._bounce.copy(source[part], target[part], stream)
+            at += nbytes
+
+    def _on_device(self, source: torch.Tensor) -> bool:
+        return source.device.type != "cpu"
+
+    def _dma(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue one transfer on the current stream. Only into pinned memory does it return at once."""
+        target.copy_(source, non_blocking=True)
+
+    def _pinned_buffer(self) -> torch.Tensor:
+        return torch.empty(self._bounce_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        self._order.check_not_closed("synchronize")
+        with self._lock:
+            tickets, self._tickets = self._tickets, []
+        if not tickets:
+            return
+        self._use_device()
+        for ticket in tickets:
+            ticket.wait()
+        anchor, anchor_secs = self._anchor()
+        for ticket in tickets:
+            ticket.settle(anchor, anchor_secs)
+        linked = [t for t in tickets if not t.staged]  # what was staged did not pass the link
+        busy_secs = sum(t.secs[1] - t.secs[0] for t in linked if t.secs is not None)
+        self._bandwidth = bandwidth(sum(t.nbytes for t in linked), busy_secs, self._bandwidth)
+
+    def secs_of(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
+        self._use_device()
+        for stamp in stamps:
+            stamp.synchronize()
+        anchor, anchor_secs = self._anchor()
+        return [anchor_secs - stamp.elapsed_time(anchor) * _MS for stamp in stamps]
+
+    def _anchor(self) -> tuple[torch.cuda.Event, float]:
+        """An event that has passed, and when: what ties the device's clock to the host's."""
+        anchor: torch.cuda.Event = cuda.Event(enable_timing=True)
+        # Not on the side stream, which may already wait for a later version.
+        anchor.record(self._clock)
+        anchor.synchronize()
+        return anchor, time.perf_counter()
+
+    def close(self) -> None:
+        if not self._order.close():
+            return
+        try:
+            self._use_device()
+            self._side.synchronize()
+            self._drain.synchronize()
+        except RuntimeError as error:
+            self._warn_once("close", f"{self.device}: the device failed while it copied: {error}")
+        self._pinned.clear()
+        self._tickets.clear()
+        self._bounce.clear()
+
+
+def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
+    """Call the driver for ``device``.
+
+    In a thread of its own: a call that fails leaves its error behind in the thread that made it, and
+    torch would report it there at the next kernel it launches.
+
+    Raises:
+        RuntimeError: the driver refused; says why.
+    """
+    refused: list[str] = []
+
+    def run() -> None:
+        try:
+            # Without this the call would go to device 0 and take memory there for a context.
+            cuda.set_device(device)
+            runtime = cuda.cudart()
+            error = call(runtime)
+            if int(error):
+                refused.append(f"{runtime.cudaGetErrorString(error)} (error {int(error)})")
+        except Exception as error:
+            refused.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name="reft-pin")
+    try:
+        thread.start()
+    except RuntimeError:
+        run()  # the interpreter is shutting down
+    else:
+        thread.join()
+    if refused:
+        raise RuntimeError(refused[0])

@@ -1,0 +1,398 @@
+"""Copy engines: how bytes get from live tensors into an arena. One protocol, one engine per device type.
+
+One version passes an engine like this, T being the thread that trains, W the one that copies::
+
+    T  optimizer step │ begin() ─► forward, backward, mark(), ...  ─► fence() │ optimizer step
+    W                 │    copy(pieces) ─► copy(pieces, after=mark) ─► ...     │ synchronize(), checksums
+
+- **begin** (T): the state is final now. Nothing is read earlier than what T had given the device then.
+- **mark** (T): a point in the device's own time line. The host runs ahead of a device; to copy inside a
+  bubble, T takes a mark right before the receive that opens it, and W copies ``after`` that mark. On
+  a CPU the two time lines are one and a mark says nothing.
+- **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued; the
+  others return when the bytes have arrived. Call it from a thread that may wait.
+- **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute stream
+  waits for the copies, the host does not; on a CPU T waits for the pieces in copying. It is called
+  before *every* optimizer step, also where there was no ``begin``.
+- **synchronize** (W): the bytes are in host memory: checksums may be taken, the arena may be sealed.
+
+What cannot be in host memory by the fence may be staged (CheckFreq's GPU mode)::
+
+    T  ... ─► fence() │ optimizer step │ begin() ... mark() ... ─► fence()
+    W  stage(pieces)  │           drain(staged) ─► drain(staged, after=mark) ...  synchronize()
+
+- **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of the time.
+- **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits for it.
+
+Calls of ``begin``, ``mark`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
+or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
+
+Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the caching
+allocator nor an unmapping can pull them away. It never hands out memory: what was copied shares no
+byte with its source (trap 21). The CUDA engine makes its device the current one of threads that call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
+
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the CPU, and
+1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of an image so."""
+
+Encode = Callable[[], Sequence[Piece]]
+"""Work on the live state whose result is copied: it is done by the fence like a copy is."""
+
+MEASURED_BYTES = 2**20
+"""A version with fewer bytes says nothing about bandwidth."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the compute stream's time line, of one version. Made by :meth:`CopyEngine.mark`."""
+
+    version: int
+
+
+class CopyTicket(Protocol):
+    """What became of one :meth:`CopyEngine.copy`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces together."""
+
+    @property
+    def secs(self) -> tuple[float, float] | None:
+        """When the copying began and ended, by ``time.perf_counter()``; device time is mapped onto it
+        within some ten microseconds. None until the engine's ``synchronize`` has returned."""
+
+    def done(self) -> bool:
+        """Whether all bytes are in host memory. Does not wait."""
+
+    def wait(self) -> None:
+        """Wait for that. Not on the training thread."""
+
+
+class ComputeClock(Protocol):
+    """Tells when the compute stream got to a point, without making anybody wait for it."""
+
+    def stamp(self) -> Any:
+        """This point of the training thread's work for the device. On the training thread, at any time."""
+
+    def secs_of(self, stamps: Sequence[Any]) -> list[float]:
+        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
+        training thread.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+
+
+class CopyEngine(ComputeClock, Protocol):
+    """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
+
+    @property
+    def name(self) -> str:
+        """For messages and results: ``cpu``, ``cuda`` or ``rocm``."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether :meth:`copy` returns before the bytes have arrived (while memory is pinned)."""
+
+    @property
+    def least_chunk_bytes(self) -> int:
+        """Handing over takes the host as long as the link takes for about so many bytes: with smaller
+        pieces or calls the link idles between them."""
+
+    @property
+    def bytes_per_sec(self) -> float | None:
+        """Bandwidth of the newest synchronized version with at least 1 MiB, over the time in which the
+        engine did copy; None before. Taking it costs nothing."""
+
+    def register(self, memory: memoryview | torch.Tensor) -> bool:
+        """Tell the engine about an arena's data region, once, when it was made; takes seconds for
+        tens of GB. The engine keeps the memory mapped until :meth:`unregister`.
+
+        Returns:
+            Whether copies go straight there. False costs speed only; it was logged why.
+        """
+
+    def unregister(self, memory: memoryview | torch.Tensor) -> None:
+        """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
+        Memory that is not registered is fine."""
+
+    def begin(self) -> None:
+        """Open a version: the state is final now.
+
+        Raises:
+            CopyOrderError: the version before was not fenced, or the engine is closed.
+        """
+
+    def mark(self) -> Mark:
+        """This point of the compute stream, for ``after=...``: of ``drain``, and of ``copy`` if a version is
+        open.
+
+        Raises:
+            CopyOrderError: the engine is closed.
+        """
+
+    def copy(
+        self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
+    ) -> CopyTicket:
+        """Copy pieces of the open version.
+
+        Args:
+            pieces: sources and targets; zero-size ones are fine.
+            after: begin no earlier than there.
+            encode: reads the state before the pieces are copied, on the copying stream of a device; the
+                pieces that it returns are copied too.
+
+        Raises:
+            CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory, or
+                sizes that differ. Nothing was copied.
+            CopyOrderError: no version is open (not begun, fenced, closed meanwhile), or the mark is
+                of another one. Nothing was copied, or (closed) the version is not whole.
+            RuntimeError: the device failed.
+        """
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory of the device that a staging buffer may take: what is free, but a margin for training."""
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """A staging buffer, 1-D uint8, on the device. Not on the training thread.
+
+        Raises:
+            StagingMemoryError: there is not so much left beside the margin, or the device refused.
+        """
+
+    def stage(
+        self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
+    ) -> Sequence[Piece]:
+        """Copy pieces of the open version into a staging buffer, by the fence.
+
+        Args:
+            pieces, encode: as in :meth:`copy`.
+            buffer: 1-D uint8 on the device, of at least as many bytes.
+
+        Returns:
+            What is to be drained: pieces from the buffer to the same targets. Sources in host memory were
+            copied straight to their targets.
+
+        Raises:
+            CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a buffer that is too small.
+        """
+
+    def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
+        """Copy what was staged to its targets; also while no version is open.
+
+        Args:
+            staged: as :meth:`stage` returned it.
+            after: begin no earlier than there; a mark of any version.
+
+        Raises:
+            CopyOrderError: the engine was closed; the version is not whole.
+            RuntimeError: the device failed.
+        """
+
+    def fence(self) -> None:
+        """End the version. Harmless where none is open, and for what is being drained."""
+
+    def synchronize(self) -> None:
+        """Wait until everything handed over is in host memory. Not on the training thread.
+
+        Raises:
+            CopyOrderError: the engine is closed.
+            RuntimeError: the device failed.
+        """
+
+    def close(self) -> None:
+        """Wait for copies in flight, unregister all memory. May be called again, from any thread."""
+
+
+def copy_engine_for(device: torch.device | str) -> CopyEngine:
+    """The engine for tensors on ``device``.
+
+    Raises:
+        UnsupportedStateError: there is none for this type of device.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        from reft.snapshot.copying.cpu import CpuCopyEngine
+
+        return CpuCopyEngine()
+    if device.type == "cuda":  # torch's name for ROCm devices too
+        from reft.snapshot.copying.cuda import CudaCopyEngine
+
+        return CudaCopyEngine(device)
+    raise UnsupportedStateError(
+        f"no copy engine for tensors on {device}; expected a CPU, CUDA or ROCm device: disable reft"
+    )
+
+
+# --- shared by the engines -------------------------------------------------------------------------
+
+
+def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
+    """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left out.
+
+    Raises:
+        CopyError: see :meth:`CopyEngine.copy`.
+    """
+    views = []
+    for source, target in pieces:
+        view = _byte_view(source)
+        if target.device.type != "cpu" or target.dtype != torch.uint8 or target.dim() != 1:
+            raise CopyError(
+                f"the target is a {target.dtype} tensor of {target.dim()} dimensions on {target.device}; "
+                f"expected 1-D uint8 on the CPU"
+            )
+        if not target.is_contiguous() or target.numel() != view.numel():
+            raise CopyError(
+                f"the target has {target.numel()} bytes (stride {target.stride()}), its source "
+                f"{view.numel()}; expected a contiguous target of equal size"
+            )
+        if view.numel():
+            views.append((view, target))
+    return views
+
+
+def into_buffer(views: Sequence[Piece], buffer: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+    """Each piece with its place in a staging buffer.
+
+    Raises:
+        CopyError: the buffer is too small.
+    """
+    wanted = sum(target.numel() for _, target in views)
+    if wanted > buffer.numel():
+        raise CopyError(f"{wanted} bytes are to be staged; the buffer has {buffer.numel()}")
+    placed, at = [], 0
+    for view in views:
+        placed.append((view, buffer[at : at + view[1].numel()]))
+        at += view[1].numel()
+    return placed
+
+
+def _byte_view(source: torch.Tensor) -> torch.Tensor:
+    plain = source.layout == torch.strided and not (source.is_conj() or source.is_neg())
+    if not plain or not source.is_contiguous():
+        raise CopyError(
+            f"the source is a {source.dtype} tensor of shape {tuple(source.shape)}, layout {source.layout}, "
+            f"stride {tuple(source.stride()) if plain else 'unknown'}; expected a contiguous one, whose "
+            f"bytes are in order: hand over its memory, as SectionImage does"
+        )
+    return source.detach().reshape(-1).view(torch.uint8)
+
+
+class _Phase(Enum):
+    IDLE = "not begun"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class CallOrder:
+    """Keeps the order of an engine's calls; knows which copies are inside :meth:`CopyEngine.copy`."""
+
+    def __init__(self) -> None:
+        self._phase = _Phase.IDLE
+        self._version = 0
+        self._active = 0
+        self._draining = 0
+        self._changed = threading.Condition()
+
+    @property
+    def closed(self) -> bool:
+        return self._phase is _Phase.CLOSED
+
+    def begin(self) -> int:
+        """Returns the number of the version that is open now."""
+        with self._changed:
+            if self._phase is not _Phase.IDLE:
+                what = "the engine is closed" if self.closed else "the version before was not fenced"
+                raise CopyOrderError(f"begin: {what}; expected fence() before every optimizer step")
+            self._phase = _Phase.OPEN
+            self._version += 1
+            return self._version
+
+    def mark(self) -> int:
+        """The open version's number; 0 where none is open."""
+        self.check_not_closed("mark")
+        return self._version if self._phase is _Phase.OPEN else 0
+
+    def open_version(self, what: str) -> int:
+        """The open version's number.
+
+        Raises:
+            CopyOrderError: none is open.
+        """
+        if self._phase is not _Phase.OPEN:
+            state = "the engine is closed" if self.closed else "no version is open"
+            raise CopyOrderError(f"{what}: {state}; expected it between begin() and fence()")
+        return self._version
+
+    @contextmanager
+    def copying(self, after: Mark | None) -> Iterator[int]:
+        """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
+        with self._changed:
+            version = self.open_version("copy")
+            if after is not None and after.version != version:
+                raise CopyOrderError(
+                    f"copy: the mark is of version {after.version}, version {version} is open; expected a "
+                    f"mark taken since its begin()"
+                )
+            self._active += 1
+        try:
+            yield version
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def draining(self) -> Iterator[None]:
+        """One copy of what was staged; ``close`` waits for its end, ``fence`` does not."""
+        with self._changed:
+            self.check_not_closed("drain")
+            self._draining += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._draining -= 1
+                self._changed.notify_all()
+
+    def fence(self) -> bool:
+        """No copy begins any more, and none is inside ``copy``. Returns whether a version was open."""
+        with self._changed:
+            if self._phase is not _Phase.OPEN:
+                return False
+            self._phase = _Phase.IDLE
+            self._changed.wait_for(lambda: not self._active)
+            return True
+
+    def check_not_closed(self, what: str) -> None:
+        if self.closed:
+            raise CopyOrderError(f"{what}: the engine is closed; expected it before close()")
+
+    def close(self) -> bool:
+        """Like :meth:`fence`, for good. Returns False if it was closed before."""
+        with self._changed:
+            if self._phase is _Phase.CLOSED:
+                return False
+            self._phase = _Phase.CLOSED
+            self._changed.wait_for(lambda: not (self._active or self._draining))
+            return True
+
+
+def bandwidth(nbytes: int, secs: float, before: float | None) -> float | None:
+    """Bytes per second of a version that took ``secs``; ``before`` where it says nothing."""
+    return nbytes / secs if nbytes >= MEASURED_BYTES and secs > 0 else before

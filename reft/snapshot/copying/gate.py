@@ -1,0 +1,451 @@
+"""The gate between training and the copying thread: a chunk is copied only while the gate lets it.
+
+The training thread opens it right before an instruction in which the device waits and closes it right
+after; the copying thread asks before every chunk. Two gates, one for each kind of copy engine:
+
+- :class:`HostGate`: copies are done when the call returns. Closing waits for the chunk in flight, so no
+  chunk of tier 1 runs beside a training instruction other than the one it was let in for.
+- :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out the
+  bytes planned for each window, to be started after the mark that was taken where the window opens.
+
+Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2), within
+communication instructions that were opened for it (tier 3), when training has shown no sign of life for long
+(nothing is disturbed then), and all of them as soon as the fence waits (tier 0).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from reft.snapshot.copying.engine import Mark
+
+UNLIMITED = 2**62
+_TURN_SECS = 0.00002
+"""How often is looked whether training, which was to go first, has gone."""
+_BURST_SECS = 0.002
+"""Copies beside computation follow each other for so long: one alone, woken for it, takes twice its time."""
+_QUEUED_SECS = 0.01
+"""Copies beside computation are handed to a device for so long at a time, where they keep to a pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Leave to copy.
+
+    Attributes:
+        tier: 1, 2, 3, or 0 for what the fence waits for.
+        window: number of the window; None outside of windows (tier 1).
+        nbytes: how much may be copied before asking again; at least one chunk.
+        mark: start no earlier than there.
+    """
+
+    tier: int
+    window: int | None = None
+    nbytes: int = 1
+    mark: Mark | None = None
+
+
+_HURRY = Permit(0)
+_BESIDE = Permit(2)
+_COMMUNICATION = Permit(3)
+
+
+class Gate(Protocol):
+    """What the training thread and the copying thread share."""
+
+    patience_secs: float
+    """How long training may be silent before copies go on without a window."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a version is to be copied, or being copied, through this gate."""
+
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+        """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
+
+    def close(self) -> float:
+        """T: the device goes on. Returns the seconds waited for the chunk in flight."""
+
+    def hurry(self) -> None:
+        """T: let everything through until :meth:`relax`; the fence waits."""
+
+    def relax(self) -> None:
+        """T: end of the hurry, and of the version: nothing is to be copied until :meth:`enter`."""
+
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
+        """What may be copied outside of windows.
+
+        Args:
+            part: of the time in which chunks may run there, 0 to 1, for engines that are done when a call
+                returns.
+            nbytes: of each version, for engines that queue, where the plan has no window to begin in.
+            bytes_per_sec: the pace of these.
+        """
+
+    def enter(self, draining: bool = False) -> None:
+        """T: a version was handed over; ``draining``: another one is not out yet, and goes on first."""
+
+    def begin(self) -> None:
+        """W: the newest version's copy begins; windows from before it was handed over are not its own."""
+
+    def leave(self) -> None:
+        """W: nothing any more."""
+
+    def admit(self) -> Permit:
+        """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
+
+    def release(self, permit: Permit, secs: float) -> None:
+        """W: the chunk was copied and took ``secs``."""
+
+
+class HostGate:
+    """For engines whose copies are done when the call returns (CPU). See :class:`Gate`.
+
+    In a window the training thread's core is idle, and no other may be: so the copying thread goes
+    there. Left to itself it is often woken on a core where another rank computes, and stays.
+
+    A version begins in a window that bytes are planned for, since what prepares it takes longer than many a
+    wait, such as that for the step's loss, which the other ranks wait for too. What has begun goes on in any.
+    """
+
+    def __init__(self) -> None:
+        self.patience_secs = 1.0
+        self._core = _CoreOfTraining()
+        self._in_flight = threading.Lock()
+        self._closing = False
+        """Training waits for the chunk in flight: no other one may take its turn."""
+        self._changed = threading.Event()
+        self._open: Permit | None = None
+        self._hurrying = False
+        self._share = 0.0
+        self._wanted = False
+        self._begun = False
+        self._next_beside = 0.0
+        self._burst_secs = 0.0
+        self._alive_at = time.perf_counter()
+        self._permits: dict[int, Permit] = {}
+        """By window, to be made once."""
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    # -- training thread: every line here is paid by training ---------------------------------------
+
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+        if window is None:
+            self._open = _COMMUNICATION
+            if self._wanted:
+                self._changed.set()  # the core is at work: it moves the data
+            return
+        if not (nbytes or self._begun):
+            return
+        permit = self._permits.get(window)
+        if permit is None:
+            permit = self._permits[window] = Permit(1, window)
+        self._open = permit
+        if self._wanted:
+            self._core.follow()
+            self._changed.set()
+
+    def close(self) -> float:
+        if self._open is None:
+            return 0.0
+        self._open = None
+        self._alive_at = time.perf_counter()
+        if not self._wanted:
+            return 0.0
+        if not self._hurrying:
+            self._changed.clear()
+        self._closing = True
+        with self._in_flight:
+            self._closing = False
+            return time.perf_counter() - self._alive_at
+
+    def hurry(self) -> None:
+        self._hurrying = True
+        self._changed.set()
+
+    def relax(self) -> None:
+        self._hurrying = self._wanted = False
+        self._alive_at = time.perf_counter()
+        self._changed.clear()
+
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
+        self._share = part
+
+    def enter(self, draining: bool = False) -> None:
+        self._wanted = True
+        self._next_beside = 0.0
+        self._alive_at = time.perf_counter()
+
+    def begin(self) -> None: ...
+
+    # -- copying thread ------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        self._wanted = self._begun = False
+        self._core.release()
+
+    def admit(self) -> Permit:
+        self._core.register()
+        while True:
+            while self._closing:
+                time.sleep(_TURN_SECS)
+            self._in_flight.acquire()
+            if self._hurrying:
+                return _HURRY
+            permit = self._open
+            if permit is not None:
+                if permit is _COMMUNICATION:
+                    self._core.release()  # training's core is at work then
+                return permit
+            wait_secs = self._until_beside()
+            if wait_secs <= 0:
+                self._core.release()
+                return _BESIDE
+            self._in_flight.release()
+            if self._share > 0:
+                self._core.leave()  # before it is woken beside computation
+            self._changed.wait(wait_secs)
+
+    def _until_beside(self) -> float:
+        now = time.perf_counter()
+        silent_at = self._alive_at + self.patience_secs
+        if now >= silent_at:
+            return 0.0
+        if self._share <= 0:
+            return silent_at - now
+        return min(self._next_beside, silent_at) - now
+
+    def release(self, permit: Permit, secs: float) -> None:
+        self._begun = True
+        self._in_flight.release()
+        if permit.tier == 2 and self._share > 0:
+            self._burst_secs += secs
+            if self._burst_secs >= _BURST_SECS:
+                self._next_beside = time.perf_counter() + self._burst_secs * (1.0 / self._share - 1.0)
+                self._burst_secs = 0.0
+        elif permit.tier == 1:
+            # Training may have got what it waited for, and wait for this core now.
+            _yield_core()
+
+
+class _CoreOfTraining:
+    """Puts the copying thread on the core of the training thread, and back where it may run otherwise.
+
+    Does nothing where the system cannot, or where somebody has kept the two threads apart.
+    """
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._active = False
+        self._allowed: set[int] = set()
+        self._placing = threading.Lock()
+        self._core: int | None = None
+        """Where the copying thread was put; None: where it may run otherwise."""
+
+    def register(self) -> None:
+        """W: this is the copying thread, and it has something to copy."""
+        if not self._active and _current_core is not None:
+            found = os.sched_getaffinity(0)
+            if self._core is None or found != {self._core}:  # else it is our own doing
+                self._allowed = found
+            self._thread = threading.get_native_id()
+            self._active = True
+
+    def follow(self) -> None:
+        """T: let the copying thread run on the core where this one does."""
+        if self._active and _current_core is not None:
+            core = _current_core()
+            with self._placing:
+                if core != self._core and core in self._allowed:
+                    self._core = core
+                    self._place({core})
+
+    def release(self) -> None:
+        """W: run anywhere, whatever training does, until :meth:`register`."""
+        self._active = False
+        self.leave()
+
+    def leave(self) -> None:
+        """W: run anywhere until the next :meth:`follow`."""
+        with self._placing:
+            if self._core is not None:
+                self._core = None
+                self._place(self._allowed)
+
+    def _place(self, cores: set[int]) -> None:
+        try:
+            os.sched_setaffinity(self._thread, cores)
+        except OSError:
+            self._allowed = set()  # cores were taken from the process: leave it to the system
+
+
+def _core_getter() -> Callable[[], int] | None:
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    try:
+        # Without letting go of the GIL: it takes less than a microsecond.
+        getter: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+    except (OSError, AttributeError):
+        return None
+    return getter
+
+
+def _yielder() -> Callable[[], object]:
+    try:
+        # Unlike os.sched_yield this lets go of the GIL.
+        yielder: Callable[[], object] = ctypes.CDLL(None).sched_yield
+    except (OSError, AttributeError):
+        return lambda: None
+    return yielder
+
+
+_yield_core = _yielder()
+_current_core = _core_getter()
+
+
+class StreamGate:
+    """For engines that queue copies on a device. See :class:`Gate`.
+
+    What is planned beside computation begins in windows, as part of their bytes, and runs on behind them.
+    Where there are none it begins at once, no more of it than planned: what is queued cannot be staged.
+    """
+
+    def __init__(self) -> None:
+        self.patience_secs = 1.0
+        self._changed = threading.Condition()
+        self._windows: deque[Permit | None] = deque()
+        """None: a version was handed over here."""
+        self._hurrying = False
+        self._wanted = False
+        self._alive_at = time.perf_counter()
+        self._beside_bytes, self._beside_rate = 0, math.inf
+        self._beside_left, self._next_beside = 0, 0.0
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
+        self._alive_at = time.perf_counter()
+        if nbytes and mark is not None and self._wanted:
+            with self._changed:
+                self._windows.append(Permit(3 if window is None else 1, window, nbytes, mark))
+                self._changed.notify()
+
+    def close(self) -> float:
+        return 0.0
+
+    def hurry(self) -> None:
+        with self._changed:
+            self._hurrying = True
+            self._changed.notify()
+
+    def relax(self) -> None:
+        with self._changed:
+            self._hurrying = self._wanted = False
+            self._windows.clear()
+            self._alive_at = time.perf_counter()
+
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
+        with self._changed:
+            self._beside_bytes, self._beside_rate = nbytes, bytes_per_sec
+
+    def enter(self, draining: bool = False) -> None:
+        with self._changed:
+            if draining:
+                self._windows.append(None)
+            else:
+                self._windows.clear()
+            self._beside_left, self._next_beside = self._beside_bytes, 0.0
+            self._wanted = True
+            self._changed.notify()
+
+    def begin(self) -> None:
+        with self._changed:
+            while None in self._windows:
+                self._windows.popleft()
+
+    def leave(self) -> None:
+        with self._changed:
+            self._wanted = False
+            self._windows.clear()
+
+    def admit(self) -> Permit:
+        with self._changed:
+            while True:
+                # Also in a hurry: it is the host's, which is ahead; the windows may lie before the device.
+                while self._windows:
+                    if (permit := self._windows.popleft()) is not None:
+                        return permit
+                if self._hurrying:
+                    return Permit(0, nbytes=UNLIMITED)
+                now = time.perf_counter()
+                left = self._alive_at + self.patience_secs - now
+                if left <= 0:
+                    return Permit(2, nbytes=UNLIMITED)
+                if self._beside_left > 0:
+                    if now >= self._next_beside:
+                        return self._beside(now)
+                    left = min(left, self._next_beside - now)
+                self._changed.wait(left)
+
+    def _beside(self, now: float) -> Permit:
+        """The next of what may be copied outside of windows."""
+        nbytes = min(self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS))))
+        self._beside_left -= nbytes
+        self._next_beside = now + nbytes / self._beside_rate
+        return Permit(2, nbytes=nbytes)
+
+    def release(self, permit: Permit, secs: float) -> None:
+        pass
+
+
+class OpenGate:
+    """Lets everything through at once: for versions that are not paced, and for the baselines.
+
+    Args:
+        tier: what chunks count as; 0 where training waits for them.
+        hurried: whether the fence waits by now; then chunks count as tier 0 too.
+    """
+
+    def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
+        self.patience_secs = 0.0
+        self._permit = Permit(tier)
+        self._hurried = hurried
+
+    @property
+    def wanted(self) -> bool:
+        return False
+
+    def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None: ...
+
+    def close(self) -> float:
+        return 0.0
+
+    def hurry(self) -> None: ...
+
+    def relax(self) -> None: ...
+
+    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None: ...
+
+    def enter(self, draining: bool = False) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def admit(self) -> Permit:
+        return _HURRY if self._hurried() else self._permit
+
+    def release(self, permit: Permit, secs: float) -> None: ...

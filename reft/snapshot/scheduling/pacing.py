@@ -1,0 +1,484 @@
+"""The pacer: measures the windows of a running job, plans with HAS, opens and closes the gate.
+
+One per engine. The training thread tells it what begins and ends (:mod:`reft.hook.weave`); the copying
+thread asks its gate before every chunk and has the plan renewed after every version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reft.errors import ConfigError
+from reft.snapshot.copying.engine import ComputeClock, Mark
+from reft.snapshot.copying.gate import Gate
+from reft.snapshot.scheduling.has import (
+    BandwidthModel,
+    HasSchedule,
+    Interval,
+    Limits,
+    Overflow,
+    plan_schedule,
+)
+from reft.snapshot.scheduling.instructions import COMMUNICATING, trains, window_kind
+from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.snapshot.scheduling.windows import (
+    AnalyticEstimator,
+    PaperEstimator,
+    ProfiledEstimator,
+    Window,
+    WindowKind,
+    one_f_one_b_names,
+)
+
+logger = logging.getLogger(__name__)
+
+SETTLED_STEPS = 2
+"""Steps that are seen before the first plan: what is made at first use takes long and never again."""
+_MEMORY = 0.3
+_SHARE_OF_A_STEP = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One call in which the device may have waited, in one step.
+
+    Attributes:
+        position: of the instruction in the step's stream; ``len(stream)`` is what follows it.
+        begin_secs, end_secs: when the compute stream came there, by the host's clock.
+        overrun_secs: how long training then waited for a chunk.
+        open: whether copies were let in.
+    """
+
+    position: int
+    begin_secs: float
+    end_secs: float
+    overrun_secs: float
+    open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the training thread saw in one step."""
+
+    key: Hashable
+    names: Sequence[str]
+    begin_secs: float
+    end_secs: float
+    waits: Sequence[Wait]
+    forward_secs: float
+    backward_secs: float
+    optimizer: tuple[float, float] | None = None
+    """Begin and end of the optimizer step, by the same clock; None: it is not told from the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamped:
+    """A step before the device has told when it did what: stamps of its clock stand for seconds."""
+
+    key: Hashable
+    names: Sequence[str]
+    whole: tuple[Any, Any]
+    waits: Sequence[tuple[Any, Any]]
+    forwards: Sequence[tuple[Any, Any]]
+    backwards: Sequence[tuple[Any, Any]]
+    optimizer: tuple[Any, Any] | None
+    details: Sequence[tuple[int, float, bool]]
+    """Position, overrun and openness of each wait."""
+
+    def timed(self, clock: ComputeClock) -> Observed:
+        """The same in seconds; waits for the device to finish the step."""
+        whole = [self.whole] if self.optimizer is None else [self.whole, self.optimizer]
+        parts = (whole, self.waits, self.forwards, self.backwards)
+        secs = iter(clock.secs_of([stamp for part in parts for pair in part for stamp in pair]))
+        (step, *optimizer), waits, forwards, backwards = (
+            [(next(secs), next(secs)) for _ in part] for part in parts
+        )
+        return Observed(
+            key=self.key,
+            names=self.names,
+            begin_secs=step[0],
+            end_secs=step[1],
+            waits=[
+                Wait(position, begin, end, overrun, opened)
+                for (begin, end), (position, overrun, opened) in zip(waits, self.details, strict=True)
+            ],
+            forward_secs=_median([end - begin for begin, end in forwards]),
+            backward_secs=_median([end - begin for begin, end in backwards]),
+            optimizer=optimizer[0] if optimizer else None,
+        )
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+@dataclass
+class Smoothed:
+    """Begin and length of one wait, exponentially smoothed over the steps."""
+
+    start_secs: float
+    length_secs: float
+
+    def see(self, start_secs: float, length_secs: float) -> None:
+        self.start_secs += _MEMORY * (start_secs - self.start_secs)
+        self.length_secs += _MEMORY * (length_secs - self.length_secs)
+
+
+@dataclass
+class WindowMeter:
+    """Windows of one schedule, measured step by step. Pure.
+
+    Attributes:
+        names: class name of every instruction, in order; a wait at ``len(names)`` is the drain.
+        steps: seen so far.
+    """
+
+    names: Sequence[str]
+    steps: int = 0
+    step_secs: float = 0.0
+    forward_secs: float = 0.0
+    backward_secs: float = 0.0
+    _waits: dict[int, Smoothed] = field(default_factory=dict)
+    _optimizer: Smoothed | None = None
+
+    def see(self, step: Observed) -> None:
+        """Take one step in."""
+        self.steps += 1
+        begin, secs = step.begin_secs, step.end_secs - step.begin_secs
+        weight = 1.0 if self.steps <= SETTLED_STEPS else _MEMORY
+        self.step_secs += weight * (secs - self.step_secs)
+        self.forward_secs += weight * (step.forward_secs - self.forward_secs)
+        self.backward_secs += weight * (step.backward_secs - self.backward_secs)
+        if self.steps <= SETTLED_STEPS:
+            self._waits.clear()
+            self._optimizer = None
+        if step.optimizer is not None:
+            start, length = step.optimizer[0] - begin, step.optimizer[1] - step.optimizer[0]
+            self._optimizer = _smoothed(self._optimizer, start, length)
+        for wait in step.waits:
+            start, length = wait.begin_secs - begin, wait.end_secs - wait.begin_secs - wait.overrun_secs
+            self._waits[wait.position] = _smoothed(self._waits.get(wait.position), start, length)
+
+    def windows(self) -> tuple[Window, ...]:
+        """In order of time and not overlapping; the drain is moved behind the last instruction."""
+        found: list[Window] = []
+        for position, wait in sorted(self._waits.items()):
+            start = max(wait.start_secs, found[-1].stop_secs if found else 0.0)
+            stop = max(start, wait.start_secs + wait.length_secs)
+            found.append(Window(window_kind(self.names, position), start, stop, position))
+        return tuple(found)
+
+    def optimizers(self) -> tuple[Interval, ...]:
+        """The optimizer step, beside which nothing is planned; none if it is not told from the rest."""
+        seen = self._optimizer
+        return () if seen is None else (Interval(seen.start_secs, seen.start_secs + seen.length_secs),)
+
+
+def _smoothed(known: Smoothed | None, start_secs: float, length_secs: float) -> Smoothed:
+    """``known`` with one more step taken in."""
+    if known is None:
+        return Smoothed(start_secs, length_secs)
+    known.see(start_secs, length_secs)
+    return known
+
+
+def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
+    """The stretches of a step that no (begin, end) covers."""
+    at = 0.0
+    for begin, end in sorted([*taken, (step_secs, step_secs)]):
+        if begin > at:
+            yield Interval(at, begin)
+        at = max(at, end)
+
+
+@dataclass(frozen=True)
+class PaceOptions:
+    """Fixed settings.
+
+    Attributes:
+        estimator: ``profiled``, ``analytic`` or ``paper``.
+        limits: of HAS; their ``staging_bytes`` are asked for anew for every plan.
+        staging_fallback: how 'staging' goes on where there is no memory for it.
+        stage_id, stages, micro_batches: of this rank; the formulas need them.
+    """
+
+    estimator: str
+    limits: Limits
+    stage_id: int
+    stages: int
+    micro_batches: int
+    staging_fallback: Overflow = Overflow.INTERVAL
+
+
+class Pacer:
+    """See the module docstring.
+
+    Args:
+        gate: between training and the copying thread.
+        options: fixed settings.
+        mark: takes a point of the device's time line; None where the engine has none.
+        clock: tells when the device was where.
+        staging_room: bytes that a staging copy may take now.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        options: PaceOptions,
+        mark: Callable[[], Mark | None] | None,
+        clock: ComputeClock,
+        staging_room: Callable[[], int] | None = None,
+    ) -> None:
+        self.gate = gate
+        self.options = options
+        self.plan: HasSchedule | None = None
+        self.model = BandwidthModel()
+        self._mark = mark
+        self._plan_key: Hashable = None
+        self._budgets: Mapping[int, tuple[int | None, int]] = {}
+        """By position: the window, None beside communication, and the bytes planned."""
+        self._meters: dict[Hashable, WindowMeter] = {}
+        self.stamp = clock.stamp
+        self._clock = clock
+        self._began: Any = None
+        self._ended: Any = None
+        self._optimizer_began: Any = None
+        self._optimizer: tuple[Any, Any] | None = None
+        self._observed: deque[_Stamped] = deque(maxlen=16)
+        self._waits: list[tuple[Any, Any]] = []
+        self._details: list[tuple[int, float, bool]] = []
+        self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
+        self._ordinal = 0
+        self._planned_step = False
+        self._staging_room = staging_room
+        self._falls_back = False
+        self._told_of_formulas = False
+
+    # -- training thread -----------------------------------------------------------------------------
+
+    def begin_step(self, key: Hashable) -> None:
+        """The engine begins to execute a schedule; ``key`` tells schedules apart."""
+        self._planned_step = self.plan is not None and key == self._plan_key
+        self._ordinal = 0
+        self._began = self.stamp()
+
+    def open(self, position: int, receives: bool) -> None:
+        """The instruction at ``position`` may make the device wait.
+
+        Args:
+            position: in the step's stream.
+            receives: whether it is a receive: before anything was measured, each is a window.
+        """
+        budget: tuple[int | None, int] | None = None
+        if self._planned_step:
+            budget = self._budgets.get(position)
+        elif receives:
+            budget = self._ordinal, 2**62
+            self._ordinal += 1
+        if budget is not None:
+            window, nbytes = budget
+            mark = self._mark() if self._mark is not None and self.gate.wanted else None
+            self.gate.open(window, nbytes, mark)
+        self._opened = (position, self.stamp(), budget)
+
+    def close(self) -> None:
+        """The instruction has returned."""
+        if self._opened is None:
+            return
+        position, began, opened = self._opened
+        self._opened = None
+        overrun = self.gate.close() if opened is not None else 0.0
+        self._waits.append((began, self.stamp()))
+        # What runs beside communication says nothing about windows.
+        self._details.append((position, overrun, opened is not None and opened[0] is not None))
+
+    def begin_optimizer(self) -> None:
+        """The optimizer step begins, in which copies end."""
+        self._optimizer_began = self.stamp()
+
+    def end_optimizer(self) -> None:
+        """The optimizer step has ended."""
+        if self._optimizer_began is not None:
+            self._optimizer = (self._optimizer_began, self.stamp())
+            self._optimizer_began = None
+
+    def end_step(
+        self,
+        key: Hashable,
+        names: Sequence[str],
+        forwards: Sequence[tuple[Any, Any]] = (),
+        backwards: Sequence[tuple[Any, Any]] = (),
+    ) -> None:
+        """The step is over: hand over what was seen.
+
+        Args:
+            key: as in :meth:`begin_step`; without that call the step began where the last one ended.
+            names: class names of its instructions.
+            forwards, backwards: :attr:`stamp` before and after each.
+        """
+        ended = self.stamp()
+        began = self._began if self._began is not None else self._ended
+        # Versions follow optimizer steps: an evaluation has other windows, and no version's deadline.
+        if began is not None and trains(names):
+            seen = (self._waits, forwards, backwards, self._optimizer, self._details)
+            self._observed.append(_Stamped(key, names, (began, ended), *seen))
+        self._waits, self._details, self._optimizer = [], [], None
+        self._began, self._ended = None, ended
+
+    # -- copying thread ------------------------------------------------------------------------------
+
+    def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
+        """A version was copied: learn from it, plan the next ones.
+
+        Args:
+            sections: bytes by section that this rank copies.
+            chunks: what was copied when.
+        """
+        self._learn(chunks)
+        last: Observed | None = None
+        for _ in range(len(self._observed)):  # not those that come meanwhile: the device is always behind
+            last = self._observed.popleft().timed(self._clock)
+            meter = self._meters.get(last.key)
+            if meter is None or len(meter.names) != len(last.names):
+                meter = self._meters[last.key] = WindowMeter(last.names)
+            meter.see(last)
+            self._judge(last, chunks)
+        if last is None:
+            return
+        meter = self._meters[last.key]
+        self.gate.patience_secs = max(0.05, _SHARE_OF_A_STEP * meter.step_secs)
+        if meter.steps <= SETTLED_STEPS:
+            return
+        plan = self._plan(meter, sections)
+        beside: dict[int, tuple[int | None, int]] = {
+            position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
+        }
+        self._budgets = beside | {
+            p.position: (i, self._budget(plan, i))
+            for i, p in enumerate(plan.windows)
+            if p.position is not None
+        }
+        self.plan, self._plan_key = plan, last.key
+        self._share(plan)
+
+    def _share(self, plan: HasSchedule) -> None:
+        """Let the gate know what runs beside computation."""
+        # Where copies cost training nothing, spreading them would only bring them closer to the fence.
+        free = self.options.limits.compute_share >= 1.0
+        nbytes = 0 if plan.windows else plan.tier_bytes[2]
+        secs = sum(interval.length_secs for interval in plan.computing)
+        pace = math.inf if free or not (nbytes and secs) else nbytes / secs
+        self.gate.share(1.0 if free else plan.compute_share(self.model.compute), nbytes, pace)
+
+    def _budget(self, plan: HasSchedule, window: int) -> int:
+        """Bytes to start with a window: its own, and, for engines that queue, its part of tier 2."""
+        return plan.windows[window].nbytes + -(-plan.tier_bytes[2] // len(plan.windows))
+
+    def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
+        in_windows = any(c.tier == 1 for c in chunks)
+        for tier in (1, 2, 3):
+            # Without windows, what training waits for is copied as it would be in one.
+            mine = [c for c in chunks if c.tier == tier or (tier == 1 and c.tier == 0 and not in_windows)]
+            secs = sum(c.end_secs - c.begin_secs for c in mine)
+            self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
+
+    def _judge(self, step: Observed, chunks: Sequence[ChunkRecord]) -> None:
+        """Which windows were overrun, which had room."""
+        if self.plan is None or step.key != self._plan_key or not chunks:
+            return
+        ended = chunks[-1].end_secs
+        for wait in step.waits:
+            if wait.open:
+                self.model.observe_window(
+                    wait.position,
+                    open_secs=wait.end_secs - wait.begin_secs - wait.overrun_secs,
+                    overrun_secs=wait.overrun_secs,
+                    full=wait.overrun_secs == 0.0 or ended < wait.begin_secs,
+                )
+
+    def _plan(self, meter: WindowMeter, sections: Mapping[str, int]) -> HasSchedule:
+        windows = self._windows(meter)
+        communicating = self._communicating(meter, {w.position for w in windows})
+        taken = [(w.start_secs, w.stop_secs) for w in windows]
+        taken += [(i.start_secs, i.stop_secs) for i in (*communicating, *meter.optimizers())]
+        return plan_schedule(
+            sections,
+            windows,
+            self.model.bandwidth,
+            step_secs=meter.step_secs,
+            computing=list(_between(taken, meter.step_secs)),
+            communicating=communicating,
+            limits=self._limits(),
+            model=self.model,
+            estimator=self.options.estimator,
+        )
+
+    def _communicating(self, meter: WindowMeter, windows: Collection[int]) -> list[Interval]:
+        """Where only the network works; a send that the stage waits in is a window already."""
+        if not self.options.limits.separate_links:
+            return []
+        return [
+            Interval(w.start_secs, w.stop_secs, w.position)
+            for w in meter.windows()
+            if w.position < len(meter.names)
+            and meter.names[w.position].startswith(COMMUNICATING)
+            and w.position not in windows
+        ]
+
+    def _limits(self) -> Limits:
+        """What the plan may do with the memory that there is now."""
+        limits = self.options.limits
+        if limits.overflow is not Overflow.STAGING:
+            return limits
+        room = self._staging_room() if self._staging_room is not None else 0
+        falls_back, before = room <= 0, self._falls_back
+        self._falls_back = falls_back
+        if falls_back and not before:
+            logger.warning(
+                "there is no memory to stage snapshots: has.overflow is %r until there is",
+                self.options.staging_fallback.value,
+            )
+        if falls_back:
+            return replace(limits, overflow=self.options.staging_fallback)
+        return replace(limits, staging_bytes=room)
+
+    def _windows(self, meter: WindowMeter) -> tuple[Window, ...]:
+        options = self.options
+        measured = tuple(
+            w
+            for w in meter.windows()
+            if w.position >= len(meter.names) or not meter.names[w.position].startswith("Reduce")
+        )
+        known = meter.forward_secs > 0 and meter.backward_secs > 0
+        if options.estimator == "profiled" or not known or not self._is_of_formulas(meter):
+            return ProfiledEstimator.of({options.stage_id: measured}).windows(options.stage_id)
+        kind = {"analytic": AnalyticEstimator, "paper": PaperEstimator}.get(options.estimator)
+        if kind is None:
+            raise ConfigError(f"windows are {options.estimator!r}; write profiled, analytic or paper")
+        formula = kind(options.stages, options.micro_batches, meter.forward_secs, meter.backward_secs)
+        # The formulas end a step with the reductions; the engine waits for the other stages after them.
+        ends = len(meter.names)
+        return tuple(
+            Window(w.kind, w.start_secs, w.stop_secs, ends if w.kind is WindowKind.DRAIN else w.position)
+            for w in formula.windows(options.stage_id)
+        )
+
+    def _is_of_formulas(self, meter: WindowMeter) -> bool:
+        """Whether the schedule is theirs: in another one nothing waits at the positions that they give."""
+        options = self.options
+        names = one_f_one_b_names(options.stages, options.micro_batches, options.stage_id)
+        if tuple(meter.names) == names:
+            return True
+        if not self._told_of_formulas:
+            self._told_of_formulas = True
+            logger.warning(
+                "has.windows is %r, a formula for 1F1B, and the engine executes another schedule: its "
+                "windows are measured instead; write 'profiled'",
+                options.estimator,
+            )
+        return False

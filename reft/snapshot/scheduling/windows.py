@@ -1,0 +1,318 @@
+"""Windows: when, within a training step, the device of a pipeline stage waits.
+
+Copies that run inside a window cost nothing (REFT, hierarchical asynchronous snapshotting). Three
+estimators answer the same question, all pure:
+
+- ``paper``: the length that Algorithm 1 prints, laid over the places where the stage really waits;
+- ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's order;
+- ``profiled``: what was measured (``reft profile``, or the hook while the job runs).
+
+``reft.tools.simulate`` is the judge: for equal stages and free transfers ``analytic`` equals what the
+discrete-event simulator finds, window by window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, Protocol
+
+from reft.errors import ConfigError
+
+
+class WindowKind(StrEnum):
+    """Why the stage waits.
+
+    FILL: before its first forward. MID: between its warm-up forwards and its first backward.
+    COOL_DOWN: between its last backwards. DRAIN: after its last backward, until every stage is
+    there. OTHER: anything else (stragglers, slow links, other schedules).
+    """
+
+    FILL = "fill"
+    MID = "mid"
+    COOL_DOWN = "cool_down"
+    DRAIN = "drain"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """An idle interval of one stage within one step.
+
+    Attributes:
+        kind: why the stage waits.
+        start_secs: begin, counted from the begin of the stage's first instruction of the step.
+        stop_secs: end, on the same clock.
+        position: index, in the stage's flattened instruction stream of one step, of the instruction
+            in whose call the device waits (a receive, a reduction); the window opens right before it.
+            The drain opens before the first reduction after the last backward.
+    """
+
+    kind: WindowKind
+    start_secs: float
+    stop_secs: float
+    position: int
+
+    def __post_init__(self) -> None:
+        if self.stop_secs < self.start_secs:
+            raise ConfigError(
+                f"a window must not end before it starts: {self.start_secs} to {self.stop_secs} seconds"
+            )
+        if self.position < 0:
+            raise ConfigError(f"a window's position is an index from 0; got {self.position}")
+
+    @property
+    def length_secs(self) -> float:
+        return self.stop_secs - self.start_secs
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; :meth:`from_json` reads them."""
+        return {
+            "kind": self.kind.value,
+            "start_secs": self.start_secs,
+            "stop_secs": self.stop_secs,
+            "position": self.position,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Window:
+        return cls(
+            kind=WindowKind(values["kind"]),
+            start_secs=float(values["start_secs"]),
+            stop_secs=float(values["stop_secs"]),
+            position=int(values["position"]),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.start_secs:.6g} to {self.stop_secs:.6g} s "
+            f"({self.length_secs:.6g} s, before instruction {self.position})"
+        )
+
+
+class WindowEstimator(Protocol):
+    """Knows the windows of every stage of one step."""
+
+    name: str
+
+    def windows(self, stage_id: int) -> tuple[Window, ...]:
+        """The windows of a stage, in order of time, not overlapping; empty ones are left out."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnalyticEstimator:
+    """True idle windows of 1F1B with equal stages and free transfers, in DeepSpeed's order.
+
+    With P stages, stage p and m micro-batches, every stage is idle (P-1)(t_f + t_b) of the
+    (m+P-1)(t_f + t_b) seconds of a step:
+
+    ======== =================================== ==========================================
+    fill     before F_0                          p t_f
+    mid      before B_0                          (P-1-p) t_b + max(0, P-p-m) t_f
+    cool-    before each of the last             t_f each
+    down     min(P-1-p, m-1) backwards
+    drain    after the last backward             p t_b
+    ======== =================================== ==========================================
+
+    Positions are those of ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step
+    2j + p and B_j in step 2j + 2P - 1 - p.
+
+    Attributes:
+        stages: P. micro_batches: m.
+        forward_secs: t_f, one micro-batch on one stage. backward_secs: t_b, likewise.
+    """
+
+    stages: int
+    micro_batches: int
+    forward_secs: float
+    backward_secs: float
+    name: str = "analytic"
+
+    def __post_init__(self) -> None:
+        _check_pipeline(self.stages, self.micro_batches, self.forward_secs, self.backward_secs)
+
+    @property
+    def step_secs(self) -> float:
+        """(m+P-1)(t_f + t_b), without the reductions and the optimizer."""
+        return (self.micro_batches + self.stages - 1) * (self.forward_secs + self.backward_secs)
+
+    def windows(self, stage_id: int) -> tuple[Window, ...]:
+        _check_stage(stage_id, self.stages)
+        return tuple(w for w in self._all_windows(stage_id) if w.length_secs > 0)
+
+    def _all_windows(self, p: int) -> Iterator[Window]:
+        stages, m, t_f, t_b = self.stages, self.micro_batches, self.forward_secs, self.backward_secs
+        receives = grad_receive_positions(stages, m, p)
+
+        def backward_begins(j: int) -> float:
+            return stages * t_f + j * (t_f + t_b) + (stages - 1 - p) * t_b
+
+        yield Window(WindowKind.FILL, 0.0, p * t_f, 0)
+        if p < stages - 1:
+            warm_up_ends = (p + min(m, stages - p)) * t_f
+            yield Window(WindowKind.MID, warm_up_ends, backward_begins(0), receives[0])
+        for j in range(m - min(stages - 1 - p, m - 1), m):
+            yield Window(WindowKind.COOL_DOWN, backward_begins(j) - t_f, backward_begins(j), receives[j])
+        last_ends = backward_begins(m - 1) + t_b
+        yield Window(WindowKind.DRAIN, last_ends, last_ends + p * t_b, tail_position(stages, m, p))
+
+
+LITERAL = "literal"
+FITTED = "fitted"
+
+
+@dataclass(frozen=True)
+class PaperEstimator:
+    """The bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
+
+    As printed the formula holds P and \\|P\\|, which are both the number of stages, and gives a
+    length only, no places. The two readings of ``T_fw,bw``:
+
+    - ``literal``: t_f + t_b. 1.85 to 3.6 times the true idle time (P = 2 to 16), so copies run on
+      into computation;
+    - ``fitted``: t_f. With t_b = 1.8 t_f this is the true idle time without the leading fill, plus
+      0.8 t_f, for every P and p.
+
+    The length is laid over the places where the stage really waits (those of
+    :class:`AnalyticEstimator`, without the fill) in their order and in proportion to their true
+    lengths; a stretched window pushes the next one back. The last may end after the step does.
+    A pipeline of one stage waits nowhere and has no windows, whatever the formula says.
+
+    Attributes:
+        stages, micro_batches, forward_secs, backward_secs: as in :class:`AnalyticEstimator`.
+        reading: ``literal`` or ``fitted``.
+    """
+
+    stages: int
+    micro_batches: int
+    forward_secs: float
+    backward_secs: float
+    reading: str = LITERAL
+    name: str = "paper"
+
+    def __post_init__(self) -> None:
+        _check_pipeline(self.stages, self.micro_batches, self.forward_secs, self.backward_secs)
+        if self.reading not in (LITERAL, FITTED):
+            raise ConfigError(
+                f"reading of T_fw,bw is {self.reading!r}; write '{LITERAL}' (t_f + t_b) or '{FITTED}' (t_f)"
+            )
+
+    def bubble_secs(self, stage_id: int) -> float:
+        """T_bubble of a stage."""
+        _check_stage(stage_id, self.stages)
+        unit = self.forward_secs + (self.backward_secs if self.reading == LITERAL else 0.0)
+        return (2.8 * self.stages - stage_id - 2) * unit
+
+    def windows(self, stage_id: int) -> tuple[Window, ...]:
+        total_secs = self.bubble_secs(stage_id)
+        true = AnalyticEstimator(self.stages, self.micro_batches, self.forward_secs, self.backward_secs)
+        places = [w for w in true.windows(stage_id) if w.kind is not WindowKind.FILL]
+        true_secs = sum(w.length_secs for w in places)
+        laid: list[Window] = []
+        for place in places:
+            start = max(place.start_secs, laid[-1].stop_secs if laid else 0.0)
+            stop = start + place.length_secs / true_secs * total_secs
+            laid.append(Window(place.kind, start, stop, place.position))
+        return tuple(laid)
+
+
+@dataclass(frozen=True)
+class ProfiledEstimator:
+    """Windows that were measured.
+
+    Attributes:
+        measured: the windows of each stage that was measured, in order of time.
+    """
+
+    measured: Mapping[int, tuple[Window, ...]]
+    name: str = "profiled"
+
+    def __post_init__(self) -> None:
+        for stage_id, windows in self.measured.items():
+            for before, after in pairwise(windows):
+                if after.start_secs < before.stop_secs:
+                    raise ConfigError(
+                        f"measured windows of stage {stage_id} overlap or are out of order: "
+                        f"{before}, then {after}"
+                    )
+
+    @classmethod
+    def of(cls, measured: Mapping[int, Sequence[Window]]) -> ProfiledEstimator:
+        """From sequences in any order; empty windows are left out."""
+        return cls(
+            {
+                stage_id: tuple(sorted((w for w in ws if w.length_secs > 0), key=lambda w: w.start_secs))
+                for stage_id, ws in measured.items()
+            }
+        )
+
+    def windows(self, stage_id: int) -> tuple[Window, ...]:
+        if stage_id not in self.measured:
+            known = ", ".join(map(str, sorted(self.measured))) or "none"
+            raise ConfigError(f"stage {stage_id} was not measured; measured stages: {known}")
+        return self.measured[stage_id]
+
+
+# ---- positions in DeepSpeed's TrainSchedule ----
+
+
+def grad_receive_positions(stages: int, micro_batches: int, stage_id: int) -> dict[int, int]:
+    """Position of ``RecvGrad`` of each micro-batch in ``TrainSchedule``; empty on the last stage."""
+    return {
+        micro_batch: position
+        for position, name, micro_batch in _train_schedule(stages, micro_batches, stage_id)
+        if name == "RecvGrad" and micro_batch is not None
+    }
+
+
+def tail_position(stages: int, micro_batches: int, stage_id: int) -> int:
+    """Position of ``ReduceTiedGrads``, the first of the reductions that end a ``TrainSchedule``."""
+    schedule = _train_schedule(stages, micro_batches, stage_id)
+    return next(position for position, name, _ in schedule if name == "ReduceTiedGrads")
+
+
+def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[str, ...]:
+    """Class names of the instructions of ``TrainSchedule``, in order."""
+    return tuple(name for name, _ in _instructions(stages, micro_batches, stage_id))
+
+
+def _train_schedule(stages: int, m: int, stage_id: int) -> Iterator[tuple[int, str, int | None]]:
+    """(position, class name, micro-batch) of every instruction, as DeepSpeed's TrainSchedule has it."""
+    return ((i, *instruction) for i, instruction in enumerate(_instructions(stages, m, stage_id)))
+
+
+def _instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]]:
+    before, after, previous = s > 0, s < stages - 1, -1
+    for step in range(2 * (m + stages - 1)):
+        is_forward = (step + s) % 2 == 0
+        current = (step - s) // 2 if is_forward else (step + s + 1 - 2 * stages) // 2
+        sends, valid = 0 <= previous < m, 0 <= current < m
+        if is_forward:
+            yield from [("SendGrad", previous)] * (sends and before)
+            yield from [("RecvActivation", current)] * (valid and before)
+        else:
+            yield from [("RecvGrad", current)] * (valid and after)
+            yield from [("SendActivation", previous)] * (sends and after)
+        yield from [("LoadMicroBatch", current)] * (is_forward and valid and not (before and after))
+        yield from [("ForwardPass" if is_forward else "BackwardPass", current)] * valid
+        previous = current
+    yield from ((name, None) for name in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep"))
+
+
+def _check_pipeline(stages: int, micro_batches: int, forward_secs: float, backward_secs: float) -> None:
+    if stages < 1 or micro_batches < 1:
+        raise ConfigError(
+            f"a pipeline has at least one stage and one micro-batch; got {stages} and {micro_batches}"
+        )
+    if not (forward_secs > 0 and backward_secs > 0):
+        raise ConfigError(
+            f"forward and backward seconds must be positive; got {forward_secs} and {backward_secs}"
+        )
+
+
+def _check_stage(stage_id: int, stages: int) -> None:
+    if not 0 <= stage_id < stages:
+        raise ConfigError(f"stage {stage_id} is not one of the pipeline's stages 0 to {stages - 1}")

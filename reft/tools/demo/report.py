@@ -1,0 +1,245 @@
+"""The verdict: what failed, what came back from where, and whether any loss differs by a bit. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from reft.tools.demo.history import History, Incarnation
+from reft.tools.demo.options import DemoOptions
+
+SOURCES = ("local", "copy", "peer", "parity", "disk")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failure that was made.
+
+    Attributes:
+        step: last step that was done when the node failed; the next one was being computed.
+        node: index of the node.
+        kind: ``node``, ``process`` or ``stop``.
+        time: Unix seconds.
+    """
+
+    step: int
+    node: int
+    kind: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One return to training.
+
+    Attributes:
+        source: ``memory`` or ``disk``; ``none``: nothing had been committed, it began again.
+        version: step it resumed from.
+        lost_steps: steps that had been done and were computed once more.
+        load_secs: of the slowest rank, until its state was restored.
+        failure_to_step_secs: from the failure to the first step done after it; None: no failure was
+            made.
+        bytes_from: bytes restored by source, all ranks together.
+    """
+
+    source: str
+    version: int
+    lost_steps: int
+    load_secs: float
+    failure_to_step_secs: float | None
+    bytes_from: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """What the snapshots did, in all incarnations together.
+
+    Attributes:
+        taken: versions copied to memory.
+        committed: versions committed by all ranks; the restored state counts once more.
+        skipped: versions given up.
+        bytes_per_rank: host memory of one version on the rank that keeps most.
+        to_host_bytes: what a rank copies itself for one version, at most; the rest is a peer's.
+        sent_bytes: what a rank sends to other nodes for one version, at most.
+        stall_secs_median: seconds of the training thread per snapshot, on the slowest rank.
+        skipped_by_cause: the same, by cause.
+    """
+
+    taken: int
+    committed: int
+    skipped: int
+    bytes_per_rank: int
+    stall_secs_median: float | None
+    to_host_bytes: int = 0
+    sent_bytes: int = 0
+    skipped_by_cause: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that ``reft demo`` has found out.
+
+    Attributes:
+        losses: of steps 1 to ``steps``: what stands at the end; None: the step was never reached.
+        reference_losses: of the undisturbed run without reft.
+        max_abs_loss_difference: over all steps and all times a step was computed; None: some loss is
+            missing. 0.0 means equal to the last bit.
+        problem: why the demonstration failed; None: it did not.
+    """
+
+    layout: Mapping[str, Any]
+    steps: int
+    tolerance: int | None
+    failures: tuple[Failure, ...]
+    recoveries: tuple[Recovery, ...]
+    losses: tuple[float | None, ...]
+    reference_losses: tuple[float | None, ...]
+    max_abs_loss_difference: float | None
+    snapshots: Snapshots
+    problem: str | None = None
+    total_secs: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Training finished, and not one bit differs."""
+        return self.problem is None and self.max_abs_loss_difference == 0.0
+
+    def to_json(self) -> str:
+        """The report as JSON; numbers that JSON does not know are null."""
+        return json.dumps({**_finite(asdict(self)), "good": self.good}, indent=2, allow_nan=False)
+
+
+def make_report(
+    options: DemoOptions,
+    history: History,
+    reference: History,
+    failures: Sequence[Failure],
+    *,
+    problem: str | None = None,
+    total_secs: float = 0.0,
+) -> Report:
+    """Put together what two runs left behind."""
+    lives = [history.incarnations[n] for n in sorted(history.incarnations)]
+    return Report(
+        layout=describe_layout(options),
+        steps=options.steps,
+        tolerance=next((life.tolerance for life in lives if life.tolerance is not None), None),
+        failures=tuple(failures),
+        recoveries=find_recoveries(lives, failures),
+        losses=_standing(history, options.steps),
+        reference_losses=_standing(reference, options.steps),
+        max_abs_loss_difference=loss_difference(history, reference, options.steps),
+        snapshots=_count_snapshots(lives),
+        problem=problem,
+        total_secs=total_secs,
+    )
+
+
+def describe_layout(options: DemoOptions) -> dict[str, Any]:
+    """What was run, and over what."""
+    return {
+        "nodes": options.nodes,
+        "procs_per_node": options.procs_per_node,
+        "pp": options.degrees.pp,
+        "dp": options.degrees.dp,
+        "tp": options.degrees.tp,
+        "model": options.model,
+        "zero": options.zero,
+        "dtype": options.dtype,
+        "grad_accum_dtype": options.grad_accum_dtype,
+        "protection": options.protection,
+        "copies": options.copies,
+        "interval_steps": options.interval,
+    }
+
+
+def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -> tuple[Recovery, ...]:
+    """One per incarnation, after the first to train, that came as far as a step.
+
+    A failure during a recovery belongs to the recovery that succeeded in the end: it is counted from
+    the first failure since the last step of the one before.
+    """
+    trained = [life for life in lives if life.steps]
+    found = []
+    for before, life in pairwise(trained):
+        began, done = before.first_step_times[0], life.first_step_times[1]
+        since = [failure.time for failure in failures if began <= failure.time <= done]
+        events = [event.fields for event in life.restored.values()]
+        version = int(events[0]["version"]) if events else 0
+        bytes_from = {
+            source: sum(int(fields["bytes_from"].get(source, 0)) for fields in events) for source in SOURCES
+        }
+        found.append(
+            Recovery(
+                source=str(events[0]["source"]) if events else "none",
+                version=version,
+                lost_steps=before.last_step - version,
+                load_secs=max((float(fields["secs"]) for fields in events), default=0.0),
+                failure_to_step_secs=done - min(since) if since else None,
+                bytes_from=bytes_from,
+            )
+        )
+    return tuple(found)
+
+
+def loss_difference(history: History, reference: History, steps: int) -> float | None:
+    """Largest absolute difference over all steps; also between two computations of one step."""
+    worst = 0.0
+    for step in range(1, steps + 1):
+        found, expected = history.losses.get(step), reference.losses.get(step)
+        if not found or not expected:
+            return None
+        worst = max(worst, *(_difference(a, b) for a in found for b in expected))
+    return worst
+
+
+def _difference(found: str, expected: str) -> float:
+    if found == expected:
+        return 0.0
+    difference = abs(float.fromhex(found) - float.fromhex(expected))
+    # Unequal bits never count as equal: not NaN against a number, not 0.0 against -0.0.
+    return math.inf if math.isnan(difference) else difference or math.ulp(0.0)
+
+
+def _standing(history: History, steps: int) -> tuple[float | None, ...]:
+    losses = history.losses
+    return tuple(float.fromhex(losses[s][-1]) if s in losses else None for s in range(1, steps + 1))
+
+
+def _count_snapshots(lives: Sequence[Incarnation]) -> Snapshots:
+    causes = Counter(cause for life in lives for cause in life.skipped.values())
+    stalls = [s for life in lives if (s := _slowest_stall(life)) is not None]
+    return Snapshots(
+        taken=sum(max((int(c["taken"]) for c in life.counters.values()), default=0) for life in lives),
+        committed=sum(len(life.committed) for life in lives),
+        skipped=causes.total(),
+        bytes_per_rank=max((int(c["bytes_per_rank"]) for n in lives for c in n.counters.values()), default=0),
+        to_host_bytes=_most_traffic(lives, "to_host"),
+        sent_bytes=_most_traffic(lives, "sent"),
+        stall_secs_median=statistics.median(stalls) if stalls else None,
+        skipped_by_cause=dict(causes),
+    )
+
+
+def _most_traffic(lives: Sequence[Incarnation], direction: str) -> int:
+    found = (c["traffic"][direction] for life in lives for c in life.counters.values())
+    return max((sum(kinds.values()) for kinds in found), default=0)
+
+
+def _slowest_stall(life: Incarnation) -> float | None:
+    found = (counters.get("stall_secs_median") for counters in life.counters.values())
+    return max((float(secs) for secs in found if secs is not None), default=None)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,282 @@
+"""A job to plan, read from a DeepSpeed configuration and a few options. Nothing is imported of DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from reft.config import ReftConfig, Variant, parse_block
+from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME
+from reft.policy.loads import RankSections
+from reft.tools.planning.cluster import Cluster
+from reft.tools.planning.json_file import read_object
+from reft.tools.pretrain.layout import AXES, Layout, check_model, choose_order, parse_order
+from reft.tools.pretrain.model_config import load_model
+from reft.tools.simulate.footprint import MODEL_BYTES, OPTIMIZER_BYTES
+from reft.tools.simulate.training import Training
+from reft.topology import Degrees, Topology
+
+_ADAM = ("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "fusedlamb")
+_MOMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Layouting:
+    """How the job is spread; None is derived from the rest.
+
+    Attributes:
+        pp, tp, dp: degrees. nodes: whole nodes, from which dp is derived.
+        micro_batches: instead of the configuration's. order: of the ranks: axes, or ``auto``.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    dp: int | None = None
+    nodes: int | None = None
+    micro_batches: int | None = None
+    order: str = "-".join(AXES)
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that does not run yet.
+
+    Attributes:
+        training: model, machine and degrees.
+        cluster: what it runs on. block: the ``reft`` block.
+        half: 16-bit weights beside fp32 masters.
+        owned: the optimizer is partitioned over data-parallel peers.
+        layout: order of the ranks.
+        parameters: nominal, counted as if spread evenly; None counts those of each stage.
+        notes: what was assumed.
+    """
+
+    training: Training
+    cluster: Cluster
+    block: ReftConfig
+    half: bool
+    owned: bool
+    layout: Layout
+    parameters: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Ranks fill nodes in order, as launchers number them."""
+        degrees, per_node = self.layout.degrees, self.cluster.machine.devices_per_node
+        ranks = range(degrees.world_size)
+        return Topology(
+            degrees,
+            tuple(self.layout.coordinate(rank) for rank in ranks),
+            tuple(f"node{rank // per_node}" for rank in ranks),
+        )
+
+    @cached_property
+    def sections(self) -> tuple[RankSections, ...]:
+        """State of every rank: as the state catalogue has it, padding of partitions aside."""
+        by_stage = [self._sections(p) for p in range(self.training.stages)]
+        return tuple(by_stage[c.pp] for c in self.topology.coordinates)
+
+    def stage_parameters(self, stage_id: int) -> float:
+        """Of one device."""
+        if self.parameters is not None:
+            return self.parameters / (self.training.tensor * self.training.stages)
+        return self.training.stage_parameters(stage_id)
+
+    def state_bytes(self, stage_id: int) -> int:
+        """All that one device holds and would have to copy alone."""
+        sections = self._sections(stage_id)
+        return sections.replicated_bytes + self.training.data * sections.owned_bytes
+
+    def _sections(self, stage_id: int) -> RankSections:
+        here = self.stage_parameters(stage_id)
+        model = MODEL_BYTES if self.half else 4
+        optimizer = OPTIMIZER_BYTES if self.half or self.owned else _MOMENT_BYTES
+        host = self.block.host_state_bytes
+        if self.owned:
+            partition = optimizer * round(here / self.training.data)
+            return RankSections(round(model * here), partition, host)
+        return RankSections(round((model + optimizer) * here), 0, host)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A DeepSpeed JSON.
+
+    Raises:
+        ConfigError: it cannot be read or is none.
+    """
+    return read_object(path, "the DeepSpeed configuration", "an object")
+
+
+def plan_job(
+    config: Mapping[str, Any],
+    cluster: Cluster,
+    model: str,
+    layouting: Layouting,
+    parameters: float | None = None,
+) -> PlannedJob:
+    """The job that a configuration means.
+
+    Args:
+        config: the DeepSpeed JSON.
+        cluster: what it shall run on.
+        model: a shape of ``reft.tools.pretrain``, also as ``llama2-NAME``, or the path of one.
+        layouting: degrees and placement.
+        parameters: nominal number, to count bytes as publications do.
+
+    Raises:
+        ConfigError: what the configuration asks for cannot be planned; says what to write.
+    """
+    notes: list[str] = []
+    block = parse_block(_object(config, BLOCK_NAME))
+    if block.variant is Variant.NONE:
+        raise ConfigError('"variant": "none" takes no snapshots: there is nothing to plan')
+    if not block.enabled:
+        notes.append(f'"{BLOCK_NAME}" is not enabled in the configuration; planned as if it were')
+    half, bf16 = _number_format(config)
+    zero = _zero_stage(config)
+    _check_optimizer(config, notes)
+    owned = zero == 1 or (bf16 and layouting.pp > 1)
+    if owned and zero == 0:
+        notes.append("in bf16 with a pipeline DeepSpeed partitions the optimizer at ZeRO stage 0 too")
+    if not half:
+        notes.append("computing times are those of half precision; fp32 takes longer, so snapshots cost less")
+    if parameters is not None and not 0 < parameters < 1e15:
+        raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
+    samples = _count(config, "train_micro_batch_size_per_gpu") or 1
+    dp = _data_parallel(config, cluster, layouting, samples)
+    micro_batches = _micro_batches(config, layouting, samples, dp, notes)
+    degrees = Degrees(layouting.pp, dp, layouting.tp)
+    shape = load_model(model.removeprefix("llama2-"))
+    check_model(shape, degrees)
+    training = Training(
+        model.removeprefix("llama2-"),
+        cluster.machine,
+        layouting.tp,
+        layouting.pp,
+        dp,
+        micro_batches,
+        samples,
+    )
+    return PlannedJob(
+        training,
+        cluster,
+        block,
+        half,
+        owned,
+        _layout(degrees, cluster, layouting.order),
+        parameters,
+        tuple(notes),
+    )
+
+
+def _layout(degrees: Degrees, cluster: Cluster, order: str) -> Layout:
+    if order != "auto":
+        return Layout(degrees, parse_order(order))
+    nodes = [rank // cluster.machine.devices_per_node for rank in range(degrees.world_size)]
+    return Layout(degrees, choose_order(degrees, nodes))
+
+
+def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'"{key}" is {value!r}; expected an object')
+    return dict(value)
+
+
+def _number_format(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether weights have 16 bits, and whether these are bf16."""
+    enabled = {key: _object(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")}
+    for key, value in enabled.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f'"{key}.enabled" is {value!r}; write true or false: it decides the bytes')
+    bf16 = enabled["bf16"] or enabled["bfloat16"]
+    if bf16 and enabled["fp16"]:
+        raise ConfigError('"fp16" and "bf16" are both enabled; DeepSpeed takes one of them')
+    return bf16 or enabled["fp16"], bf16
+
+
+def _zero_stage(config: Mapping[str, Any]) -> int:
+    zero = _object(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1) or isinstance(stage, bool):
+        raise ConfigError(
+            f'"zero_optimization.stage" is {stage!r}; reft protects stages 0 and 1, the ones that go with '
+            f"DeepSpeed's pipelines: write 0 or 1"
+        )
+    if _object(zero, "offload_optimizer").get("device", "none") != "none":
+        raise ConfigError(
+            "reft does not protect an offloaded optimizer; remove zero_optimization.offload_optimizer"
+        )
+    return int(stage)
+
+
+def _check_optimizer(config: Mapping[str, Any], notes: list[str]) -> None:
+    kind = _object(config, "optimizer").get("type")
+    if kind is None:
+        notes.append(
+            "the configuration names no optimizer; planned with Adam, 8 bytes of moments a parameter"
+        )
+    elif str(kind).lower() not in _ADAM:
+        raise ConfigError(
+            f'"optimizer.type" is {kind!r}; reft plan knows the bytes of Adam and Lamb and their kin '
+            f"({', '.join(_ADAM[:3])}, ...)"
+        )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f'"{key}" is {value!r}; write a positive integer')
+    return value
+
+
+def _data_parallel(config: Mapping[str, Any], cluster: Cluster, layouting: Layouting, samples: int) -> int:
+    replica = layouting.pp * layouting.tp
+    if layouting.dp is not None and layouting.nodes is not None:
+        raise ConfigError("--dp and --nodes both say how many replicas there are; leave one of them out")
+    if layouting.dp is not None:
+        return layouting.dp
+    if layouting.nodes is not None:
+        devices = layouting.nodes * cluster.machine.devices_per_node
+        if devices % replica:
+            raise ConfigError(
+                f"{layouting.nodes} nodes have {devices} devices, not a multiple of --pp {layouting.pp} x "
+                f"--tp {layouting.tp}; change one of them"
+            )
+        return devices // replica
+    whole = _count(config, "train_batch_size")
+    micro_batches = layouting.micro_batches or _count(config, "gradient_accumulation_steps")
+    if whole is None or micro_batches is None:
+        raise ConfigError(
+            "the number of replicas is not known; write --dp N or --nodes N, or train_batch_size and "
+            "gradient_accumulation_steps into the configuration"
+        )
+    if whole % (samples * micro_batches):
+        raise ConfigError(
+            f"train_batch_size {whole} is not divisible by {samples} samples x {micro_batches} "
+            f"micro-batches; change it, or write --dp"
+        )
+    return whole // (samples * micro_batches)
+
+
+def _micro_batches(
+    config: Mapping[str, Any], layouting: Layouting, samples: int, dp: int, notes: list[str]
+) -> int:
+    if layouting.micro_batches is not None:
+        return layouting.micro_batches
+    if (found := _count(config, "gradient_accumulation_steps")) is not None:
+        return found
+    if (whole := _count(config, "train_batch_size")) is not None:
+        if whole % (samples * dp):
+            raise ConfigError(
+                f"train_batch_size {whole} is not divisible by {samples} samples x {dp} replicas; change it, "
+                f"or write --micro-batches"
+            )
+        return whole // (samples * dp)
+    notes.append("the configuration has no gradient_accumulation_steps: one micro-batch, as in DeepSpeed")
+    return 1

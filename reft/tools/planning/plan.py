@@ -1,0 +1,328 @@
+"""Everything that can be said of a job before it is started: ``reft plan``. Simulated, and labelled so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from reft.config import AOR, AUTO, ReftConfig
+from reft.errors import ConfigError
+from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
+from reft.policy.loads import Load
+from reft.policy.pace import WindowPace, measured_pace
+from reft.profile.result import ProfileResult
+from reft.protect.codes import Scheme
+from reft.snapshot.scheduling.windows import Window
+from reft.tools.planning.cluster import MEMORY_SHARE
+from reft.tools.planning.forecast import SimulatedPace
+from reft.tools.planning.job import PlannedJob
+from reft.tools.planning.outlook import HOUR, Outlook, outlook
+from reft.tools.simulate.schedules import Schedule, one_f_one_b
+from reft.tools.simulate.variants import Variant
+
+IN_VAIN = (
+    f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '
+    '{"drift_ulps": 1} what is near the owner\'s'
+)
+NEAR_ONLY = (
+    '"aor": {"drift_ulps": ...} keeps recomputed partitions that are near their owner\'s, not equal to them: '
+    "planned as if none was sent, though one is every resync_steps versions"
+)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage under the planned protection.
+
+    Attributes:
+        stage_id: 0-based. load: of its busiest rank.
+        windows: of a step without snapshots: where the device waits.
+        bytes_per_sec: at which is copied there.
+    """
+
+    stage_id: int
+    load: Load
+    windows: Sequence[Window]
+    bytes_per_sec: float
+
+    @property
+    def idle_secs(self) -> float:
+        return sum(window.length_secs for window in self.windows)
+
+    @property
+    def window_bytes(self) -> float:
+        """What could be copied while it waits."""
+        return self.bytes_per_sec * self.idle_secs
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan.
+
+    Attributes:
+        job: what was planned.
+        choice: every alternative, and the one that ``auto`` would take.
+        planned: the one that the plan is about: as configured, or the choice.
+        configured: what the block asks for, or ``auto``.
+        pace: the simulated step.
+        outlook: survival under ``planned``.
+        max_overhead: part of the step that snapshots may cost.
+    """
+
+    job: PlannedJob
+    choice: Choice
+    planned: Alternative
+    configured: str
+    pace: SimulatedPace
+    outlook: Outlook
+    max_overhead: float
+
+    @property
+    def overhead(self) -> float:
+        """Part of the training time, with the block's interval between snapshots."""
+        assert self.planned.fit is not None
+        return self.planned.fit.overhead / self.job.block.interval_steps
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        loads, measured = self.planned.loads, self.pace.measured
+        if measured is not None:
+            found = sorted(measured.stages.items())
+            return tuple(StagePlan(p, loads[p], s.windows, s.bandwidth.window) for p, s in found)
+        rate = self.job.cluster.machine.copy_bytes_per_sec
+        return tuple(
+            StagePlan(p, loads[p], result.windows, rate) for p, result in enumerate(self.pace.plain.stages)
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of a step in which the devices wait."""
+        if self.pace.measured is None:
+            return self.pace.plain.bubble_fraction
+        return sum(s.idle_secs for s in self.stages) / (len(self.stages) * self.pace.step_secs)
+
+    @property
+    def source(self) -> str:
+        """Where the step, its windows and what copies cost come from. Transfers to peers are simulated."""
+        return "simulated" if self.pace.measured is None else self.pace.measured.estimator
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """What is not well; empty if all is."""
+        found = []
+        if why := self.planned.why_not(self.choice.wished):
+            found.append(f"{self.planned.name}: {why}")
+            if self.planned is not self.choice.chosen and self.choice.reached:
+                found.append(f'"protection": "{self.choice.chosen.name}" would do')
+            found.extend(self.choice.needed)
+        if not self.job.training.fits_device:
+            device = self.job.cluster.machine.memory_bytes / GIB
+            found.append(
+                f"model, optimizer and gradients exceed the {device:.0f} GiB of a device; raise --pp or --tp"
+            )
+        if self.overhead > self.max_overhead:
+            found.append(
+                f"snapshots would cost {self.overhead:.1%} of the training time, more than "
+                f'{self.max_overhead:.1%}: take them less often ("interval_steps"), or allow more'
+            )
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, labelled as simulated."""
+        job, training = self.job, self.job.training
+        return {
+            "simulated": True,
+            "well": not self.problems,
+            "problems": list(self.problems),
+            "notes": list(job.notes),
+            "job": {
+                "model": training.model,
+                "cluster": job.cluster.name,
+                "nodes": self.outlook.nodes,
+                "devices": training.devices,
+                "pp": training.stages,
+                "dp": training.data,
+                "tp": training.tensor,
+                "rank_order": "-".join(job.layout.order),
+                "micro_batches": training.micro_batches,
+                "samples": training.samples,
+                "half_precision": job.half,
+                "partitioned_optimizer": job.owned,
+                "interval_steps": job.block.interval_steps,
+                "arenas": job.block.arena_count,
+            },
+            "step": {
+                "secs": self.pace.step_secs,
+                "bubble_fraction": self.bubble_fraction,
+                "copy_bytes_per_sec": self.stages[0].bytes_per_sec,
+                "source": self.source,
+            },
+            "protection": {
+                "configured": self.configured,
+                "planned": self.planned.name,
+                "auto_would_choose": self.choice.chosen.name,
+                "why": self.choice.reason,
+                "needed": list(self.choice.needed),
+                "wished_tolerance": self.choice.wished,
+                "tolerance": self.planned.tolerance,
+                "overhead": self.overhead,
+            },
+            "full_bytes": max(job.state_bytes(p) for p in range(training.stages)),
+            "alternatives": [self._alternative_json(a) for a in self.choice.alternatives],
+            "not_possible": [{"name": name, "why": why} for name, why in self.choice.excluded],
+            "stages": [
+                {
+                    "stage_id": s.stage_id,
+                    "to_host_bytes": s.load.to_host_bytes,
+                    "window_bytes": s.window_bytes,
+                    "idle_secs": s.idle_secs,
+                    "windows": [w.to_json() for w in s.windows],
+                }
+                for s in self.stages
+            ],
+            "survival": self._survival_json(),
+        }
+
+    def _alternative_json(self, alternative: Alternative) -> dict[str, Any]:
+        load, fit = alternative.busiest, alternative.fit
+        assert fit is not None
+        return {
+            "name": alternative.name,
+            "chosen": alternative is self.choice.chosen,
+            "planned": alternative is self.planned,
+            "possible": alternative.why_not(self.choice.wished) is None,
+            "available": alternative.available,
+            "why_not": self.choice.why_not_chosen(alternative),
+            "tolerance": alternative.tolerance,
+            "fatal_nodes": list(alternative.fatal),
+            "bytes": {**asdict(load), "to_host_bytes": load.to_host_bytes},
+            "node_memory_bytes": alternative.memory_bytes,
+            "node_memory_limit_bytes": alternative.limit_bytes,
+            "overhead": fit.overhead,
+            "in_windows": fit.in_windows,
+            "fits_before_optimizer": fit.fits,
+        }
+
+    def _survival_json(self) -> dict[str, Any]:
+        seen = self.outlook
+        return {
+            "failures": [asdict(f) for f in self.job.cluster.failures],
+            "exact": seen.exact,
+            "first_failure_secs": seen.job_failure_secs,
+            "target": seen.target,
+            "persist_interval_secs": seen.persist_secs,
+            "persist_interval_steps": self.persist_steps,
+            "persist_interval_secs_without": seen.unprotected_secs,
+            "curve": [asdict(point) for point in seen.curve()],
+        }
+
+    @property
+    def persist_steps(self) -> int:
+        """Steps between two checkpoints on storage: a multiple of the snapshots', as the block wants it."""
+        every = self.job.block.interval_steps
+        step_secs = self.pace.step_secs * (1 + self.overhead)
+        return max(1, int(self.outlook.persist_secs / step_secs / every)) * every
+
+
+def make_plan(
+    job: PlannedJob,
+    *,
+    tolerance: int | None = None,
+    target: float,
+    protection: str | None = None,
+    memory_bytes: int | None = None,
+    max_overhead: float | None = None,
+    recompute: bool = False,
+    schedule: Callable[[int, int], Schedule] = one_f_one_b,
+    profile: ProfileResult | None = None,
+) -> JobPlan:
+    """Plan a job.
+
+    Args:
+        job: what is planned.
+        tolerance: wished node losses of every sharding group, instead of the block's.
+        target: wished survival between two persisted checkpoints.
+        protection: instead of the block's; ``auto`` takes the choice.
+        memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
+        max_overhead: instead of the block's.
+        recompute: ``auto`` recomputes partitions, as ``auto+aor`` does.
+        schedule: of the pipeline.
+        profile: measured windows, instead of simulated ones.
+
+    Raises:
+        ConfigError: a protection that is none, or has no room in the groups; a profile of something else.
+    """
+    block = job.block
+    if memory_bytes is None:
+        memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
+    pace = SimulatedPace(job.training, Variant(block.variant.value), schedule, _measured(job, profile))
+    configured, recomputed = _configured(block, protection)
+    if recomputed and not job.owned:
+        recomputed = False
+        job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
+    exact = block.aor.drift_ulps > 0  # all clusters have GPUs
+    if job.owned and (recomputed or recompute):
+        job = replace(job, notes=(*job.notes, NEAR_ONLY if exact else IN_VAIN))
+    choice = choose(
+        Situation(
+            job.topology,
+            job.sections,
+            arenas=block.arena_count,
+            block_bytes=block.block_bytes,
+            memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
+            exact=exact,
+        ),
+        block.tolerance if tolerance is None else tolerance,
+        pace=pace,
+        recompute=recompute or recomputed,
+        also=() if configured is None else (configured,),
+        beyond=1,
+    )
+    name = f"{AUTO if configured is None else configured}{AOR if recomputed else ''}"
+    planned = choice.chosen if configured is None else choice.of(name)
+    causes = [failure.weibull for failure in job.cluster.failures]
+    return JobPlan(
+        job=job,
+        choice=choice,
+        planned=planned,
+        configured=name,
+        pace=pace,
+        outlook=outlook(job.topology, planned, causes, target),
+        max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
+    )
+
+
+def _measured(job: PlannedJob, profile: ProfileResult | None) -> WindowPace | None:
+    if profile is None:
+        return None
+    if job.block.variant.value != Variant.HAS.value:
+        raise ConfigError(f'"variant": "{job.block.variant.value}" copies in no windows; leave --profile out')
+    share = job.block.has.compute_share
+    if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
+        share = 1.0 if profile.method.clock == "device" else 0.0
+    return measured_pace(profile, job.topology.degrees, share)
+
+
+def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | None, bool]:
+    """The scheme that is asked for, None for the choice; and whether partitions are recomputed."""
+    if protection is None:
+        return None if block.chooses else block.scheme, block.recompute
+    text = protection.removesuffix(AOR)
+    if text == AUTO:
+        return None, text != protection
+    scheme = Scheme.parse(text)
+    if not scheme.designed:
+        raise ConfigError(
+            f"found protection {protection!r}; the block takes no naive schemes: leave 'naive:' out"
+        )
+    return scheme, text != protection
+
+
+def duration(secs: float) -> str:
+    """A length of time for people."""
+    for unit, scale in (("days", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
+        if secs >= 2 * scale:
+            return f"{secs / scale:.1f} {unit}"
+    return f"{secs:.3g} s"

@@ -1,0 +1,134 @@
+"""Which rank holds which (pipeline stage, replica, tensor slice). Pure.
+
+DeepSpeed numbers the ranks row-major over an order of axes. The order decides which ranks are
+data-parallel peers; when they sit on one node, a lost node takes a shard and its copy together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from reft.errors import ConfigError
+from reft.tools.pretrain.model_config import LlamaConfig
+from reft.topology import Coordinate, Degrees
+
+# DeepSpeed's own order first, tensor slices adjacent (they talk most) before the rest.
+AXES = ("pipe", "data", "model")
+ORDERS: tuple[tuple[str, ...], ...] = tuple(
+    sorted(permutations(AXES), key=lambda order: (order[-1] != "model", order != AXES, order))
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of a job and the order in which DeepSpeed numbers its ranks."""
+
+    degrees: Degrees
+    order: tuple[str, ...] = AXES
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Size of every axis, in the order of ``order``."""
+        sizes = {"pipe": self.degrees.pp, "data": self.degrees.dp, "model": self.degrees.tp}
+        return tuple(sizes[axis] for axis in self.order)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Coordinate of a global rank (row-major over ``order``)."""
+        position = {}
+        for axis, size in zip(reversed(self.order), reversed(self.dims), strict=True):
+            rank, position[axis] = divmod(rank, size)
+        return Coordinate(position["pipe"], position["data"], position["model"])
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of every group along ``axis``, members in the order of that axis."""
+        names = {"pipe": "pp", "data": "dp", "model": "tp"}
+        rest = [name for name in names if name != axis]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.degrees.world_size):
+            at = self.coordinate(rank)
+            members.setdefault(tuple(getattr(at, names[name]) for name in rest), []).append(rank)
+        return tuple(tuple(ranks) for _, ranks in sorted(members.items()))
+
+    def __str__(self) -> str:
+        return f"{self.degrees}, rank order {'-'.join(self.order)}"
+
+
+def degrees_for(world_size: int, pp: int, tp: int, dp: int | None = None) -> Degrees:
+    """Derive the data-parallel degree.
+
+    Raises:
+        ConfigError: ``world_size`` is not ``pp * dp * tp``.
+    """
+    for name, value in (("--pp", pp), ("--tp", tp), ("--dp", dp)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; write a positive integer")
+    found = dp if dp is not None else max(1, world_size // (pp * tp))
+    if pp * tp * found != world_size:
+        wanted = f"--pp {pp} x --tp {tp}" + (f" x --dp {dp}" if dp is not None else "")
+        raise ConfigError(
+            f"found {world_size} processes; {wanted} needs "
+            + (f"exactly {pp * tp * dp}" if dp is not None else f"a multiple of {pp * tp}")
+            + "; change the degrees or the number of processes (--nnodes x --nproc-per-node)"
+        )
+    return Degrees(pp, found, tp)
+
+
+def check_model(config: LlamaConfig, degrees: Degrees) -> None:
+    """Refuse a model that cannot be cut into ``degrees``.
+
+    Raises:
+        ConfigError: says which number does not divide and what to change.
+    """
+    if config.layers < degrees.pp:
+        raise ConfigError(
+            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at least one per "
+            f"stage; lower --pp or raise --layers"
+        )
+    for what, option, size in (
+        ("heads", "--heads", config.heads),
+        ("key-value heads", "--kv-heads", config.kv_heads),
+        ("feed-forward columns", "--ffn", config.ffn_size),
+        ("vocabulary rows", "--vocab", config.vocab_size),
+    ):
+        if size % degrees.tp:
+            raise ConfigError(
+                f"model {config.name} has {size} {what}, not divisible by --tp {degrees.tp}; "
+                f"change --tp or {option}"
+            )
+
+
+def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
+    """The axis order whose data-parallel groups spread over the most nodes.
+
+    Ties go to tensor groups within a node, then to DeepSpeed's own order. Every rank computes the
+    same from the same ``nodes``.
+
+    Args:
+        degrees: parallel degrees.
+        nodes: node (failure domain) of every global rank.
+    """
+
+    def quality(order: tuple[str, ...]) -> tuple[int, int]:
+        layout = Layout(degrees, order)
+        spread = min(len({nodes[rank] for rank in group}) for group in layout.groups("data"))
+        split = sum(len({nodes[rank] for rank in group}) > 1 for group in layout.groups("model"))
+        return -spread, split
+
+    return min(ORDERS, key=quality)
+
+
+def parse_order(text: str) -> tuple[str, ...]:
+    """``"data-pipe-model"`` to its axes.
+
+    Raises:
+        ConfigError: not each of pipe, data and model once.
+    """
+    order = tuple(text.replace(",", "-").split("-"))
+    if sorted(order) != sorted(AXES):
+        raise ConfigError(
+            f"--rank-order is {text!r}; write 'auto' or pipe, data and model in some order, such as "
+            "data-pipe-model"
+        )
+    return order

@@ -1,0 +1,191 @@
+"""Figures of simulations. matplotlib is the optional extra ``plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from reft.errors import ConfigError
+from reft.tools.simulate.copying import Tier
+from reft.tools.simulate.instructions import (
+    BackwardInput,
+    BackwardPass,
+    BackwardWeight,
+    Compute,
+    ForwardPass,
+    OptimizerStep,
+    ReduceGrads,
+    ReduceTiedGrads,
+)
+from reft.tools.simulate.result import Interval, Simulation, StageResult
+from reft.tools.simulate.variants import Predictions, Variant
+
+_VARIANTS = {
+    "blocking": "#8c2d04",
+    "host": "#e6550d",
+    "host_device": "#fdae6b",
+    "inter_node": "#756bb1",
+    "has": "#238b45",
+}
+_ACTIVITIES: dict[type, tuple[str, str]] = {
+    ForwardPass: ("forward", "#4292c6"),
+    BackwardPass: ("backward", "#08519c"),
+    BackwardInput: ("backward", "#08519c"),
+    BackwardWeight: ("backward, weights", "#6baed6"),
+    ReduceTiedGrads: ("reduction", "#fe9929"),
+    ReduceGrads: ("reduction", "#fe9929"),
+    OptimizerStep: ("optimizer", "#807dba"),
+}
+_TRANSFER = ("transfer", "#fec44f")
+_TIERS = {
+    Tier.WAITING: ("copy in a bubble", "#41ab5d"),
+    Tier.COMPUTING: ("copy beside computation", "#d94801"),
+    Tier.COMMUNICATING: ("copy beside communication", "#cc4c02"),
+    Tier.FENCE: ("copy, device waits", "#99000d"),
+}
+_BAR = 0.1
+_LEAST_NUMBERED_SHARE = 0.012
+
+
+def draw_overheads(groups: Sequence[tuple[str, Sequence[Predictions]]], path: Path) -> None:
+    """Overhead of every variant, one panel for each group of jobs; the suffix chooses the format.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    rows = -(-len(groups) // 2)
+    figure = new_figure(13.0, 1.0 + 3.4 * rows)
+    panels = figure.subplots(rows, min(2, len(groups)), squeeze=False, sharey=True)
+    for axes, (title, results) in zip(panels.flat, groups, strict=False):
+        _draw_group(axes, results)
+        axes.set_title(title, fontsize=10, loc="left")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("iteration time added, %")
+    for axes in panels.flat[len(groups) :]:
+        axes.set_visible(False)
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
+    figure.suptitle("A snapshot every step: simulated from published hardware figures, not measured")
+    save_figure(figure, path)
+
+
+def _draw_group(axes: Any, results: Sequence[Predictions]) -> None:
+    shown = [p for p in results[0].variants if p.variant is not Variant.NONE]
+    for number, like in enumerate(shown):
+        values = [100 * r.of(like.variant, like.whole_stage).overhead for r in results]
+        bars = axes.bar(
+            [x + (number - (len(shown) - 1) / 2) * _BAR for x in range(len(results))],
+            values,
+            _BAR,
+            label=like.name,
+            color=_VARIANTS[like.variant],
+            hatch="////" if like.name.endswith("unsharded") else None,
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        texts = [f"{v:.0f}" if v >= 10 else f"{v:.1f}" for v in values]
+        axes.bar_label(bars, texts, fontsize=6, padding=1)
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_ylim(0, 400)
+    axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+    axes.axhline(3.0, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(results)), [_label(r) for r in results], fontsize=7)
+
+
+def _label(result: Predictions) -> str:
+    t = result.training
+    return f"{t.model}, {t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages} DP{t.data}"
+
+
+def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:
+    """One step, one row per stage, with the snapshot's copies below; the suffix chooses the format.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    figure = new_figure(13.0, 1.8 + 0.7 * len(simulation.stages))
+    axes = figure.add_subplot()
+    scale, unit = (1.0, "s") if simulation.makespan_secs >= 2 else (1e3, "ms")
+    least_secs = _LEAST_NUMBERED_SHARE * simulation.makespan_secs
+    for stage in simulation.stages:
+        _draw_stage(axes, stage, scale, least_secs)
+    axes.set_yticks(
+        [s.stage_id for s in simulation.stages], [f"stage {s.stage_id}" for s in simulation.stages]
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, simulation.makespan_secs * scale)
+    axes.set_xlabel(unit)
+    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        by_label.values(), by_label.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+    )
+    what = title or simulation.schedule
+    axes.set_title(f"{what} (simulated): bubble {simulation.bubble_fraction:.0%}", loc="left")
+    save_figure(figure, path)
+
+
+def _draw_stage(axes: Any, stage: StageResult, scale: float, least_secs: float) -> None:
+    row = stage.stage_id
+
+    def bar(begin_secs: float, end_secs: float, top: float, height: float, look: tuple[str, str]) -> None:
+        label, colour = look
+        where = [(begin_secs * scale, (end_secs - begin_secs) * scale)]
+        axes.broken_barh(where, (row + top, height), label=label, color=colour, edgecolor="white", lw=0.4)
+
+    for window in stage.windows:
+        where = [(window.start_secs * scale, window.length_secs * scale)]
+        axes.broken_barh(
+            where,
+            (row - 0.38, 0.5),
+            label="waiting",
+            facecolor="none",
+            edgecolor="#aaaaaa",
+            hatch="////",
+            lw=0.4,
+        )
+    for interval, look in _busy(stage.intervals):
+        bar(interval.begin_secs, interval.end_secs, -0.38, 0.5, look)
+        if isinstance(interval.instruction, Compute) and interval.busy_secs >= least_secs:
+            middle = scale * (interval.begin_secs + interval.end_secs) / 2
+            text = str(interval.instruction.micro_batch)
+            axes.text(middle, row - 0.13, text, color="white", fontsize=7, ha="center", va="center")
+    for piece in stage.pieces:
+        bar(piece.begin_secs, piece.end_secs, 0.16, 0.18, _TIERS[piece.tier])
+
+
+def _busy(intervals: Sequence[Interval]) -> Iterator[tuple[Interval, tuple[str, str]]]:
+    for interval in intervals:
+        if interval.busy_secs > 0:
+            yield interval, _ACTIVITIES.get(type(interval.instruction), _TRANSFER)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "drawing a figure needs matplotlib, which is not installed: pip install 'reft-ckpt[plot]'"
+        ) from error
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write it; the suffix chooses the format.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot draw into {path}: {error}") from error
