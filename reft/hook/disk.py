@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.errors import PersistError, ReftError
-from reft.load.exchange import allgather_bytes
 from reft.state.codec import decode, encode
 from reft.store.label import Label
 from reft.store.persisted import (

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
 from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
@@ -21,7 +22,6 @@ from reft.hook.auto import ENV_LAUNCHER_PID
 from reft.hook.coordinates import kernel_id
 from reft.hook.install import ds_config_of
 from reft.hook.living import require_no_other
-from reft.load.exchange import allgather_bytes
 from reft.naming import own_name_of_process, own_program, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same

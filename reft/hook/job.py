@@ -6,9 +6,9 @@ import json
 import logging
 import time
 
+from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.errors import AuthenticationError, TransferError, UnrecoverableError
-from reft.load.exchange import allgather_bytes
 from reft.store.keyvalue import KeyValueStore, StoreError
 from reft.store.label import Label, committed_key
 from reft.store.user_secret import user_secret

@@ -8,12 +8,12 @@ import secrets
 from dataclasses import astuple
 from pathlib import Path
 
+from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.config import ENV_SECRET, ReftConfig
 from reft.errors import ReftError
 from reft.hook.coordinates import Place, hosts_of
 from reft.hook.job import JobRecord
-from reft.load.exchange import allgather_bytes
 from reft.state.codec import decode, encode
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
 from reft.store.persisted import job_directory, newest_incarnation

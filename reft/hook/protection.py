@@ -7,11 +7,11 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup, WorkerControl
 from reft.config import ReftConfig
 from reft.events import EventLog
 from reft.hook.coordinates import local_rank
-from reft.load.exchange import allgather_bytes
 from reft.protect.placement import surviving_schemes, tolerance
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.store.free_memory import default_margin_bytes

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from reft.blocks import Section
+from reft.comm.collectives import allgather_bytes
 from reft.config import Variant
 from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
@@ -23,7 +24,6 @@ from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
-from reft.load.exchange import allgather_bytes
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
 from reft.load.recover import RecoveryOutcome, recover

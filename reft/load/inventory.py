@@ -8,17 +8,16 @@ block, most of them checksum.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import zlib
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 
 import msgpack
 import numpy as np
 
-from reft.errors import ArenaError, AuthenticationError, TransferError
+from reft.errors import ArenaError, TransferError
+from reft.mac import authenticate, check_authentic
 from reft.store.arena_files import scan
 from reft.store.header import (
     ArenaHeader,
@@ -31,7 +30,6 @@ from reft.store.header import (
 
 logger = logging.getLogger(__name__)
 
-MAC_BYTES = 16
 _INVENTORY = b"reft-inventory-1"
 _COMPRESSION_LEVEL = 1
 
@@ -124,28 +122,6 @@ def take_inventory(job_dir: Path, node: str, secret: bytes | None) -> Inventory:
             arenas.append(ArenaRecord(node, path.name, header))
     logger.info("[node %s] inventory: %d arenas, %d unreadable", node, len(arenas), len(problems))
     return Inventory(node, tuple(arenas), tuple(problems))
-
-
-def authenticate(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    """``body`` with a MAC in front. ``purpose`` (at most 16 bytes) keeps kinds of messages apart."""
-    return blake2b(body, key=secret, digest_size=MAC_BYTES, person=purpose).digest() + body
-
-
-def check_authentic(data: bytes | memoryview, secret: bytes, purpose: bytes) -> bytes:
-    """The body of an authenticated message.
-
-    Raises:
-        AuthenticationError: if the MAC is not the one of this job, or of another kind of message.
-    """
-    raw = bytes(data)
-    mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
-    expected = blake2b(body, key=secret, digest_size=MAC_BYTES, person=purpose).digest()
-    if not hmac.compare_digest(mac, expected):
-        raise AuthenticationError(
-            f"a message of {len(raw)} bytes ({purpose.decode()}) does not carry the job's secret: it comes "
-            f"from another job or was forged. Give every node the same REFT_SECRET"
-        )
-    return body
 
 
 def _pack_header(header: ArenaHeader) -> tuple[bytes, bytes]:

@@ -22,10 +22,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from reft.comm.collectives import network_errors
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.load.exchange import BrokenOffError, network_errors
+from reft.load.exchange import BrokenOffError
 from reft.load.local import ArenaSet, find_corrupt
 from reft.load.plan import (
     BlockSource,

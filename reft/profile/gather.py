@@ -13,8 +13,8 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from reft.load.exchange import network_errors
-from reft.load.inventory import authenticate, check_authentic
+from reft.comm.collectives import network_errors
+from reft.mac import authenticate, check_authentic
 from reft.profile.result import ProfileError
 from reft.profile.traces import ClockOffset, RankTraces
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace

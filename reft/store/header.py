@@ -17,7 +17,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -25,6 +24,7 @@ import xxhash
 
 from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
+from reft.mac import mac
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees
 
@@ -204,14 +204,14 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
             f"written in format {version}; this reft reads format {FORMAT_VERSION}: use the reft that "
             f"wrote it, or a later one"
         )
-    digest, mac = _DIGESTS.unpack_from(raw, len(MAGIC) + _CORE.size)
+    digest, code = _DIGESTS.unpack_from(raw, len(MAGIC) + _CORE.size)
     if nbytes > len(raw) - PREFIX_BYTES:
         raise TornRecordError(f"torn: {nbytes} payload bytes do not fit the region of {len(raw)}")
     payload = bytes(raw[PREFIX_BYTES : PREFIX_BYTES + nbytes])
     body = bytes(raw[len(MAGIC) : len(MAGIC) + _CORE.size]) + payload
     if xxhash.xxh3_64_intdigest(body) != digest:
         raise TornRecordError("torn: its bytes do not match their hash")
-    if secret is not None and _mac(body, secret) != mac:
+    if secret is not None and _mac(body, secret) != code:
         raise ArenaError(
             "whole, but its MAC does not match the job's secret: another job wrote it, or it was "
             "forged; remove it, or give the secret file of the job that wrote it"
@@ -352,7 +352,7 @@ def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
 
 
 def _mac(body: bytes, secret: bytes) -> bytes:
-    return blake2b(body, key=secret, digest_size=16, person=b"reft-arena").digest()
+    return mac(body, secret, b"reft-arena")
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -30,6 +30,7 @@ from typing import Any
 from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.durable import durable_file
 from reft.errors import AuthenticationError, PersistError
+from reft.mac import mac
 from reft.store.header import checksum
 from reft.store.label import Label
 from reft.store.persisted import tag_of
@@ -323,12 +324,12 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
     """
     try:
         envelope = json.loads(path.read_bytes())
-        body, mac = str(envelope["body"]), str(envelope["mac"])
+        body, code = str(envelope["body"]), str(envelope["mac"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise PersistError(f"{path}: is not a record of reft ({error!r})") from error
-    if not hmac.compare_digest(mac, _mac(body, secret)):
+    if not hmac.compare_digest(code, _mac(body, secret)):
         raise AuthenticationError(
             f"{path}: does not carry the job's secret; another job writes to the same directory under the "
             f"same name, or the file was forged. Give every job a persist.dir of its own"
@@ -338,7 +339,7 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
 
 
 def _mac(body: str, secret: bytes) -> str:
-    return hashlib.blake2b(body.encode(), key=secret, digest_size=16, person=_PERSON).hexdigest()
+    return mac(body.encode(), secret, _PERSON).hex()
 
 
 def write_durably(path: Path, data: bytes) -> None:

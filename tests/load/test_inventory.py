@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from reft.errors import AuthenticationError, TransferError
-from reft.load.inventory import Inventory, authenticate, take_inventory
+from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan, plan_recovery
+from reft.mac import authenticate
 from reft.store.header import ArenaState
 from reft.topology import Coordinate, Degrees
 

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from reft.blocks import STATE_SECTIONS, Section
+from reft.comm.collectives import allgather_bytes
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.load.exchange import allgather_bytes, gather_inventories
+from reft.load.exchange import gather_inventories
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
 from reft.load.plan import NotRecoverable, plan_recovery
