@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from reft import log
 from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, ENV_STORE, parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, Card
@@ -289,7 +290,7 @@ class Launcher(Observer):
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's, 128 + n
     when told to stop by signal n, 2 for wrong use."""
-    _log_to_stderr()
+    _log_to_stderr("", "launcher")
     try:
         options = parse_options(argv)
     except ConfigError as error:
@@ -300,7 +301,7 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(options: LaunchOptions) -> int:
     """Run one node of a job to its end; returns the exit code, as :func:`main` does."""
-    _log_to_stderr(options.node)
+    _log_to_stderr(options.job_id, f"launcher {options.node}")
     try:
         return Launcher(options).run()
     except (ConfigError, AuthenticationError) as error:
@@ -311,15 +312,9 @@ def launch(options: LaunchOptions) -> int:
         return 1
 
 
-def _log_to_stderr(node: str = "launch") -> None:
-    root = logging.getLogger("reft")
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"[reft {node}] %(message)s"))
-    root.addHandler(handler)
-    root.setLevel(os.environ.get("REFT_LOGLEVEL", "INFO").upper())
-    root.propagate = False
+def _log_to_stderr(job: str, who: str) -> None:
+    log.set_place(job, who)
+    log.to_stderr(os.environ.get("REFT_LOGLEVEL", "INFO").upper())
     # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 

@@ -85,16 +85,16 @@ def _choose(situation: Situation, config: ReftConfig) -> Choice:
 
 def _say(choice: Choice) -> None:
     if choice.reached:
-        logger.warning("reft: protection auto: %s: %s", choice.chosen.name, choice.reason)
+        logger.warning("protection auto: %s: %s", choice.chosen.name, choice.reason)
     else:
         logger.warning(
-            "reft: THE WISHED TOLERANCE OF %d IS NOT REACHED; protection auto took the best there is: %s, "
+            "THE WISHED TOLERANCE OF %d IS NOT REACHED; protection auto took the best there is: %s, "
             "%s. What it would take: %s",
             *(choice.wished, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
         )
     for other in choice.alternatives:
         if other is not choice.chosen:
-            logger.info("reft: not %s: %s", other.name, choice.why_not_chosen(other))
+            logger.info("not %s: %s", other.name, choice.why_not_chosen(other))
 
 
 def _memory_bytes(config: ReftConfig, job_dir: Path) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from reft import log
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind
@@ -63,6 +64,7 @@ def attach(
         return session
     import os
 
+    log.install()
     parsed = load_config(ds_config_of(engine)) if config is None else parse_block(dict(config), os.environ)
     if not parsed.enabled:
         raise ConfigError(

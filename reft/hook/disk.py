@@ -380,7 +380,7 @@ class DiskRung:
             self._refused[checkpoint.path] = f"{checkpoint}: {_some(verdict.problems)}"
             if self._control.rank == 0:
                 logger.warning(
-                    "reft: %s is damaged and is not loaded: %s; what is older is tried",
+                    "%s is damaged and is not loaded: %s; what is older is tried",
                     *(checkpoint, _some(verdict.problems)),
                 )
 
@@ -393,7 +393,7 @@ class DiskRung:
         complete = all(present for _, present in told)
         if not complete and any(present for _, present in told) and self._control.rank == 0:
             logger.warning(
-                "reft: %s: not every rank saved its host state there; random state and data position are not "
+                "%s: not every rank saved its host state there; random state and data position are not "
                 "restored",
                 checkpoint,
             )

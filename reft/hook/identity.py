@@ -75,7 +75,7 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
             f'--job-id NAME, or write "job_id" into the reft block'
         )
     if derived and control.rank == 0:
-        logger.info("reft: the job's name is %s, by its user, directory and command line", derived)
+        logger.info("the job's name is %s, by its user, directory and command line", derived)
         tell_of_siblings(config.memory_dir, derived)
     return config.model_copy(update={"job_id": names.pop()})
 
@@ -87,7 +87,7 @@ def tell_of_siblings(memory_dir: Path, name: str) -> None:
     others = siblings([path.name for path in find_jobs(memory_dir)], name)
     if others:
         logger.warning(
-            "reft: there is no memory of job %s, but of the same program with other arguments: %s. To "
+            "there is no memory of job %s, but of the same program with other arguments: %s. To "
             "go on with one of them, give its name: --job-id NAME, or REFT_JOB_ID=NAME under plain torchrun",
             name,
             ", ".join(others),
@@ -197,7 +197,7 @@ class Identity:
         if self._restarted:
             # Nobody is there to answer: the job goes on, and says so.
             for line in differences(_only(was, AT_LAUNCH), _only(now, AT_LAUNCH)):
-                logger.warning("reft: %s, after a restart: %s. The job goes on with %s", of, line, of)
+                logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self._config.accept_changes)
 
@@ -222,11 +222,11 @@ class Identity:
             try:
                 found.append(Fingerprint.decode(text))
             except FingerprintError as error:
-                logger.warning("reft: a node's record is left aside: %s", error)
+                logger.warning("a node's record is left aside: %s", error)
         of = f"the memory of job {self._config.job_id}"
         if not found and self._control.rank == 0:
             logger.warning(
-                "reft: %s has no record of the settings it was written with; whether they are those of this "
+                "%s has no record of the settings it was written with; whether they are those of this "
                 "job cannot be checked",
                 of,
             )
@@ -254,14 +254,14 @@ class Identity:
             self.require_same(stored, of)
         elif self._control.rank == 0:
             for line in differences(stored, self.fingerprint):
-                logger.warning("reft: %s is another job's: %s", of, line)
+                logger.warning("%s is another job's: %s", of, line)
 
     def record(self, job_dir: Path, incarnation: int) -> None:
         """Note whose work the versions from ``incarnation`` on are. By one rank per node."""
         try:
             record_fingerprint(job_dir, incarnation, self.fingerprint)
         except OSError as error:
-            logger.warning("reft: the job's settings cannot be recorded beside its memory: %s", error)
+            logger.warning("the job's settings cannot be recorded beside its memory: %s", error)
 
 
 def _only(fingerprint: Fingerprint, names: tuple[str, ...]) -> Fingerprint:

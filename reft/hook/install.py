@@ -87,8 +87,10 @@ def _has_block(config: Any) -> bool:
 
 
 def _prepare() -> None:
+    from reft import log
     from reft.hook.cpu import avoid_build_at_start
 
+    log.install()
     avoid_build_at_start()
 
 

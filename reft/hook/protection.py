@@ -126,14 +126,14 @@ class Protection:
         self.note()
         self._events.write("protection", **record.to_json())
         if self._control.rank == 0:
-            logger.warning("reft: %s", self._words(before, record))
+            logger.warning("%s", self._words(before, record))
 
     def _words(self, before: ProtectionRecord, now: ProtectionRecord) -> str:
         """What has changed."""
         if now.refused is not None and now.number != before.number:
             refused = now.refused
             return (
-                f"[step {refused.step}] protection stays {before.in_force}; {refused.scheme} was refused: "
+                f"protection stays {before.in_force}; {refused.scheme} was refused at step {refused.step}: "
                 f"{refused.cause}"
             )
         survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
@@ -145,7 +145,7 @@ class Protection:
                 if self._persist_dir is not None
                 else '; nothing is on disk to fall back to: write "persist": {"dir": ...} into "reft"'
             )
-        changed = f"[step {now.step}] protection {before.in_force} -> {now.in_force} from the next version on"
+        changed = f"protection {before.in_force} -> {now.in_force} from the version after step {now.step} on"
         if now.degraded is None:
             back = "; there is memory for all that is wanted again" if before.degraded else ""
             return f"{changed}{back}; {survives}"

@@ -57,7 +57,7 @@ class Recomputing:
         if not adapter.owned:
             if topology.coordinates[0] == at:
                 logger.info(
-                    "reft: %s partitions nothing: all of its state is protected by %s, aor has nothing to do",
+                    "%s partitions nothing: all of its state is protected by %s, aor has nothing to do",
                     type(adapter.wrapper).__name__,
                     config.scheme,
                 )

@@ -85,7 +85,7 @@ class Restorer:
             self.before_first_step()
         moved = session.data.forward(training=training)
         if moved is not None and session.is_rank_zero:
-            logger.warning("reft: %s", moved)
+            logger.warning("%s", moved)
 
     def before_first_step(self) -> None:
         """Called before every step; does its work once after every load."""
@@ -105,9 +105,9 @@ class Restorer:
         if text is None or not session.is_rank_zero or session.variant is Variant.NONE:
             return
         if session.client_state is not None:
-            logger.info("reft: the position in the data is left to the client state that is attached")
+            logger.info("the position in the data is left to the client state that is attached")
         else:
-            logger.warning("reft: %s", text)
+            logger.warning("%s", text)
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
@@ -216,7 +216,7 @@ class Restorer:
             secs=time.perf_counter() - began,
         )
         for repair in outcome.repaired:
-            logger.warning("reft: corrupt memory was repaired from another source: %s", repair)
+            logger.warning("corrupt memory was repaired from another source: %s", repair)
         frozen = self._frozen(outcome.plan.label)
         session.start(frozen)
         if not self._is_still_protected(outcome, frozen):
@@ -267,7 +267,7 @@ class Restorer:
         request.done.wait(session.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(
-                "reft: the restored state of step %d could not be protected again: %s. Training goes on",
+                "the restored state of step %d could not be protected again: %s. Training goes on",
                 request.label.step,
                 session.stats.last_error,
             )
@@ -366,7 +366,7 @@ class Restorer:
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
             if session.is_rank_zero:
                 logger.warning(
-                    "reft: %s is left out: the job was resumed at step %d, and base weights would replace "
+                    "%s is left out: the job was resumed at step %d, and base weights would replace "
                     "what it has learnt since it started from them",
                     *(call, session.engine.global_steps),
                 )
@@ -392,7 +392,7 @@ class Restorer:
             self._leave_this_future()
             return self._load_sound(original, call, sound)
         if self._session.is_rank_zero:
-            logger.info("reft: %s found nothing newer: the job has been resumed already", call)
+            logger.info("%s found nothing newer: the job has been resumed already", call)
         return self._resumed.path, self._resumed.client_state
 
     def _load_by_tag(
@@ -410,7 +410,7 @@ class Restorer:
         self._tagged = call
         if isinstance(plan, RecoveryPlan) and self._session.is_rank_zero:
             logger.warning(
-                "reft: the memory of job %s holds %s, but the script asks for tag %r. It goes back there, "
+                "the memory of job %s holds %s, but the script asks for tag %r. It goes back there, "
                 "unless it calls engine.load_checkpoint(save_dir) without a tag before it trains",
                 *(self._session.job_id, plan.label, call.tag),
             )
@@ -455,17 +455,17 @@ class Restorer:
         else:
             consequence = "After every failure it would go back there."
         if session.is_rank_zero:
-            logger.warning("reft: %s. %s %s", did, consequence, to_write)
+            logger.warning("%s. %s %s", did, consequence, to_write)
         session.start({})
 
     def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
         if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
-            logger.warning("reft: resuming from disk (%s): %s", disk, plan)
+            logger.warning("resuming from disk (%s): %s", disk, plan)
 
     def _report(self, source: str, began: float) -> None:
         if self._session.is_rank_zero:
             logger.warning(
-                "reft: resumed at step %d from %s in %.2f s",
+                "resumed at step %d from %s in %.2f s",
                 self._session.engine.global_steps,
                 source,
                 time.perf_counter() - began,

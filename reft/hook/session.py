@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from reft import log
 from reft.comm.control import ControlGroup
 from reft.config import AUTO, ENV_NODE_ID, ENV_STORE, FaultPoint, ReftConfig, Variant
 from reft.errors import ReftError
@@ -80,6 +81,7 @@ class Session:
         self.coordinate, degrees = coordinate_of(engine)
         self.control = ControlGroup(config.commit_timeout_secs)
         self.config = config = name_job(config, self.control)
+        log.set_place(self.job_id, str(self.coordinate), int(engine.global_steps))
         self.topology, self._places = gather_topology(self.control, self.coordinate, degrees)
         self.node = self.topology.nodes[self.control.rank]
         self.identity = Identity(engine, config, at=self.coordinate, degrees=degrees, control=self.control)
@@ -196,6 +198,7 @@ class Session:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
         self._images = None
         self._last_step = int(self.engine.global_steps)
+        log.set_step(self._last_step)
 
     def _choose_protection(self, config: ReftConfig) -> ReftConfig:
         """The block with the protection that suits this job's state and placement. Collective."""
@@ -238,9 +241,8 @@ class Session:
         if not self.is_rank_zero:
             return
         logger.info(
-            "reft: job %s, incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
+            "incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
             "%d node(s) per sharding group",
-            self.job_id,
             self.incarnation,
             self.topology.degrees,
             len(set(self.topology.failure_domains)),
@@ -249,19 +251,19 @@ class Session:
         )
         if claimed := declared_on_one_host(self._places):
             logger.warning(
-                "reft: nodes %s are declared (--node-id or %s) and share a host: losses are counted as if "
+                "nodes %s are declared (--node-id or %s) and share a host: losses are counted as if "
                 "each failed by itself; the loss of the host is the loss of all of them",
                 *(", ".join(claimed), ENV_NODE_ID),
             )
         if 0 < losses < self.config.tolerance and not self._chosen:
             logger.warning(
-                "reft: the loss of %d node(s) should be survived, but %s survives %d; 'reft plan' and "
+                "the loss of %d node(s) should be survived, but %s survives %d; 'reft plan' and "
                 '"protection": "auto" say what it would take',
                 *(self.config.tolerance, self.protection.record.scheme, losses),
             )
         if losses == 0:
             logger.warning(
-                "reft: TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "
+                "TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "
                 "disk can be resumed from (persist.dir is %s)",
                 self.protection.why_unprotected(),
                 self.config.persist.dir or "not set",
@@ -390,6 +392,7 @@ class Session:
         began, self._boundary_secs = self._boundary_secs, now
         step_secs = now - began
         self._last_step = step
+        log.set_step(step)
         if self.tracer.weaver is None:
             self.pacer.end_step("step", ())
         if self.variant is Variant.NONE:
@@ -458,7 +461,7 @@ class Session:
             level = logging.WARNING if isinstance(error, ReftError) else logging.ERROR
             if type(error) not in self._capture_errors:
                 self._capture_errors.add(type(error))
-                logger.log(level, "[step %d] the state cannot be captured", step, exc_info=error)
+                logger.log(level, "the state of step %d cannot be captured", step, exc_info=error)
             request = SnapshotRequest(label, self._images, b"", cancelled=True)
         self.worker.submit(request)
         if self.variant is Variant.BLOCKING:

@@ -24,7 +24,7 @@ def stop_together(session: Session, step: int) -> None:
     """
     committed, persisted = _take_last_version(session, session.config.grace_secs)
     logger.warning(
-        "reft: stopping as told: step %d is %s%s",
+        "stopping as told: step %d is %s%s",
         step,
         "committed in memory" if committed else "NOT committed",
         "" if persisted is None else f", persisted: {persisted}",
@@ -64,14 +64,14 @@ def stop_alone(session: Session, step: int) -> None:
     committed, persisted = _take_last_version(session, max(0.0, left))
     if committed:
         logger.warning(
-            "reft: stopping as told after step %d, alone: the grace is too short for another step. Committed "
+            "stopping as told after step %d, alone: the grace is too short for another step. Committed "
             "in memory%s",
             step,
             "" if persisted is None else f", persisted: {persisted}",
         )
     else:
         logger.warning(
-            "reft: stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
+            "stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
             *(step, session.stats.committed_step),
         )
     session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))

@@ -38,7 +38,7 @@ class Tracer:
             return
         if self.weaver is None:
             name = type(session.engine).__name__
-            logger.warning("reft: %s cannot be profiled, only a pipeline engine", name)
+            logger.warning("%s cannot be profiled, only a pipeline engine", name)
             return
         from reft.profile.clock import DeviceClock
         from reft.profile.profiler import Profiler, RankFacts

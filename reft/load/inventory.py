@@ -120,7 +120,7 @@ def take_inventory(job_dir: Path, node: str, secret: bytes | None) -> Inventory:
             header = found.header()
         if header is not None:
             arenas.append(ArenaRecord(node, path.name, header))
-    logger.info("[node %s] inventory: %d arenas, %d unreadable", node, len(arenas), len(problems))
+    logger.info("inventory of node %s: %d arenas, %d unreadable", node, len(arenas), len(problems))
     return Inventory(node, tuple(arenas), tuple(problems))
 
 

@@ -48,7 +48,7 @@ def open_arenas(job_dir: Path, inventory: Inventory, secret: bytes | None) -> di
             if record.usable:
                 arenas[record.node, record.path] = Arena.open(job_dir / record.path, secret)
         except (ArenaError, OSError) as error:
-            logger.warning("[node %s] arena %s cannot be opened: %s", record.node, record.path, error)
+            logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
     return arenas
 
 
@@ -138,7 +138,7 @@ def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> fr
         if not current[place] or not matches(fetch, arenas):
             bad.add(source)
     for (node, arena), count in Counter((source.node, source.arena) for source in bad).items():
-        logger.warning("[node %s] %s: %d blocks of %s are corrupt or unreadable", node, arena, count, label)
+        logger.warning("node %s: %s: %d blocks of %s are corrupt or unreadable", node, arena, count, label)
     return frozenset(bad)
 
 

@@ -135,16 +135,16 @@ class Decoder:
         refused = self._parities_of(wrong)
         if refused:
             logger.warning(
-                "[node %s - step %d] %d blocks decoded from verified blocks are not what their owner copied: "
-                "the parity is of other data. It is not used; please report this",
-                *(self._node, self._plan.label.step, len(wrong)),
+                "%d blocks of step %d decoded from verified blocks are not what their owner copied: the "
+                "parity is of other data. It is not used; please report this",
+                *(len(wrong), self._plan.label.step),
             )
         if done and self._arena is not None:
             self._arena.seal(done)
             self._sealed = True
             logger.warning(
-                "[node %s - step %d] decoded %d lost blocks of pp%d.tp%d from parity (%.1f MiB)",
-                *(self._node, self._plan.label.step, len(done), self._at.pp, self._at.tp),
+                "decoded %d lost blocks of step %d of pp%d.tp%d from parity (%.1f MiB)",
+                *(len(done), self._plan.label.step, self._at.pp, self._at.tp),
                 sum(entry.nbytes for entry in done) / 2**20,
             )
         return refused

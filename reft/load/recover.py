@@ -241,6 +241,7 @@ class _Courier:
 
 
 def _report(outcome: RecoveryOutcome, rank: int) -> None:
-    logger.info("[rank %d - step %d] %s", rank, outcome.label.step, outcome.stats)
+    logger.info("recovered step %d: %s", outcome.label.step, outcome.stats)
     if rank == 0 and outcome.repaired:
-        logger.warning("[step %d] repaired %s", outcome.label.step, listing(map(str, outcome.repaired)))
+        repairs = listing(map(str, outcome.repaired))
+        logger.warning("repaired while step %d was recovered: %s", outcome.label.step, repairs)

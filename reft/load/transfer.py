@@ -292,7 +292,7 @@ class _Transfer:
             if half:
                 self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
             if checksum(data.numpy().data) != fetch.checksum:
-                logger.debug("[rank %d] %s: corrupt on arrival", self._rank, fetch)
+                logger.debug("%s: corrupt on arrival", fetch)
                 self._bad.add(fetch.source)
                 return
             self._sink(fetch, data)

@@ -116,10 +116,10 @@ class Profiler:
             self._finish()
         except Exception:
             # P6: a profile that fails is no reason to stop training.
-            logger.exception("reft: the profile failed; training goes on")
+            logger.exception("the profile failed; training goes on")
         self._traces, self._marks = [], []
         if self._config.then == "exit":
-            logger.info("reft: the profile is done; the job was started for it and ends here")
+            logger.info("the profile is done; the job was started for it and ends here")
             raise SystemExit(0)
 
     def _finish(self) -> None:
@@ -229,13 +229,13 @@ def write(result: ProfileResult, folder: Path) -> None:
     try:
         draw(result, folder / FIGURE_FILE)
     except ConfigError as error:
-        logger.info("reft: %s", error)
+        logger.info("%s", error)
     except ReftError:
-        logger.exception("reft: the figure of the profile could not be drawn")
+        logger.exception("the figure of the profile could not be drawn")
     for line in advice(result):
-        logger.info("reft: %s", line)
+        logger.info("%s", line)
     path = (folder / PROFILE_FILE).absolute()
     # A warning, so that it is seen: somebody asked for it.
     logger.warning(
-        "reft: profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
+        "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )

@@ -98,7 +98,7 @@ class Handover:
                     if not request.copied.wait(_FENCE_SECS):
                         request.overrun = True  # what is copied from here on is no state of its step (P2)
                         logger.error(
-                            "[step %d] a copy has not ended after %.0f s; the version is given up",
+                            "the copy of step %d has not ended after %.0f s; its version is given up",
                             *(request.label.step, _FENCE_SECS),
                         )
         self._fence_waiting = self._approached = False

@@ -149,9 +149,9 @@ class PeerOptimizers:
             return
         self._in_vain = True
         logger.warning(
-            "[step %d] recomputing is in vain: the partition of member %d was copied from its owner %d times "
-            'in a row (%s). Leave "+aor" out of reft.protection; or, if the owner runs other kernels than '
-            "this host, say with reft.aor.drift_ulps how far a replica may be from it",
+            "recomputing is in vain at step %d: the partition of member %d was copied from its owner %d "
+            'times in a row (%s). Leave "+aor" out of reft.protection; or, if the owner runs other kernels '
+            "than this host, say with reft.aor.drift_ulps how far a replica may be from it",
             filling.label.step,
             member,
             _IN_VAIN,
@@ -238,7 +238,7 @@ class PeerOptimizers:
             unknown = type(error) not in self._told
             self._told.add(type(error))
             if unknown:
-                logger.warning("[step %d] recomputing failed", filling.label.step, exc_info=error)
+                logger.warning("recomputing of step %d failed", filling.label.step, exc_info=error)
             self._give_up(member, filling, type(error).__name__, detail=str(error))
 
     def _give_up(self, member: int, filling: Filling, cause: str, detail: str = "") -> None:
@@ -258,7 +258,7 @@ class PeerOptimizers:
         self._told.add(cause)
         logger.log(
             logging.INFO if first else logging.DEBUG,
-            "[step %d] the partition of member %d is copied from its owner: %s%s",
+            "the partition of step %d of member %d is copied from its owner: %s%s",
             filling.label.step,
             member,
             cause,

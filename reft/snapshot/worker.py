@@ -260,7 +260,8 @@ class SnapshotWorker:
         request.done.set()
         if self._stats.skip(request.label.step, cause, error) and not self._handover.closing:
             logger.warning(
-                "[step %d] snapshot given up (%s): %s. Training goes on; snapshots are stale since step %s",
+                "the version of step %d is given up (%s): %s. Training goes on; snapshots are stale since "
+                "step %s",
                 request.label.step,
                 cause,
                 error or cause,

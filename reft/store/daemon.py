@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from reft import log
 from reft.config import ReftConfig
 from reft.errors import AuthenticationError, PersistError, ReftError
 from reft.store.jobdir import JobDir
@@ -267,9 +268,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
     parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")
     options = parser.parse_args(list(argv))
-    logging.basicConfig(level=logging.INFO, format="[reft daemon %(process)d] %(message)s")
+    log.set_place(options.job_dir.name, "daemon")
+    log.to_stderr()
     try:
-        daemon = Daemon(JobDir.open(options.job_dir), options.launcher_pid)
+        job_dir = JobDir.open(options.job_dir)
+        log.set_place(job_dir.job_id, f"daemon {job_dir.node}")
+        daemon = Daemon(job_dir, options.launcher_pid)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: _set_apart(daemon.end))
         return daemon.run()

@@ -46,7 +46,7 @@ def test_two_nodes_at_once(scratch: Scratch) -> None:
         assert resumed_at % 4 == 0
         job.wait_for_step(resumed_at + 8, life=2)
         assert min(job.history.incarnations[2].steps) == resumed_at + 1
-        assert "reft: resuming from disk" in job.logs
+        assert "resuming from disk" in job.logs
         assert wrong_losses(job.history, reference) == []
         # The steps after the restored one have been computed twice.
         assert len(job.history.losses[resumed_at + 1]) == 2

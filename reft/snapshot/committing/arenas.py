@@ -281,7 +281,7 @@ class ArenaSet:
             filling.arena.commit()
             self._remove_leftovers()
         except (ArenaError, OSError) as error:
-            logger.warning("[step %d] the commit cannot be noted: %s", filling.label.step, error)
+            logger.warning("the commit of step %d cannot be noted: %s", filling.label.step, error)
         finally:
             filling.arena.unlock()
 

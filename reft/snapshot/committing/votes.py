@@ -81,7 +81,7 @@ class Votes:
         if verdict.stop_after_step and self.stop_step is None:
             self.stop_step = verdict.stop_after_step
         if verdict.interval_steps != self._interval[1]:
-            logger.info("[step %d] from step %d on, every %d", step, step + 2, verdict.interval_steps)
+            logger.info("a version every %d steps, from step %d on", verdict.interval_steps, step + 2)
             self._interval = (step + 2, verdict.interval_steps, self._interval[1])
         self.late = verdict.late
         self.voted_step = step

@@ -1,0 +1,74 @@
+"""Every log line of reft begins in the same way: ``reft [job/pp0.dp1.tp0 step 12]``.
+
+Modules log through ``logging.getLogger(__name__)``. One handler, on the logger ``reft``, puts the prefix
+before the message and leaves the rest to the handlers of the program or, where it has none, to Python's last
+resort (warnings to stderr). The launcher and the node daemon have no coordinate and write what they are:
+``reft [job/launcher node0]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+
+NAME = "reft"
+
+
+@dataclass
+class _Place:
+    job: str = ""
+    who: str = ""
+    step: int | None = None
+
+    def prefix(self) -> str:
+        who = "/".join(part for part in (self.job, self.who) if part)
+        step = "" if self.step is None else f"step {self.step}"
+        inside = " ".join(part for part in (who, step) if part)
+        return f"reft [{inside}]" if inside else "reft:"
+
+
+_PLACE = _Place()
+"""Where this process is: it is one rank, one launcher or one daemon."""
+
+
+def set_place(job: str, who: str, step: int | None = None) -> None:
+    """Say whose lines these are.
+
+    Args:
+        job: the job's id.
+        who: the coordinate of a rank, or what else this process is.
+        step: as for :func:`set_step`.
+    """
+    _PLACE.job, _PLACE.who, _PLACE.step = job, who, step
+
+
+def set_step(step: int) -> None:
+    """Say which step was finished last; a line about another step's version names that step itself."""
+    _PLACE.step = step
+
+
+class PrefixHandler(logging.Handler):
+    """Writes the prefix into every record of reft's loggers that passes on its way to the other handlers."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = _PLACE.prefix()
+        record.msg = f"{prefix.replace('%', '%%') if record.args else prefix} {record.msg}"
+        nobody_else = not logging.root.handlers and logging.getLogger(NAME).handlers == [self]
+        if nobody_else and logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
+
+
+def install() -> None:
+    """Have the lines of this process begin with the prefix. Doing it twice does no harm."""
+    logger = logging.getLogger(NAME)
+    if not any(isinstance(handler, PrefixHandler) for handler in logger.handlers):
+        logger.handlers.insert(0, PrefixHandler())
+
+
+def to_stderr(level: int | str = logging.INFO) -> None:
+    """Log to stderr, for a process that is reft's own. Replaces what an earlier call set up."""
+    logger = logging.getLogger(NAME)
+    logger.handlers = [PrefixHandler(), logging.StreamHandler(sys.stderr)]
+    logger.setLevel(level)
+    logger.propagate = False

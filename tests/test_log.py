@@ -1,0 +1,71 @@
+"""Every log line of reft begins with the job, the rank and the step."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import reft
+from reft import log
+
+SOURCES = sorted(Path(reft.__file__).parent.rglob("*.py"))
+SCRIPT = """
+import logging, sys
+from reft import log
+if "basic" in sys.argv:
+    logging.basicConfig(format="[program] %(message)s")
+if "stderr" in sys.argv:
+    log.to_stderr()
+log.install()
+log.install()
+logger = logging.getLogger("reft.hook.session")
+logger.warning("before %s", "all")
+log.set_place("job%s", "pp0.dp1.tp0", 7)
+logger.warning("100% without arguments")
+logger.warning("%d %% with arguments", 100)
+log.set_step(8)
+logger.info("not a warning")
+logging.getLogger("else").warning("of others")
+"""
+
+
+@pytest.mark.parametrize("program", ["silent", "basic", "stderr"])
+def test_lines_begin_with_job_rank_and_step(program: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT, program], capture_output=True, text=True, check=True, timeout=120
+    )
+    mark = "[program] " if program == "basic" else ""
+    expected = [
+        "reft: before all",
+        "reft [job%s/pp0.dp1.tp0 step 7] 100% without arguments",
+        "reft [job%s/pp0.dp1.tp0 step 7] 100 % with arguments",
+        *(["reft [job%s/pp0.dp1.tp0 step 8] not a warning"] if program == "stderr" else []),
+        "of others",
+    ]
+    assert found.stderr.splitlines() == [mark + line for line in expected]
+
+
+def test_other_handlers_get_the_prefix_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)
+    monkeypatch.setattr(logging.getLogger(log.NAME), "handlers", [log.PrefixHandler()])
+    log.set_place("job", "daemon n0")
+    logging.getLogger("reft.store").warning("full: %s", "/tmp")
+    log.set_place("", "")
+    assert [record.getMessage() for record in caplog.records] == ["reft [job/daemon n0] full: /tmp"]
+
+
+def test_messages_have_no_prefix_of_their_own() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "logger":
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                assert not any(str(t).startswith(("[", "reft: ")) for t in texts), f"{path}:{node.lineno}"
