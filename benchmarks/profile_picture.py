@@ -16,10 +16,10 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 from rich.console import Console
 
 from reft.profile.analysis import JobFacts, analyse
-from reft.profile.figure import draw
 from reft.profile.result import ProfileResult
-from reft.profile.table import show
 from reft.profile.traces import ClockOffset, RankTraces
+from reft.tools.profile.figure import draw
+from reft.tools.profile.table import show
 from reft.tools.simulate.copying import Beside, Copying
 from reft.tools.simulate.costs import Costs
 from reft.tools.simulate.pipeline import simulate

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
 from reft.errors import ConfigError
-from reft.naming import BLOCK_NAME, ENV_PROFILE, JOB_ID, name_of_run
+from reft.naming import BLOCK_NAME, JOB_ID, name_of_run
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
     from reft.protect.codes import Scheme
@@ -30,11 +31,6 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 AOR = "+aor"
 """Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)."""
-ENV_MEMORY_DIR = "REFT_MEMORY_DIR"
-ENV_JOB_ID = "REFT_JOB_ID"
-ENV_NODE_ID = "REFT_NODE_ID"
-ENV_SECRET = "REFT_SECRET"
-ENV_STORE = "REFT_STORE"
 
 
 class FaultPoint(StrEnum):

@@ -13,28 +13,38 @@ import time
 from pathlib import Path
 from typing import Any
 
-ENV_EVENTS = "REFT_EVENTS"
+from reft.env import ENV_EVENTS
 
 logger = logging.getLogger(__name__)
 
 
 class EventLog:
     """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL. Events that
-    cannot be written are lost, which is said once, and nothing else happens (P6)."""
+    cannot be written are lost, which is said once, and nothing else happens (P6).
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: of the process; -1 for a launcher.
+        writer: who writes, the first word of the file's name: ``reft``, or ``rank`` for a training script.
+    """
+
+    def __init__(self, rank: int, writer: str = "reft") -> None:
         self._fd: int | None = None
         self._rank = rank
         self._told = False
         directory = os.environ.get(ENV_EVENTS)
         if directory:
             path = Path(directory)
-            name = path / f"reft-{rank}-{os.getpid()}.jsonl"
+            name = path / f"{writer}-{rank}-{os.getpid()}.jsonl"
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             except OSError as error:
                 self._tell(error)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody wants events."""
+        return self._fd is not None
 
     def write(self, event: str, **fields: Any) -> None:
         if self._fd is None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from reft.config import ENV_NODE_ID, FaultConfig, FaultPoint
+from reft.config import FaultConfig, FaultPoint
+from reft.env import ENV_NODE_ID
 from reft.errors import ReftError
 from reft.topology import Coordinate
 

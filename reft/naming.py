@@ -15,8 +15,6 @@ from pathlib import Path
 
 BLOCK_NAME = "reft"
 """Key of the block in DeepSpeed's JSON."""
-ENV_PROFILE = "REFT_PROFILE"
-"""Set by ``reft profile``, which measures jobs with and without the block."""
 
 _MOST_CHARACTERS = 128
 JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")

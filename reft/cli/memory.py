@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from reft.config import ENV_MEMORY_DIR, ReftConfig
+from reft.config import ReftConfig
+from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
 from reft.load.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
 from reft.store.jobdir import JobSummary, list_jobs, remove_job, summarise

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from reft.config import ENV_JOB_ID, ProfileConfig
+from reft.config import ProfileConfig
+from reft.env import ENV_JOB_ID, ENV_PROFILE
 from reft.errors import ConfigError, ReftError
-from reft.naming import ENV_PROFILE
 
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult
@@ -80,8 +80,8 @@ def _show_saved(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     from reft.elastic.launch import launch
     from reft.elastic.options import make_parser, options_of
-    from reft.profile.profiler import PROFILE_FILE, forget_taken
-    from reft.profile.result import ProfileResult
+    from reft.profile.profiler import forget_taken
+    from reft.profile.result import PROFILE_FILE, ProfileResult
 
     parser = make_parser()
     parser.prog = _NAME
@@ -193,9 +193,9 @@ def _check_figure(path: Path | None) -> None:
 
 
 def _present(result: ProfileResult, args: argparse.Namespace) -> None:
-    from reft.profile.chrome import write_trace
-    from reft.profile.figure import draw
-    from reft.profile.table import show
+    from reft.tools.profile.chrome import write_trace
+    from reft.tools.profile.figure import draw
+    from reft.tools.profile.table import show
 
     if args.json is not None and str(args.json) == "-":
         json.dump(result.to_json(), sys.stdout)

@@ -45,8 +45,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
-from reft.elastic.exits import ENV_EXIT_DIR, EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.elastic.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.elastic.trainer_store import LOOPBACK, TrainerStore
+from reft.env import ENV_EXIT_DIR
 from reft.errors import ReftError
 from reft.store.keyvalue import KeyValueStore, StoreError
 

@@ -2,7 +2,7 @@
 
 TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node uses up a
 restart on each of its peers. Here the trainer says what it died of (:class:`ExitNote`, written by
-:mod:`reft.hook.auto` when an exception leaves the script) and the agent judges all trainers of the
+:mod:`reft.elastic.script` when an exception leaves the script) and the agent judges all trainers of the
 node together (:func:`judge`). Nothing is imported but the standard library: trainers load this
 before the user's script sets its environment.
 """
@@ -17,9 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-
-ENV_EXIT_DIR = "REFT_EXIT_DIR"
-"""Directory where trainers of one round leave their :class:`ExitNote`, one file per local rank."""
 
 EXITS_PREFIX = "exits-"
 """Names of the directories that launchers make for them in the job's directory."""

@@ -1,6 +1,6 @@
 """``reft launch``: torchrun's options, one daemon per node, and any node may die.
 
-The training script runs through :mod:`reft.hook.auto`, so that it needs no change.
+The training script runs through :mod:`reft.elastic.script`, so that it needs no change.
 """
 
 from __future__ import annotations
@@ -28,22 +28,31 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft import log
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET, ENV_STORE, parse_block
+from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, Card
 from reft.elastic.meeting import Meeting
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
+from reft.env import (
+    ENV_JOB_ID,
+    ENV_LAUNCHER_PID,
+    ENV_LOG_LEVEL,
+    ENV_MEMORY_DIR,
+    ENV_NODE_DECLARED,
+    ENV_NODE_ID,
+    ENV_ROUND,
+    ENV_SECRET,
+    ENV_STORE,
+)
 from reft.errors import AuthenticationError, ConfigError, ReftError
 from reft.events import EventLog
-from reft.hook.auto import ENV_LAUNCHER_PID, ENV_NODE_DECLARED
 from reft.store.daemon import CONFIG_FILE
 from reft.store.jobdir import STATUS_FILE, read_json
 from reft.store.user_secret import user_secret
 
 logger = logging.getLogger("reft.elastic.launch")
 
-ENV_ROUND = "REFT_ROUND"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _GRACE_MARGIN_SECS = 5.0
 _IMPATIENT_SECS = 1.0
@@ -314,7 +323,7 @@ def launch(options: LaunchOptions) -> int:
 
 def _log_to_stderr(job: str, who: str) -> None:
     log.set_place(job, who)
-    log.to_stderr(os.environ.get("REFT_LOGLEVEL", "INFO").upper())
+    log.to_stderr(os.environ.get(ENV_LOG_LEVEL, "INFO").upper())
     # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 

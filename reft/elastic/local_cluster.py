@@ -26,13 +26,10 @@ from typing import Any
 
 import psutil
 
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.elastic.node import LAUNCHER_FILE
+from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ReftError
 from reft.store.jobdir import STATUS_FILE, read_json
-
-ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
-"""Every process of a cluster has ``<token>:<node id>`` here, wherever it was forked."""
 
 _POLL_SECS = 0.05
 _KILL_SECS = 60.0

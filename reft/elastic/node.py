@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from reft.config import ENV_SECRET
 from reft.elastic.exits import EXITS_PREFIX
+from reft.env import ENV_SECRET
 from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan

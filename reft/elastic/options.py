@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.config import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, parse_block
+from reft.config import parse_block
 from reft.elastic.checks import check_numbers
 from reft.elastic.node import default_node_id
+from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
 
@@ -239,7 +240,7 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
     module = ("-m",) if args.module else ()
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     script = (args.training_script, *args.training_script_args)
-    return python, ("-u", "-m", "reft.hook.auto", *module, *script)
+    return python, ("-u", "-m", "reft.elastic.script", *module, *script)
 
 
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.config import ENV_NODE_ID
+from reft.env import ENV_NODE_DECLARED, ENV_NODE_ID
 from reft.errors import LayoutError
-from reft.hook.auto import ENV_NODE_DECLARED
 from reft.topology import Coordinate, Degrees
 
 

@@ -17,8 +17,8 @@ import torch
 from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
+from reft.env import ENV_LAUNCHER_PID
 from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
-from reft.hook.auto import ENV_LAUNCHER_PID
 from reft.hook.coordinates import kernel_id
 from reft.hook.install import ds_config_of
 from reft.hook.living import require_no_other

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reft.naming import BLOCK_NAME, ENV_PROFILE
+from reft.env import ENV_PROFILE
+from reft.naming import BLOCK_NAME
 
 if TYPE_CHECKING:
     from reft.hook.session import ClientState

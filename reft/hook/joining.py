@@ -10,7 +10,8 @@ from pathlib import Path
 
 from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
-from reft.config import ENV_SECRET, ReftConfig
+from reft.config import ReftConfig
+from reft.env import ENV_SECRET
 from reft.errors import ReftError
 from reft.hook.coordinates import Place, hosts_of
 from reft.hook.job import JobRecord

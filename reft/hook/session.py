@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from reft import log
 from reft.comm.control import ControlGroup
-from reft.config import AUTO, ENV_NODE_ID, ENV_STORE, FaultPoint, ReftConfig, Variant
+from reft.config import AUTO, FaultPoint, ReftConfig, Variant
+from reft.env import ENV_NODE_ID, ENV_STORE
 from reft.errors import ReftError
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
@@ -446,7 +447,9 @@ class Session:
                 self._client(),
                 self.data.state(),
             )
-            encode = self._blob.prepare(self.engine, images, state)
+            encode = self._blob.prepare(
+                self.engine, (images.replicated, images.owned), images.signature, state
+            )
             request = SnapshotRequest(
                 label,
                 images,

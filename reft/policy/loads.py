@@ -10,8 +10,12 @@ from reft.blocks import ALIGNMENT_BYTES
 from reft.protect.codes import Scheme
 from reft.protect.section import ALIGNMENT_BYTES as CODED_ALIGNMENT_BYTES
 from reft.store.arena import reserved_bytes
-from reft.tools.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
 
+MODEL_BYTES = 2
+OPTIMIZER_BYTES = 12
+"""Of a parameter under mixed precision with Adam: master, momentum and variance."""
+GRADIENT_BYTES = 4
+"""Of a gradient in single precision, which recomputed optimizers (AOR) read."""
 CHECKSUM_BYTES = 8
 _BESIDE_GRADIENTS_BYTES = 4096
 """Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its factor."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,25 +19,21 @@ import torch
 import torch.distributed as dist
 
 from reft.config import ProfileConfig
-from reft.errors import ConfigError, ReftError
-from reft.naming import ENV_PROFILE
+from reft.env import ENV_PROFILE
 from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
-from reft.profile.chrome import write_trace
 from reft.profile.clock import Clock, Mark
-from reft.profile.figure import draw
 from reft.profile.gather import gather
 from reft.profile.offsets import between, clock_id, measure
-from reft.profile.result import ProfileResult
+from reft.profile.result import PROFILE_FILE, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces, only_group_calls, settled
 from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
 from reft.topology import Coordinate, Degrees
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FILE = "profile.json"
-TRACE_FILE = "trace.json"
-FIGURE_FILE = "profile.png"
+_DRAW_SECS = 120.0
+_MOST_CHARACTERS = 400
 _TAKEN = ".taken-"
 _PROBE_BYTES = 32 * 2**20
 
@@ -225,13 +223,7 @@ def forget_taken(folder: Path) -> set[int]:
 def write(result: ProfileResult, folder: Path) -> None:
     """Write the profile, its trace and, where matplotlib is installed, its figure into ``folder``."""
     result.save(folder / PROFILE_FILE)
-    write_trace(result, folder / TRACE_FILE)
-    try:
-        draw(result, folder / FIGURE_FILE)
-    except ConfigError as error:
-        logger.info("%s", error)
-    except ReftError:
-        logger.exception("the figure of the profile could not be drawn")
+    _draw(folder)
     for line in advice(result):
         logger.info("%s", line)
     path = (folder / PROFILE_FILE).absolute()
@@ -239,3 +231,14 @@ def write(result: ProfileResult, folder: Path) -> None:
     logger.warning(
         "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )
+
+
+def _draw(folder: Path) -> None:
+    command = [sys.executable, "-m", "reft.tools.profile", str(folder)]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_DRAW_SECS, check=False)
+        failed = done.stderr.strip()[-_MOST_CHARACTERS:] if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failed = str(error)
+    if failed:
+        logger.warning("the profile is written, but could not be drawn: %s", failed)

@@ -23,6 +23,8 @@ from reft.profile.activity import Activity
 from reft.snapshot.scheduling.windows import Window, WindowKind
 
 FORMAT = "reft-profile-1"
+PROFILE_FILE = "profile.json"
+"""Its name in the folder that a job leaves it in."""
 
 
 class ProfileError(ReftError):

@@ -7,16 +7,13 @@ with the layout and are encoded once) and the captured host state (new every ste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from reft.errors import LayoutError, ReftError
 from reft.state import late
-from reft.state.catalogue import Manifest
+from reft.state.catalogue import Manifest, SectionImage
 from reft.state.codec import decode, encode
-
-if TYPE_CHECKING:
-    from reft.snapshot.layout import LiveImages
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +30,28 @@ class HostBlob:
         self._fixed: dict[str, bytes] = {}
 
     def prepare(
-        self, engine: Any, images: LiveImages, state: dict[str, Any]
+        self,
+        engine: Any,
+        images: tuple[SectionImage, SectionImage],
+        signature: Hashable,
+        state: dict[str, Any],
     ) -> Callable[[], bytes | late.LateBlob]:
         """Encode what may alias live objects now, and the rest, most of it, when the result is called:
         on any thread, at any time.
 
         Args:
             engine: the live engine, asked for its checkpoint template when the layout changed.
-            images: live images of the version.
+            images: the replicated and the owned section of the version.
+            signature: changes when the images would have other tensors.
             state: what ``capture_host_state`` returned.
 
         Returns:
             Makes the block; where the module has buffers on a device it still has to be settled.
         """
-        if self._signature != images.signature or not self._fixed:
-            manifest = Manifest(images.replicated.specs, images.owned.specs)
+        if self._signature != signature or not self._fixed:
+            manifest = Manifest(*(image.specs for image in images))
             self._fixed = {"manifest": manifest.encode(), "template": _template(engine, images, state)}
-            self._signature = images.signature
+            self._signature = signature
         fixed, adapter = self._fixed, state["adapter"]
         at_once, on_device = late.split_late(state["buffers"], late.is_late)
         copied = {"rng": state["rng"], "buffers": at_once}
@@ -70,11 +72,11 @@ class HostBlob:
         return finish
 
 
-def _template(engine: Any, images: LiveImages, state: dict[str, Any]) -> bytes:
+def _template(engine: Any, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
     from reft.state.deepspeed_format import capture_template
 
     try:
-        return capture_template(engine, (images.replicated, images.owned), state)
+        return capture_template(engine, images, state)
     except ReftError as error:
         logger.warning(
             "checkpoints cannot be written from memory, snapshots and recovery are not affected: %s", error

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from reft.config import ENV_SECRET
+from reft.env import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.naming import JOB_ID
 from reft.store.arena import Arena

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from reft.config import ENV_SECRET
+from reft.env import ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.jobdir import SECRET_BYTES, parse_secret
 

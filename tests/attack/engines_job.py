@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import reft
-from reft.hook.auto import ENV_LAUNCHER_PID
+from reft.env import ENV_LAUNCHER_PID
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from reft.store.joblock import JobLock

@@ -12,10 +12,10 @@ import pytest
 from tests.attack.jobs import launched, ranks
 
 SCRIPT = Path(__file__).with_name("inert_script.py")
-LEAST = {"reft", "reft.hook", "reft.hook.install", "reft.naming"}
+LEAST = {"reft", "reft.env", "reft.hook", "reft.hook.install", "reft.naming"}
 """What looks for the block."""
 STARTER = {"reft.elastic", "reft.elastic.exits"}
-"""What `reft launch` runs a script through; its ``reft.hook.auto`` is ``__main__`` there."""
+"""What `reft launch` runs a script through; its ``reft.elastic.script`` is ``__main__`` there."""
 
 
 @pytest.fixture(scope="module")
@@ -49,4 +49,4 @@ def test_p10_without_the_block_deepspeed_and_engine_are_untouched(
 def test_p10_without_the_block_next_to_nothing_is_imported(found: dict[str, dict[str, Any]]) -> None:
     assert found["plain"]["modules"] == []
     assert set(found["initialize"]["modules"]) == LEAST
-    assert set(found["launch"]["modules"]) <= LEAST | STARTER | {"reft.hook.auto"}
+    assert set(found["launch"]["modules"]) <= LEAST | STARTER | {"reft.elastic.script"}

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
+from reft.env import ENV_EVENTS
 from reft.errors import TransferError
-from reft.events import ENV_EVENTS, EventLog
+from reft.events import EventLog
 from reft.hook.job import JobRecord
 from reft.store.keyvalue import StoreError
 from reft.store.label import Label

@@ -46,8 +46,8 @@ def test_torchruns_options_are_all_there() -> None:
 
 
 def test_scripts_run_through_the_hook() -> None:
-    assert parse().arguments == ("-u", "-m", "reft.hook.auto", "train.py", "--lr", "1")
-    assert parse("-m").arguments == ("-u", "-m", "reft.hook.auto", "-m", "train.py", "--lr", "1")
+    assert parse().arguments == ("-u", "-m", "reft.elastic.script", "train.py", "--lr", "1")
+    assert parse("-m").arguments == ("-u", "-m", "reft.elastic.script", "-m", "train.py", "--lr", "1")
     bare = parse("--no-python")
     assert (bare.entrypoint, bare.arguments) == ("train.py", ("--lr", "1"))
 

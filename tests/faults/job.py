@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from reft.elastic.local_cluster import LocalCluster, LocalClusterError, LocalNode
-from reft.events import ENV_EVENTS
+from reft.env import ENV_EVENTS
 from reft.tools.demo.history import History, Incarnation
 from tests.faults.cases import Optimizer, PlannedJob, Shape
 

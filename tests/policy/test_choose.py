@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from reft.errors import ConfigError
 from reft.policy.choose import Alternative, Choice, Situation, choose
-from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
+from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import StageWindows, WindowPace
 from reft.protect.codes import Scheme, schemes_for
 from reft.protect.placement import place_group, tolerance
@@ -16,7 +16,6 @@ from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.scheduling.has import Bandwidth
 from reft.snapshot.scheduling.windows import Window, WindowKind
 from reft.store.arena import reserved_bytes
-from reft.tools.simulate.footprint import GRADIENT_BYTES, OPTIMIZER_BYTES
 from reft.topology import Coordinate, Degrees, Topology
 
 MIB = 2**20

@@ -17,17 +17,17 @@ from rich.console import Console
 from reft import cli
 from reft.cli import profile as cli_profile
 from reft.config import explain, parse_block
+from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
-from reft.naming import ENV_PROFILE
 from reft.profile.activity import Activity
 from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
-from reft.profile.chrome import write_trace
-from reft.profile.figure import draw, verdict
-from reft.profile.profiler import note_taken
+from reft.profile.profiler import note_taken, write
 from reft.profile.result import ProfileResult
-from reft.profile.table import tables
 from reft.snapshot.scheduling.trace import ChunkRecord
+from reft.tools.profile.chrome import write_trace
+from reft.tools.profile.figure import draw, verdict
+from reft.tools.profile.table import tables
 from tests.profile.timelines import Job, train_schedule, with_chunks
 
 SECS = {"ForwardPass": 2e-3, "BackwardPass": 4e-3, "ReduceGrads": 1e-3, "OptimizerStep": 3e-3}
@@ -132,6 +132,23 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'reft-ckpt\[plot\]'"):
         draw(a_profile(), tmp_path / "figure.png")
+
+
+def test_a_job_leaves_profile_trace_and_figure(tmp_path, caplog):
+    pytest.importorskip("matplotlib")
+    result = a_profile({0: IN_MID})
+    write(result, tmp_path)
+    assert ProfileResult.load(tmp_path / "profile.json") == result
+    check_trace(tmp_path / "trace.json", ranks=2)
+    assert (tmp_path / "profile.png").stat().st_size > 5000
+    assert "could not be drawn" not in caplog.text
+
+
+def test_a_profile_that_cannot_be_drawn_is_kept(tmp_path, caplog):
+    (tmp_path / "trace.json").mkdir()
+    write(a_profile(), tmp_path)
+    assert ProfileResult.load(tmp_path / "profile.json") == a_profile()
+    assert "could not be drawn" in caplog.text
 
 
 def test_a_saved_profile_is_shown_again(tmp_path, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reft.snapshot.layout import LiveImages
 from reft.state import blob as blob_module
 from reft.state import late
 from reft.state.blob import DecodedBlob, HostBlob
@@ -25,9 +24,9 @@ BUFFERS = {
 
 def encode(state: dict, monkeypatch: pytest.MonkeyPatch) -> bytes | LateBlob:
     monkeypatch.setattr(blob_module, "_template", lambda *_: b"")
-    images = LiveImages(SectionImage([]), SectionImage([]), "signature")
+    images = (SectionImage([]), SectionImage([]))
     rest = {"rng": None, "adapter": {"layout": [], "state": []}}
-    return HostBlob().prepare(None, images, {**rest, **state})()
+    return HostBlob().prepare(None, images, "signature", {**rest, **state})()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,12 +11,11 @@ from typing import Any
 from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
-from reft.policy.loads import RankSections
+from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
 from reft.tools.planning.json_file import read_object
 from reft.tools.pretrain.layout import AXES, Layout, check_model, choose_order, parse_order
 from reft.tools.pretrain.model_config import load_model
-from reft.tools.simulate.footprint import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.simulate.training import Training
 from reft.topology import Degrees, Topology
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from reft.data.sampler import ResumableSampler
 from reft.errors import ConfigError
+from reft.events import EventLog
 from reft.tools.pretrain.corpus import default_cache_dir
-from reft.tools.pretrain.events import EventLog
 from reft.tools.pretrain.layout import Layout, check_model, choose_order, degrees_for, parse_order
 from reft.tools.pretrain.model import LlamaBlock, layer_specs, loss_function
 from reft.tools.pretrain.model_config import LlamaConfig
@@ -70,29 +70,27 @@ def train(options: Options) -> None:
     phases.done("data")
     _import_deepspeed(options.verbose)
     phases.done("import")
-    with EventLog.from_environment(rank) as events:
-        _init_processes(options, samples)
-        layout = _choose_layout(options, degrees_for(world_size, options.pp, options.tp, options.dp))
-        phases.done("processes")
-        engine = build_engine(options, config, layout)
-        phases.done("engine")
-        data = _iterator(engine, options, config, layout, samples)
-        engine.load_checkpoint(str(options.load_dir or options.save_dir))
-        # The engine counts consumed samples on every rank, also where no data is read.
-        data.sampler.seek(engine.global_samples)
-        phases.done("load")
-        at = layout.coordinate(rank)
-        events.write(
-            "ready", step=engine.global_steps, pp=at.pp, dp=at.dp, tp=at.tp, layout=str(layout), **phases.secs
-        )
-        tokens = engine.train_batch_size() * config.seq_length
-        with StepDisplay(
-            rank == 0, engine.global_steps, options.steps, tokens, options.log_interval
-        ) as display:
-            display.say(f"{config.describe()}\n{layout}; {type(engine.optimizer).__name__}")
-            if engine.global_steps:
-                display.say(f"resumed at step {engine.global_steps}")
-            _train_steps(engine, data, options, events, display)
+    events = EventLog(rank, writer="rank")
+    _init_processes(options, samples)
+    layout = _choose_layout(options, degrees_for(world_size, options.pp, options.tp, options.dp))
+    phases.done("processes")
+    engine = build_engine(options, config, layout)
+    phases.done("engine")
+    data = _iterator(engine, options, config, layout, samples)
+    engine.load_checkpoint(str(options.load_dir or options.save_dir))
+    # The engine counts consumed samples on every rank, also where no data is read.
+    data.sampler.seek(engine.global_samples)
+    phases.done("load")
+    at = layout.coordinate(rank)
+    events.write(
+        "ready", step=engine.global_steps, pp=at.pp, dp=at.dp, tp=at.tp, layout=str(layout), **phases.secs
+    )
+    tokens = engine.train_batch_size() * config.seq_length
+    with StepDisplay(rank == 0, engine.global_steps, options.steps, tokens, options.log_interval) as display:
+        display.say(f"{config.describe()}\n{layout}; {type(engine.optimizer).__name__}")
+        if engine.global_steps:
+            display.say(f"resumed at step {engine.global_steps}")
+        _train_steps(engine, data, options, events, display)
     dist.barrier()
     dist.destroy_process_group()
 

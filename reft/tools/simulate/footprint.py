@@ -8,11 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reft.errors import ConfigError
-
-MODEL_BYTES = 2
-OPTIMIZER_BYTES = 12
-GRADIENT_BYTES = 4
-"""Of a gradient in single precision, which recomputed optimizers (AOR) read."""
+from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from reft.tools.simulate.footprint import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
+from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.simulate.hardware import MI250X, V100
 from reft.tools.simulate.pipeline import simulate
 from reft.tools.simulate.schedules import one_f_one_b

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reft.errors import ConfigError
+from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.pretrain.model_config import LlamaConfig, load_model
 from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.footprint import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.simulate.hardware import Machine
 
 HALF_BYTES = 2

@@ -1,4 +1,4 @@
-"""`python -m reft.hook.auto` runs a script as python would, and installs reft when DeepSpeed is imported."""
+"""`python -m reft.elastic.script` runs a script as python would, and installs reft when DeepSpeed is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reft.elastic.exits import Cause, ExitNote
-from reft.hook.auto import PostImportFinder
+from reft.elastic.script import PostImportFinder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ print(json.dumps(facts))
 
 def run(*args: str, cwd: Path, auto: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     python_path = os.pathsep.join(p for p in (str(ROOT), env.pop("PYTHONPATH", "")) if p)
-    prefix = ("-m", "reft.hook.auto") if auto else ()
+    prefix = ("-m", "reft.elastic.script") if auto else ()
     return subprocess.run(
         [sys.executable, *prefix, *args],
         cwd=cwd,

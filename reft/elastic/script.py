@@ -1,7 +1,7 @@
 """Runs a training script as ``python`` would, with reft ready for the moment it imports DeepSpeed.
 
-    python -m reft.hook.auto script.py ARGS...
-    python -m reft.hook.auto -m package.module ARGS...
+    python -m reft.elastic.script script.py ARGS...
+    python -m reft.elastic.script -m package.module ARGS...
 
 ``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs: scripts set
 environment variables first. When the script fails, it is noted whether by its own cause or because a
@@ -30,13 +30,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from reft.elastic.exits import ENV_EXIT_DIR, EX_PEER_FAILED, Cause, ExitNote
+from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
+from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 
 logger = logging.getLogger(__name__)
 
-ENV_LAUNCHER_PID = "REFT_LAUNCHER_PID"
-ENV_NODE_DECLARED = "REFT_NODE_DECLARED"
-"""1 where the node's id was given by somebody, 0 where the launcher made it."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -232,7 +230,7 @@ def _write_error_file(error: BaseException) -> None:
 def main(argv: list[str]) -> int:
     """Run what ``argv`` names; returns the exit code."""
     if not argv or (argv[0] == "-m" and len(argv) < 2):
-        print("usage: python -m reft.hook.auto (script.py | -m module) [ARGS...]", file=sys.stderr)
+        print("usage: python -m reft.elastic.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2
     die_with_launcher()
     install_deepspeed_hook()
