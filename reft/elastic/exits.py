@@ -10,7 +10,6 @@ before the user's script sets its environment.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
@@ -113,11 +112,11 @@ class ExitNote:
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
 
     def write(self, directory: Path, local_rank: int) -> None:
-        """Leave the note for the agent; the rename makes it whole or absent."""
-        target = directory / f"{local_rank}.json"
-        temporary = target.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(target)
+        """Leave the note for the agent."""
+        from reft.durable import whole_file
+
+        with whole_file(directory / f"{local_rank}.json", sync=False) as file:
+            file.write(json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, directory: Path, local_rank: int) -> ExitNote | None:

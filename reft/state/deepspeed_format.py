@@ -30,7 +30,7 @@ from typing import IO, Any
 import torch
 import xxhash
 
-from reft.durable import durable_file
+from reft.durable import whole_file
 from reft.errors import PersistError, UnsupportedStateError
 from reft.state import codec
 from reft.state.catalogue import SectionImage
@@ -344,7 +344,7 @@ class _HashingFile:
 
 
 def _write_file(path: Path, write: Any) -> WrittenFile:
-    with durable_file(path, buffering=2**20) as file:
+    with whole_file(path, buffering=2**20) as file:
         hashing = _HashingFile(file)
         write(hashing)
     return WrittenFile(hashing.nbytes, hashing.digest.intdigest())

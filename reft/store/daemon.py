@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -27,7 +26,7 @@ import psutil
 from reft import log
 from reft.config import ReftConfig
 from reft.errors import AuthenticationError, PersistError, ReftError
-from reft.store.jobdir import JobDir
+from reft.store.jobdir import JobDir, write_json
 from reft.store.label import Label
 from reft.store.persist import persist_label
 from reft.store.persister import Persister, PersistFunction
@@ -197,10 +196,7 @@ class Daemon:
             return
         # First for the daemon after this one, which may be killed as soon as it acts on the block.
         with contextlib.suppress(OSError):
-            path = self._job_dir.path / CONFIG_FILE
-            draft = path.with_suffix(".tmp")
-            draft.write_text(json.dumps(config.as_block()))
-            draft.replace(path)
+            write_json(self._job_dir.path / CONFIG_FILE, config.as_block())
         self.persister.configure(config)
 
     def _recall_config(self) -> None:

@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from reft.durable import whole_file
 from reft.env import ENV_SECRET
 from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
 from reft.naming import JOB_ID
@@ -356,20 +356,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file (0600) in one step."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        _write_new(draft, json.dumps(value, default=str).encode())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(data)
+    with whole_file(path, mode=0o600, sync=False) as file:
+        file.write(json.dumps(value, default=str).encode())
 
 
 def _secret_of_environment() -> bytes | None:
@@ -382,13 +370,8 @@ def _ensure_secret(path: Path, wanted: bytes | None) -> None:
     sees a secret half written."""
     file = path / SECRET_FILE
     if not os.path.lexists(file):
-        draft = path / f".{SECRET_FILE}.{os.getpid()}.{threading.get_ident()}"
-        try:
-            _write_new(draft, (wanted or secrets.token_bytes(SECRET_BYTES)).hex().encode())
-            with suppress(FileExistsError):
-                os.link(draft, file)
-        finally:
-            draft.unlink(missing_ok=True)
+        with whole_file(file, mode=0o600, sync=False, replace=False) as draft:
+            draft.write((wanted or secrets.token_bytes(SECRET_BYTES)).hex().encode())
     if wanted is not None and read_secret(path) != wanted:
         raise AuthenticationError(
             f"{file}: the memory of this job on this node was made with another secret than yours now "

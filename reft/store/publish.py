@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from reft.durable import sync_directory, write_durably
 from reft.errors import PersistError
 from reft.store.label import Label
 from reft.store.persisted import (
@@ -31,7 +32,7 @@ from reft.store.persisted import (
     missing_files,
     read_marker,
 )
-from reft.store.staging import WorkDir, sync_directory, write_durably
+from reft.store.staging import WorkDir
 
 logger = logging.getLogger(__name__)
 

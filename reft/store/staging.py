@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
-from reft.durable import durable_file
+from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.mac import mac
 from reft.store.header import checksum
@@ -340,19 +340,3 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
 
 def _mac(body: str, secret: bytes) -> str:
     return mac(body.encode(), secret, _PERSON).hex()
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file so that it has either no content under its name, the old one or all of the new."""
-    with durable_file(path) as file:
-        file.write(data)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

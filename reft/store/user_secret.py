@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import threading
-from contextlib import suppress
 from pathlib import Path
 
+from reft.durable import whole_file
 from reft.env import ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.jobdir import SECRET_BYTES, parse_secret
@@ -72,15 +71,5 @@ def _read(path: Path) -> bytes:
 def _make(path: Path) -> None:
     """Write it whole or not at all: of several processes that try at once, on several hosts, one wins."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
-    draft.unlink(missing_ok=True)
-    try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
-            file.flush()
-            os.fsync(fd)
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path, mode=0o600, replace=False) as file:
+        file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
