@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp
+$(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/store/stream.cpp
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
@@ -54,4 +54,4 @@ deepspeed-versions: venv  ## the integration tests against the oldest supported 
 	$(BIN)/python -m tests.deepspeed_versions $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so

@@ -75,6 +75,10 @@ class Filling:
         """The block was hashed while it was copied."""
         self._checksums[placed] = value
 
+    def checksum_of(self, placed: PlacedBlock) -> int | None:
+        """What the block's bytes were hashed to; None if they were not yet."""
+        return self._checksums.get(placed)
+
     def hash(self, placed: PlacedBlock) -> None:
         begin = placed.arena_offset
         self._checksums[placed] = checksum(self.arena.data[begin : begin + self.length(placed)])

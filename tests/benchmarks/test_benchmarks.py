@@ -72,6 +72,24 @@ def check_estimate(found: dict[str, Any]) -> None:
     assert found["samples"] >= 1
 
 
+def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
+    result = run("memory_copy.py", "--stages", folder=tmp_path)
+    check_head(result, "memory_copy")
+    check_estimate(result["plain_step_secs"])
+    savers = result["savers"]
+    assert {"copy", "reft"} <= set(savers)
+    for saver in savers.values():
+        for figure in ("extra_secs_per_step", "extra_secs_per_step_with_drain", "core_secs_per_version"):
+            check_estimate(saver[figure])
+        assert {"MainThread", "daemon", "other"} <= set(saver["core_secs_by_thread"])
+    # The host block and paddings are all that reft keeps beside what a plain copy copies.
+    state_bytes = 4 * 3 * result["model"]["parameters"]
+    assert savers["copy"]["bytes_per_rank"] >= state_bytes
+    assert 0 <= savers["reft"]["bytes_per_rank"] - savers["copy"]["bytes_per_rank"] < 3 * 2**20
+    assert result["snapshots"]["committed"] > 0
+    assert savers["reft"]["stages"]["worker: copy"][1] > 0
+
+
 def test_save_stall_compares_every_way_within_one_run(tmp_path: Path) -> None:
     result = run("save_stall.py", folder=tmp_path)
     check_head(result, "save_stall")

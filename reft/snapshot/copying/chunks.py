@@ -6,13 +6,14 @@ for every version that goes there, so that a chunk costs the copying thread a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import xxhash
 
 from reft.blocks import Section
-from reft.snapshot.copying.engine import Piece
+from reft.snapshot.copying.engine import CheckedPieces, Piece
 from reft.snapshot.copying.parity import Encoding, ParityEncoder
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
@@ -33,15 +34,18 @@ class Chunk:
         memory: where the chunk lies in the arena, padding included.
         first, last: position within the block.
         encode: for a parity what to do instead of copying; returns what is then to be copied.
+        content: the chunk's bytes where they are in the cache once they were copied, in order: at their
+            sources, where these are in host memory; empty: in ``memory``.
     """
 
     placed: PlacedBlock
     kind: Kind
-    pieces: tuple[Piece, ...]
+    pieces: CheckedPieces
     memory: memoryview
     first: bool
     last: bool
     encode: Encoding | None = None
+    content: tuple[memoryview, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +80,9 @@ def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Itera
         total, target = placed.block.nbytes, filling.tensor(placed)
         memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]
         for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
-            yield Chunk(placed, Kind.PARITY, (), memory[at:stop], at == 0, stop == total, encoding)
+            yield Chunk(
+                placed, Kind.PARITY, CheckedPieces(), memory[at:stop], at == 0, stop == total, encoding
+            )
 
 
 def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
@@ -98,14 +104,28 @@ def _cut_block(
     for at in range(0, total, chunk_bytes):
         stop = min(at + chunk_bytes, total)
         part = target[at:stop]
+        pieces = CheckedPieces.of(image.pieces_into(begin + at, part))
         yield Chunk(
             placed,
             kind,
-            tuple((source, into) for source, into in image.pieces_into(begin + at, part)),
+            pieces,
             memory[at:stop],
             first=at == 0,
             last=stop == total,
+            content=_at_sources(pieces, part, memory[at:stop]),
         )
+
+
+def _at_sources(pieces: Sequence[Piece], part: torch.Tensor, memory: memoryview) -> tuple[memoryview, ...]:
+    """The bytes of a chunk in order: at the sources of its pieces, and the padding between them."""
+    found, end = [], 0
+    for source, target in pieces:
+        if source.device.type != "cpu":
+            return ()
+        begin = target.data_ptr() - part.data_ptr()
+        found += [memory[end:begin], source.numpy().data]
+        end = begin + len(target)
+    return tuple(view for view in (*found, memory[end:]) if view)
 
 
 class ChunkCache:
@@ -140,21 +160,19 @@ class BlockHasher:
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
-        self._whole = False
 
-    def add(self, chunk: Chunk) -> int | None:
-        """Hash a chunk that was just copied. Returns the block's checksum with its last chunk, or None
-        where the block has more to come or a chunk of it was left out."""
+    def add(self, chunk: Chunk, *, at_sources: bool) -> int | None:
+        """Hash a chunk that was just copied, the one behind the chunk before.
+
+        Args:
+            chunk: what was copied.
+            at_sources: whether these have not changed since.
+
+        Returns:
+            The block's checksum with its last chunk; None before.
+        """
         if chunk.first:
-            if chunk.last:
-                return xxhash.xxh3_64_intdigest(chunk.memory)
             self._digest.reset()
-            self._whole = True
-        if not self._whole:
-            return None
-        self._digest.update(chunk.memory)
+        for part in (at_sources and chunk.content) or (chunk.memory,):
+            self._digest.update(part)
         return self._digest.intdigest() if chunk.last else None
-
-    def leave_out(self) -> None:
-        """A chunk was not hashed: its block is hashed as a whole later."""
-        self._whole = False

@@ -128,7 +128,7 @@ class Copier:
             records = []
             for item in staged:
                 self._reach(item.number)
-                records.append(self._one(item.chunk, filling, gate, gate.admit(), item.pieces))
+                records.append(self._some([item.chunk], filling, gate, gate.admit(), item.pieces))
         self.records.extend(records)
         return records
 
@@ -159,39 +159,56 @@ class Copier:
         gate: Gate,
         stages: Callable[[int, Permit], bool],
     ) -> list[ChunkRecord]:
-        """Chunk by chunk."""
-        records = []
-        for number, chunk in enumerate(chunks):
+        """As much at a time as the gate lets through, and no more than the rest of a block."""
+        records, number = [], 0
+        while number < len(chunks):
             self._reach(number)
             permit = gate.admit()
             if stages(number, permit):
                 gate.release(permit, 0.0)
                 self._stage(chunks, number)
                 break
-            records.append(self._one(chunk, filling, gate, permit, None))
+            some = self._admitted(chunks, number, permit)
+            records.append(self._some(some, filling, gate, permit))
+            number += len(some)
         return records
 
-    def _one(
-        self, chunk: Chunk, filling: Filling, gate: Gate, permit: Permit, staged: Sequence[Piece] | None
+    def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
+        """What is copied with one permit: chunks of one block, up to the next fault point."""
+        stop, nbytes = first, 0
+        while nbytes < permit.nbytes:
+            nbytes += chunks[stop].nbytes
+            stop += 1
+            if chunks[stop - 1].last or stop in self._points:
+                break
+        return chunks[first:stop]
+
+    def _some(
+        self,
+        chunks: Sequence[Chunk],
+        filling: Filling,
+        gate: Gate,
+        permit: Permit,
+        staged: Sequence[Piece] | None = None,
     ) -> ChunkRecord:
-        """A chunk is hashed while it is in the cache, unless the fence waits."""
+        """Chunks of one block, each hashed while it is in the cache; ``staged``: other sources of the one."""
         began = ended = time.perf_counter()
         try:
-            if staged is None:
-                self.engine.copy(chunk.pieces, encode=chunk.encode)
-            else:
-                self.engine.drain(staged)
-            filling.traffic.to_host[chunk.kind] += chunk.nbytes
-            if permit.tier == 0 or chunk.section is Section.GRADIENTS:
-                self._hasher.leave_out()
-            else:
-                checksum = self._hasher.add(chunk)
-                if checksum is not None:
-                    filling.set_checksum(chunk.placed, checksum)
+            for chunk in chunks:
+                if staged is None:
+                    self.engine.copy(chunk.pieces, encode=chunk.encode)
+                else:
+                    self.engine.drain(staged)
+                if chunk.section is not Section.GRADIENTS:
+                    checksum = self._hasher.add(chunk, at_sources=staged is None)
+                    if checksum is not None:
+                        filling.set_checksum(chunk.placed, checksum)
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
-        return _record(chunk, permit, began, ended)
+        nbytes = sum(chunk.nbytes for chunk in chunks)
+        filling.traffic.to_host[chunks[0].kind] += nbytes
+        return ChunkRecord(permit.tier, nbytes, began, ended, permit.window, chunks[0].section.value)
 
     def _queue(
         self,
@@ -244,7 +261,11 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
 
 
 def _settled(queued: _Queued) -> list[ChunkRecord]:
-    return [_record(c, p, *ticket.secs) for c, p, ticket in queued if ticket.secs is not None]
+    return [
+        ChunkRecord(permit.tier, chunk.nbytes, *ticket.secs, permit.window, chunk.section.value)
+        for chunk, permit, ticket in queued
+        if ticket.secs is not None
+    ]
 
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
@@ -255,10 +276,6 @@ def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
         points.setdefault(data, []).append(FaultPoint.BEFORE_PARITY)
         points.setdefault(data + parities // 2, []).append(FaultPoint.DURING_PARITY)
     return points
-
-
-def _record(chunk: Chunk, permit: Permit, began: float, ended: float) -> ChunkRecord:
-    return ChunkRecord(permit.tier, chunk.nbytes, began, ended, permit.window, chunk.section.value)
 
 
 def bytes_by_tier(records: Iterable[ChunkRecord]) -> Counter[int]:

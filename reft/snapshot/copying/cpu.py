@@ -1,13 +1,12 @@
 """Copies between host memory, on the thread that calls.
 
-``memmove`` through ctypes releases the GIL, so training goes on meanwhile, and it stays on one core:
-torch's own ``copy_`` would spread a large tensor over as many threads as training uses, and take
-their cores.
+The loop in C releases the GIL, so training goes on meanwhile, and it stays on one core: torch's own
+``copy_`` would spread a large tensor over as many threads as training uses, and take their cores. It
+writes past the caches, which leaves the sources there for whoever takes their checksum.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,16 @@ import torch
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
 from reft.snapshot.copying.engine import (
     CallOrder,
+    CheckedPieces,
     CopyTicket,
     Encode,
     Mark,
     Piece,
     bandwidth,
-    byte_views,
     into_buffer,
 )
 from reft.store.free_memory import cgroup_free_bytes
+from reft.store.stream import copier
 
 STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
@@ -42,12 +42,15 @@ def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[]
     Raises:
         CopyOrderError: the engine was closed before all was copied.
     """
-    begin, total = source.data_ptr(), source.numel()
-    shift = target.data_ptr() - begin
-    for at in range(begin, begin + total, STRIDE_BYTES):
+    _copy_range(target.data_ptr(), source.data_ptr(), source.numel(), closed)
+
+
+def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool]) -> None:
+    copy = copier()
+    for at in range(0, nbytes, STRIDE_BYTES):
         if closed():
             raise CopyOrderError("copy: the engine was closed while it was copying; the version is not whole")
-        ctypes.memmove(at + shift, at, min(STRIDE_BYTES, begin + total - at))
+        copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,13 @@ class CpuCopyEngine:
     def copy(
         self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
     ) -> CopyTicket:
-        views = _on_host(pieces)
+        checked = _on_host(pieces)
         with self._order.copying(after) as version:
             began = time.perf_counter()
-            views += byte_views(encode()) if encode is not None else []
-            for source, target in views:
-                copy_on_host(source, target, lambda: self._order.closed)
+            nbytes = self._copy(checked)
+            if encode is not None:
+                nbytes += self._copy(_on_host(encode()))
             ended = time.perf_counter()
-        nbytes = sum(target.numel() for _, target in views)
         self._count(version, nbytes, ended - began)
         return _Copied(nbytes, (began, ended))
 
@@ -130,20 +132,31 @@ class CpuCopyEngine:
     def stage(
         self, pieces: Sequence[Piece], buffer: torch.Tensor, encode: Encode | None = None
     ) -> Sequence[Piece]:
-        views = _on_host(pieces)
+        checked = _on_host(pieces)
         with self._order.copying(None):
-            views += byte_views(encode()) if encode is not None else []
-            placed = into_buffer(views, buffer)
+            encoded = _on_host(encode()) if encode is not None else ()
+            placed = into_buffer([*checked, *encoded], buffer)
             for (source, _), place in placed:
-                copy_on_host(source, place, lambda: self._order.closed)
+                copy_on_host(source, place, self._is_closed)
         return [(place, target) for (_, target), place in placed]
 
     def drain(self, staged: Sequence[Piece], after: Mark | None = None) -> CopyTicket:
         with self._order.draining():
             began = time.perf_counter()
             for source, target in staged:
-                copy_on_host(source, target, lambda: self._order.closed)
+                copy_on_host(source, target, self._is_closed)
             return _Copied(sum(target.numel() for _, target in staged), (began, time.perf_counter()))
+
+    def _copy(self, pieces: CheckedPieces) -> int:
+        """Returns the bytes."""
+        total = 0
+        for target, source, nbytes in pieces.addresses:
+            _copy_range(target, source, nbytes, self._is_closed)
+            total += nbytes
+        return total
+
+    def _is_closed(self) -> bool:
+        return self._order.closed
 
     def _count(self, version: int, nbytes: int, secs: float) -> None:
         if version != self._version:
@@ -162,9 +175,8 @@ class CpuCopyEngine:
         self._order.close()
 
 
-def _on_host(pieces: Sequence[Piece]) -> list[Piece]:
-    views = byte_views(pieces)
-    for source, _ in views:
-        if source.device.type != "cpu":
-            raise CopyError(f"the source is on {source.device}; expected the CPU, as the engine was made")
-    return views
+def _on_host(pieces: Sequence[Piece]) -> CheckedPieces:
+    checked = CheckedPieces.of(pieces)
+    if checked.elsewhere is not None:
+        raise CopyError(f"the source is on {checked.elsewhere}; expected the CPU, as the engine was made")
+    return checked

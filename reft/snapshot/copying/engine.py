@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -242,12 +243,37 @@ def copy_engine_for(device: torch.device | str) -> CopyEngine:
 # --- shared by the engines -------------------------------------------------------------------------
 
 
+class CheckedPieces(tuple[Piece, ...]):
+    """Pieces as :func:`byte_views` leaves them: what is copied with every version is checked once."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> CheckedPieces:
+        """Check pieces.
+
+        Raises:
+            CopyError: see :meth:`CopyEngine.copy`.
+        """
+        return pieces if isinstance(pieces, cls) else cls(byte_views(pieces))
+
+    @cached_property
+    def elsewhere(self) -> torch.device | None:
+        """The device of the first source that is not in host memory; None if all are there."""
+        return next((source.device for source, _ in self if source.device.type != "cpu"), None)
+
+    @cached_property
+    def addresses(self) -> tuple[tuple[int, int, int], ...]:
+        """``(target, source, bytes)`` of each."""
+        return tuple((target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self)
+
+
 def byte_views(pieces: Sequence[Piece]) -> list[Piece]:
     """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left out.
 
     Raises:
         CopyError: see :meth:`CopyEngine.copy`.
     """
+    if isinstance(pieces, CheckedPieces):
+        return list(pieces)
     views = []
     for source, target in pieces:
         view = _byte_view(source)

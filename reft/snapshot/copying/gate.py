@@ -53,7 +53,7 @@ class Permit:
     mark: Mark | None = None
 
 
-_HURRY = Permit(0)
+_HURRY = Permit(0, nbytes=UNLIMITED)
 _BESIDE = Permit(2)
 _COMMUNICATION = Permit(3)
 
@@ -421,7 +421,7 @@ class OpenGate:
 
     def __init__(self, tier: int, hurried: Callable[[], bool]) -> None:
         self.patience_secs = 0.0
-        self._permit = Permit(tier)
+        self._permit = Permit(tier, nbytes=UNLIMITED)
         self._hurried = hurried
 
     @property

@@ -1,0 +1,310 @@
+"""What a version in memory costs beside a plain copy of the same bytes, in core seconds and in time.
+
+One DeepSpeed engine trains throughout; the ranks are as many as the machine has cores, so that nothing is
+free. Units of a few steps alternate, each saver's between two units without saving::
+
+    none · copy · none · reft · none · copy · ...
+
+- copy: the training thread copies the bytes that reft keeps of this rank into touched shared memory, and
+  nothing else: no checksum, no second version, no word to anybody;
+- reft: a version every step, copied, hashed, sealed and committed, with a daemon beside every rank.
+
+A unit ends when its last version is complete, so that work in the background is charged to the unit it
+belongs to. Per version and rank: *extra seconds* by which the steps took longer than the units on both
+sides, and *core seconds* of all threads of the rank and of its daemon above those of the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common import (
+    MIB,
+    Scratch,
+    enter_worker,
+    launch,
+    leave_worker,
+    parser,
+    progress,
+    quicken,
+    scratch,
+    write_result,
+)
+from results import estimate, facts, head_lines
+from savers import PLAIN, REFT, BlockingCopySaver, ReftSaver, Saver
+from stopwatch import Stopwatch
+from training import build_engine
+
+COPY = "copy"
+GOAL_CORE_RATIO = 1.3
+
+
+class CopySaver(BlockingCopySaver):
+    """A plain copy, cut once."""
+
+    name = COPY
+    every_step = True
+
+    def __init__(self, session: Any, space: Scratch) -> None:
+        super().__init__(session, space)
+        images, at = self.adapter.images(), 0
+        self.pieces = []
+        for image, start, stop in self.ranges:
+            self.pieces += images[image].pieces_into(start, self.memory[at : at + stop - start])
+            at += stop - start
+
+    def start(self) -> None:
+        for source, target in self.pieces:
+            target.copy_(source)
+
+
+# --- a rank ------------------------------------------------------------------------------------------
+
+
+def _core_secs(pid: int) -> float:
+    """CPU seconds of all threads of a process, also of those that have ended."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+class Cores:
+    """Core seconds of this process and of its daemon, by thread."""
+
+    def __init__(self, daemon: subprocess.Popen[bytes]) -> None:
+        self._daemon = daemon
+
+    def now(self) -> dict[str, float]:
+        """Core seconds so far; ``other`` are threads that Python did not start."""
+        found = {"daemon": _core_secs(self._daemon.pid)}
+        for thread in threading.enumerate():
+            found[thread.name] = time.clock_gettime((~(thread.native_id or 0) << 3) | 6)
+        found["other"] = _core_secs(os.getpid()) - sum(v for k, v in found.items() if k != "daemon")
+        return found
+
+
+class Rank:
+    """What one rank does."""
+
+    def __init__(self, options: argparse.Namespace, space: Scratch) -> None:
+        import torch.distributed as dist
+
+        import reft
+
+        self.options = options
+        self.is_first = os.environ["RANK"] == "0"
+        self.engine, self.data = build_engine(options)
+        for _ in range(2):
+            self.engine.train_batch(self.data)
+        config = {"enabled": True, "interval_steps": 10**9, "variant": options.variant}
+        self.session = reft.attach(self.engine, config=config)
+        self.engine.train_batch(self.data)
+        self.barrier = dist.barrier
+        self.daemon = subprocess.Popen(
+            [sys.executable, "-m", "reft.store.daemon", str(self.session.job_dir.path)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.cores = Cores(self.daemon)
+        self.watch = Stopwatch()
+        made: list[Saver] = [Saver(), CopySaver(self.session, space), ReftSaver(self.session)]
+        self.savers = {saver.name: saver for saver in made}
+        if options.stages:
+            self._watch_stages()
+
+    def _watch_stages(self) -> None:
+        """Where the seconds go, at a small cost of its own."""
+        from reft.hook import session as session_module
+        from reft.snapshot.copying.copier import Copier
+        from reft.snapshot.filling import Filling
+        from reft.store.arena import Arena
+
+        watch, worker = self.watch, self.session.worker
+        watch.watch(self.session, "submit", "training: submit")
+        watch.watch(session_module, "capture_host_state", "training: capture")
+        watch.watch(worker, "fence", "training: fence")
+        watch.watch(worker, "_process", "worker: all")
+        watch.watch(worker, "_try_copy", "worker: copy and prepare")
+        watch.watch(Copier, "copy", "worker: copy")
+        watch.watch(Filling, "hash_rest", "worker: hash rest")
+        watch.watch(worker._sealer, "_exchange", "worker: exchange")
+        watch.watch(worker, "_vote", "worker: votes")
+        for name in ("begin", "seal", "commit", "lost"):
+            watch.watch(Arena, name, f"worker: arena {name}")
+        watch.watch(worker, "_on_commit", "worker: tell of the commit")
+        watch.watch(worker, "_learn", "worker: plan")
+
+    def unit(self, saver: Saver) -> dict[str, Any]:
+        """A few steps, with or without saving before each."""
+        self.barrier()
+        self.watch.take()
+        before, begin = self.cores.now(), time.monotonic()
+        for _ in range(self.options.span):
+            if saver.name != PLAIN:
+                saver.start()
+            self.engine.train_batch(self.data)
+        stepped = time.monotonic()
+        saver.finish()
+        end, after = time.monotonic(), self.cores.now()
+        self.barrier()
+        return {
+            "saver": saver.name,
+            "secs": end - begin,
+            "steps_secs": stepped - begin,
+            "cores": {name: value - before.get(name, 0.0) for name, value in after.items()},
+            "stages": self.watch.take(),
+            "bytes": saver.clean(),
+        }
+
+    def units(self) -> list[dict[str, Any]]:
+        """All units, after one of each that is not counted."""
+        order = [name for saver in self.options.savers for name in (saver, PLAIN)]
+        made = []
+        for number, name in enumerate([PLAIN, *order, *(order * self.options.rounds)]):
+            made.append(self.unit(self.savers[name]))
+            if self.is_first:
+                secs = made[-1]["secs"] / self.options.span
+                progress(f"{number}: {name}: {secs:.3f} s, {sum(made[-1]['cores'].values()):.3f} core s")
+        return made[len(order) :]
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    space = enter_worker(options.worker)
+    rank = Rank(options, space)
+    units = rank.units()
+    stats = rank.session.stats.to_json()
+    rank.daemon.kill()
+    write_result(
+        space,
+        {
+            "units": units,
+            "optimizer": type(rank.engine.optimizer).__name__,
+            "snapshots": {key: stats[key] for key in ("taken", "committed", "skipped", "tier_bytes")},
+        },
+    )
+    rank.session.close()
+    rank.barrier()
+    leave_worker()
+
+
+# --- evaluation --------------------------------------------------------------------------------------
+
+
+def evaluate_saver(ranks: Sequence[Mapping[str, Any]], name: str, span: int) -> dict[str, Any]:
+    """One way to save against the plain units on both sides of each of its own."""
+    extra, drained, cores, threads = [], [], [], []
+    per_rank = [r["units"] for r in ranks]
+    for at, unit in enumerate(per_rank[0]):
+        if unit["saver"] != name:
+            continue
+
+        def above(rank: Sequence[Mapping[str, Any]], figure: Any, at: int = at) -> float:
+            plain = (figure(rank[at - 1]) + figure(rank[at + 1])) / 2
+            return (figure(rank[at]) - plain) / span
+
+        extra.append(max(above(r, lambda u: u["steps_secs"]) for r in per_rank))
+        drained.append(max(above(r, lambda u: u["secs"]) for r in per_rank))
+        cores.append(statistics.mean(above(r, lambda u: sum(u["cores"].values())) for r in per_rank))
+        names = {thread for r in per_rank for thread in r[at]["cores"]}
+        threads.append(
+            {
+                t: statistics.mean(above(r, lambda u, t=t: u["cores"].get(t, 0.0)) for r in per_rank)
+                for t in names
+            }
+        )
+    mine = [u for u in per_rank[0] if u["saver"] == name]
+    known = sorted({t for row in threads for t in row})
+    stages = sorted({stage for u in mine for stage in u["stages"]})
+    return {
+        "bytes_per_rank": mine[0]["bytes"],
+        "extra_secs_per_step": estimate(extra).to_json(),
+        "extra_secs_per_step_with_drain": estimate(drained).to_json(),
+        "core_secs_per_version": estimate(cores).to_json(),
+        "core_secs_of_rounds": [round(value, 4) for value in cores],
+        "core_secs_by_thread": {t: statistics.median(row.get(t, 0.0) for row in threads) for t in known},
+        "stages": {
+            s: [statistics.median(u["stages"].get(s, (0.0, 0.0))[i] / span for u in mine) for i in (0, 1)]
+            for s in stages
+        },
+    }
+
+
+def evaluate(options: argparse.Namespace, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole result."""
+    result = facts("memory_copy", options)
+    result["optimizer"] = ranks[0]["optimizer"]
+    result["steps_per_unit"] = options.span
+    plain = [u["secs"] / options.span for u in ranks[0]["units"] if u["saver"] == PLAIN]
+    result["plain_step_secs"] = estimate(plain).to_json()
+    result["snapshots"] = ranks[0]["snapshots"]
+    savers = {name: evaluate_saver(ranks, name, options.span) for name in options.savers}
+    result["savers"] = savers
+    copy, mine = savers[COPY], savers[REFT]
+    # A round that was disturbed may have cost nothing, or less: it says nothing about the ratio.
+    pairs = zip(mine["core_secs_of_rounds"], copy["core_secs_of_rounds"], strict=True)
+    ratios = [a / b for a, b in pairs if b > 0]
+    result["core_ratio_to_copy"] = estimate(ratios).to_json() if ratios else None
+    result["goals"] = {
+        "core_seconds_at_most_1_3_of_a_copy": ratios != [] and statistics.median(ratios) <= GOAL_CORE_RATIO
+    }
+    return result
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people."""
+    lines = [*head_lines(result), f"plain step {result['plain_step_secs']['median']:.3f} s", ""]
+    lines.append(
+        f"{'per version and rank':22}{'MiB':>8}{'extra s':>10}{'drained':>9}{'core s':>9}{'95 %':>20}"
+    )
+    for name, saver in result["savers"].items():
+        core = saver["core_secs_per_version"]
+        low, high = core["ci95"]
+        lines.append(
+            f"{name:22}{saver['bytes_per_rank'] / MIB:8.0f}{saver['extra_secs_per_step']['median']:10.3f}"
+            f"{saver['extra_secs_per_step_with_drain']['median']:9.3f}{core['median']:9.3f}"
+            f"{f'[{low:.3f}, {high:.3f}]':>20}"
+        )
+    for name, saver in result["savers"].items():
+        threads = saver["core_secs_by_thread"].items()
+        lines.append(f"{name}, core s: " + ", ".join(f"{t} {v:.3f}" for t, v in threads if abs(v) >= 5e-4))
+    for stage, (wall, cpu) in result["savers"][REFT]["stages"].items():
+        lines.append(f"  {stage:28}{wall:9.4f} s, {cpu:.4f} s of a core")
+    ratio = result["core_ratio_to_copy"]
+    if ratio:
+        low, high = ratio["ci95"]
+        lines.append(
+            f"core seconds of reft to those of a copy: {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
+        )
+    return "\n".join([*lines, f"versions: {result['snapshots']}", f"goals: {result['goals']}"])
+
+
+def main() -> int:
+    made = parser(__doc__ or "")
+    made.set_defaults(params=60e6)
+    made.add_argument("--rounds", type=int, default=10, help="units of each saver (default 10)")
+    made.add_argument("--span", type=int, default=2, help="steps of a unit (default 2)")
+    made.add_argument("--variant", default="has", help="when reft copies (default has)")
+    made.add_argument("--stages", action="store_true", help="time the stages of reft's versions")
+    options = made.parse_args()
+    if options.quick:
+        quicken(options)
+        options.rounds = min(options.rounds, 2)
+    options.savers = [COPY, REFT]
+    if options.worker:
+        run_rank(options)
+    with scratch(options) as space:
+        ranks, _ = launch(options, space)
+        result = evaluate(options, ranks)
+    print(json.dumps(result, indent=2) if options.json else table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What a copier brings to an arena, and the checksums it takes on the way, are those of the live bytes (P5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.blocks import Section
+from reft.config import FaultPoint
+from reft.protect.placement import place_group
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.copying.gate import Gate, HostGate, OpenGate
+from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.filling import Filling
+from reft.snapshot.layout import GroupLayout, LiveImages
+from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.state.catalogue import SectionImage
+from reft.store.arena import Arena, checksum
+from reft.store.label import Label
+from tests.snapshot.devices import random_bytes
+
+
+class OneByOne(HostGate):
+    """A window that lets one chunk through at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open(0, 1, None)
+
+
+def at_the_fence() -> HostGate:
+    gate = HostGate()
+    gate.hurry()
+    return gate
+
+
+GATES = {"open": lambda: OpenGate(2, lambda: False), "fence": at_the_fence, "window": OneByOne}
+
+
+@contextmanager
+def filling_of(
+    folder: Path, tensors: list[torch.Tensor], *, copies: int, parities: int, block_bytes: int
+) -> Iterator[tuple[Filling, LiveImages]]:
+    """An arena to be filled with member 0's part of a replicated and an owned section."""
+    half = len(tensors) // 2
+    replicated, owned = (
+        SectionImage([(str(i), t) for i, t in enumerate(part)]) for part in (tensors[:half], tensors[half:])
+    )
+    placement = place_group(["a", "b", "c"], copies, parities)
+    plan = make_shard_plan(
+        SectionSizes(replicated.nbytes, (owned.nbytes,) * 3, (64,) * 3), placement, block_bytes
+    )
+    layout = GroupLayout(plan, 0, "layout")
+    path = folder / "x.arena"
+    path.unlink(missing_ok=True)
+    with Arena.create(path, layout.mine.data_bytes, len(layout.mine.blocks), b"s" * 32) as arena:
+        data = torch.frombuffer(arena.data, dtype=torch.uint8).fill_(0xEE)
+        filling = Filling(0, arena, layout, Label(0, 1), data)
+        yield filling, LiveImages(replicated, owned, "signature")
+
+
+def expected_bytes(images: LiveImages, section: Section, begin: int, nbytes: int) -> torch.Tensor:
+    out = torch.empty(nbytes, dtype=torch.uint8)
+    image = images.replicated if section is Section.REPLICATED else images.owned
+    image.read_into(begin, out)
+    return out
+
+
+def check(filling: Filling, images: LiveImages) -> None:
+    """Nothing is left to be hashed but the host block, which the worker writes."""
+    facts = {b.key: b for b in filling.local_blocks if b.key.section is not Section.HOST}
+    for placed in facts.values():
+        raw = filling.tensor(placed)
+        if placed.key.section in (Section.REPLICATED, Section.OWNED):
+            block = placed.block
+            assert torch.equal(
+                raw, expected_bytes(images, placed.key.section, block.start_bytes, block.nbytes)
+            )
+        assert filling.checksum_of(placed) == checksum(raw.numpy())
+
+
+def copy_all(copier: Copier, filling: Filling, images: LiveImages, gate: Gate) -> list[int]:
+    copier.begin()
+    records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)
+    copier.fence()
+    return [record.nbytes for record in records]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 200), st.integers(0, 60_000)), min_size=2, max_size=12),
+    scheme=st.sampled_from([(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1)]),
+    cut=st.tuples(st.sampled_from([4096, 16_384]), st.sampled_from([4096, 6_400, 65_536])),
+    gate=st.sampled_from(sorted(GATES)),
+)
+def test_p5_what_is_copied_is_hashed_on_the_way_whatever_the_gate(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    scheme: tuple[int, int],
+    cut: tuple[int, int],
+    gate: str,
+) -> None:
+    block_bytes, chunk_bytes = cut
+    tensors = [random_bytes(n, i) for i, n in enumerate(sizes)]
+    folder = tmp_path_factory.mktemp("arena")
+    with filling_of(folder, tensors, copies=scheme[0], parities=scheme[1], block_bytes=block_bytes) as made:
+        filling, images = made
+        copier = Copier(CpuCopyEngine(), chunk_bytes)
+        for _ in range(2):  # the second version finds the chunks cut
+            for tensor in tensors:
+                tensor.add_(1)
+            copied = copy_all(copier, filling, images, GATES[gate]())
+            check(filling, images)
+        local = [b for b in filling.local_blocks if b.key.section is not Section.HOST]
+        assert sum(copied) == sum(b.block.nbytes for b in local)
+        if gate == "window":
+            assert max(copied, default=0) <= chunk_bytes
+
+
+def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:
+    """At its sources there are other bytes by the time it is drained."""
+    engine = CpuCopyEngine()
+    tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
+    with filling_of(tmp_path, tensors, copies=1, parities=0, block_bytes=16_384) as (filling, images):
+        area = StagingArea(engine)
+        assert area.reserve(30_000)
+        copier = Copier(engine, 4096, area)
+        copier.begin()
+        copier.copy(
+            images,
+            filling,
+            at_the_fence(),
+            reach=lambda point: None,
+            handed_over=lambda: None,
+            may_stage=lambda: True,
+        )
+        copier.fence()
+        assert copier.staged
+        before = [t.clone() for t in tensors]
+        for tensor in tensors:
+            tensor.fill_(7)
+        copier.drain(filling, OpenGate(2, lambda: False))
+        for tensor, bytes_before in zip(tensors, before, strict=True):
+            tensor.copy_(bytes_before)
+        check(filling, images)
+
+
+def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_path: Path) -> None:
+    tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
+    with filling_of(tmp_path, tensors, copies=0, parities=1, block_bytes=2**20) as (filling, images):
+        copier = Copier(CpuCopyEngine(), 4096)
+        reached: dict[FaultPoint, int] = {}
+        copier.begin()
+
+        def reach(point: FaultPoint) -> None:
+            reached[point] = sum(filling.traffic.to_host.values())
+
+        copier.copy(images, filling, at_the_fence(), reach=reach, handed_over=lambda: None)
+        total = sum(filling.traffic.to_host.values())
+        assert set(reached) == {FaultPoint.DURING_COPY, FaultPoint.BEFORE_PARITY, FaultPoint.DURING_PARITY}
+        assert 0 < reached[FaultPoint.DURING_COPY] < reached[FaultPoint.BEFORE_PARITY]
+        assert reached[FaultPoint.BEFORE_PARITY] < reached[FaultPoint.DURING_PARITY] < total
