@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from reft.hook.deepspeed import attach
     from reft.hook.install import initialize
+    from reft.optim import ExactAdam
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "ArenaError",
     "AuthenticationError",
     "ConfigError",
+    "ExactAdam",
     "FingerprintError",
     "JobInUseError",
     "LayoutError",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "ExactAdam": "reft.optim",
     "ReftConfig": "reft.config",
     "attach": "reft.hook.deepspeed",
     "initialize": "reft.hook.install",

@@ -9,6 +9,7 @@ import torch
 
 from reft.config import ReftConfig
 from reft.protect.codes import Scheme
+from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.recompute import OptimizerStep, PeerOptimizers, RecomputeOptions, RecomputeStats
 from reft.state.adapters import StateAdapter
@@ -64,6 +65,9 @@ class Recomputing:
             return
         sampled = config.aor.drift_ulps > 0
         self._capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
+        inexact = why_inexact(self._capture.recipe, config.aor.drift_ulps)
+        if inexact and topology.coordinates[0] == at:
+            logger.warning("reft: %s", inexact)
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
@@ -101,7 +105,26 @@ class Recomputing:
     def take(self, step: int) -> OptimizerStep | None:
         """What is known of the step that was just made."""
         taken = self._capture.take(step) if self._capture is not None else None
-        return OptimizerStep(*taken, flush_denormal=_flushes_denormals()) if taken is not None else None
+        if self._capture is None or taken is None:
+            return None
+        # Torch's kernels for devices keep denormals, whatever this thread's processor does.
+        flush = not self._capture.recipe.on_device and _flushes_denormals()
+        return OptimizerStep(*taken, flush_denormal=flush)
+
+
+def why_inexact(recipe: AdamRecipe, drift_ulps: int) -> str | None:
+    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can."""
+    if recipe.exact:
+        return None
+    said = (
+        f"the optimizer, {recipe.kind}, steps on a device, whose kernels round differently from the host's. "
+        f"For partitions that are recomputed to the bit, pass "
+        f"optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
+        f'"optimizer", and write "zero_allow_untested_optimizer": true'
+    )
+    if drift_ulps:
+        return f"recomputed partitions are not their owners' to the bit, only near them (drift_ulps): {said}"
+    return f'"+aor" saves no traffic here, since every partition is sent after all: {said}'
 
 
 def _flushes_denormals() -> bool:

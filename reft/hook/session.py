@@ -27,6 +27,7 @@ from reft.hook.protection import Protection
 from reft.hook.recomputing import Recomputing
 from reft.hook.stopping import must_stop_alone, stop_alone, stop_together
 from reft.hook.tracing import Tracer
+from reft.optim import ExactAdam
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
@@ -212,7 +213,7 @@ class Session:
             topology=self.topology,
             job_dir=self.job_dir.path,
             events=self.events,
-            exact=not self.copy_engine.asynchronous,
+            exact=not self.copy_engine.asynchronous or isinstance(self.adapter.state.optimizer, ExactAdam),
         )
 
     @property

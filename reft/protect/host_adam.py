@@ -4,7 +4,8 @@ Under ZeRO-1 a partition's master weights and moments live on one rank only. Ins
 parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the partition
 and makes the same step here. The arithmetic is not written anew: the replica is an optimizer of the
 owner's own class over host memory, stepped with the owner's hyper-parameters of that step. Where
-owner and replica run the same kernel, as on CPUs, they agree to the last bit.
+owner and replica run the same kernel, as on CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam`
+agrees wherever the owner runs.
 
 Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*: from
 then on it refuses to step and to be read, until it is copied anew from the owner (P5).
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
+from reft.optim import ExactAdam
 
 _REPLAY_FAR = 1 << 20
 
@@ -31,6 +33,7 @@ class AdamKind(StrEnum):
     TORCH_ADAMW = "torch.optim.adamw.AdamW"
     DEEPSPEED_FUSED = "deepspeed.ops.adam.fused_adam.FusedAdam"
     DEEPSPEED_CPU = "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
+    EXACT = "reft.optim.ExactAdam"
 
     @property
     def compiled(self) -> bool:
@@ -48,6 +51,7 @@ class AdamRecipe:
         foreach: torch's choice of implementation; None is torch's default for the device.
         fused: the same.
         maximize: torch's switch.
+        on_device: the owner's partition is not in host memory.
     """
 
     kind: AdamKind
@@ -55,6 +59,12 @@ class AdamRecipe:
     foreach: bool | None = None
     fused: bool | None = None
     maximize: bool = False
+    on_device: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether a host repeats the owner's step to the bit."""
+        return self.kind is AdamKind.EXACT or not self.on_device
 
 
 @dataclass(frozen=True)
@@ -95,12 +105,16 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
     found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     # AdamW derives from Adam: the more special one first.
-    kinds = (AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED, AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM)
+    kinds = (
+        *(AdamKind.EXACT, AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED),
+        *(AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
+    )
     kind = next((k for k in kinds if k.value in names), None)
     if kind is None:
         raise UnsupportedStateError(
-            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and AdamW and "
-            f"DeepSpeed's FusedAdam and CPUAdam. Use one of them, or protect the partition by copies (peer)"
+            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and AdamW, "
+            f"DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect the "
+            f"partition by copies (peer)"
         )
     groups = optimizer.param_groups
     unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
@@ -110,10 +124,10 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
             f"Adam. Turn it off, or protect the partition by copies (peer)"
         )
     first: Mapping[str, Any] = groups[0]
+    on_device = any(p.device.type != "cpu" for g in groups for p in g["params"])
     if kind.compiled:
-        return AdamRecipe(kind, bool(optimizer.adam_w_mode))
+        return AdamRecipe(kind, bool(optimizer.adam_w_mode), on_device=on_device)
     decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
-    on_device = any(p.is_cuda for g in groups for p in g["params"])
     # On a device torch steps by default with foreach kernels; on the host that is the plain loop.
     return AdamRecipe(
         kind,
@@ -121,6 +135,7 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
         foreach=None if on_device else first.get("foreach"),
         fused=first.get("fused"),
         maximize=bool(first.get("maximize")),
+        on_device=on_device,
     )
 
 
@@ -350,6 +365,8 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=recipe.decoupled)
+    if recipe.kind is AdamKind.EXACT:
+        return ExactAdam(groups, decoupled_weight_decay=recipe.decoupled)
     made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
 

@@ -59,6 +59,9 @@ if GRADIENTS_ARE_NOT_AVERAGED:
     else:
         CASES[BF16_OPTIMIZER] = {**usual, "bf16": {"enabled": True, "immediate_grad_update": True}}
 USUAL = next(iter(CASES.values()), {})
+EXACT = "reft.ExactAdam"
+EXACT_ADAM = {"client": lambda groups: reft.ExactAdam(groups, lr=1e-2), "zero_allow_untested_optimizer": True}
+"""What DeepSpeed calls with the parameter groups."""
 
 
 class Model(nn.Module):
@@ -79,11 +82,11 @@ class Model(nn.Module):
         ]
 
 
-def make(case: dict[str, Any], block: dict[str, Any] | None, adam: str = "AdamW") -> Any:
+def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"type": adam, "params": {"lr": 1e-2, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40}},
         "gradient_clipping": 0.1,
         "steps_per_print": None,
@@ -91,9 +94,11 @@ def make(case: dict[str, Any], block: dict[str, Any] | None, adam: str = "AdamW"
     }
     if block is not None:
         config["reft"] = block
-    model = Model()
+    model, client = Model(), config.pop("client", None)
+    if client is not None:
+        del config["optimizer"]
     initialize = deepspeed.initialize if block is None else reft.initialize
-    engine = initialize(model=model, model_parameters=model.groups(), config=config)[0]
+    engine = initialize(model=model, optimizer=client, model_parameters=model.groups(), config=config)[0]
     return step_without_autograd(engine)
 
 
@@ -340,6 +345,7 @@ def main(root: Path) -> dict[str, Any]:
     if not CASES:
         return out
     out["closed"] = {name: closed(root, n, case) for n, (name, case) in enumerate(CASES.items())}
+    out["long"][EXACT] = long_run(root, len(CASES), {**USUAL, **EXACT_ADAM}, "aec+aor")
     out["missing"] = missing_tensor(root, USUAL)
     out["dropped"] = dropped_gradient(root, USUAL)
     out["missed"] = missed_version(root, USUAL)

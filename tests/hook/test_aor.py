@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hook.aor_job import BF16_OPTIMIZER, CASES, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS
+from reft.hook.recomputing import why_inexact
+from reft.protect.host_adam import AdamKind, AdamRecipe
+from tests.hook.aor_job import BF16_OPTIMIZER, CASES, EXACT, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS
 from tests.hook.ranks import run_ranks
 from tests.machine import FP16_MISSING
 
@@ -32,7 +35,10 @@ def sent_partitions(run: dict[str, Any]) -> dict[int, int]:
     return {number: sent["owned"] for number, sent in enumerate(run["sent"]) if "owned" in sent}
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = [*CASES, *([EXACT] if CASES else [])]
+
+
+@pytest.mark.parametrize("case", LONG)
 def test_partitions_equal_their_owners_after_210_steps(ranks: Ranks, case: str) -> None:
     for member, r in enumerate(ranks):
         run = r["long"][case]
@@ -43,7 +49,7 @@ def test_partitions_equal_their_owners_after_210_steps(ranks: Ranks, case: str) 
             assert digest == ranks[int(owner)]["long"][case]["partitions"][owner]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LONG)
 def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ranks, case: str) -> None:
     for r in ranks:
         run = r["long"][case]
@@ -78,7 +84,7 @@ def test_a_gradient_takes_4_or_2_bytes_instead_of_12(ranks: Ranks, case: str, wi
         assert 0 <= nbytes - kept * max(run["owned"]) * width // 12 <= kept * 64 * 3
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LONG)
 def test_p1_losses_are_equal_to_the_bit(ranks: Ranks, case: str) -> None:
     for r in ranks:
         assert r["long"][case]["losses"] == r["long"][case]["plain"]
@@ -196,3 +202,15 @@ def test_a_deepspeed_whose_ranks_have_other_gradients_is_refused_at_the_start(ra
         for name, refusal in r["impossible"].items():
             assert "use DeepSpeed 0.19.8 or later".lower() in refusal.lower()
             assert ("immediate_grad_update" in refusal) == (name == BF16_OPTIMIZER)
+
+
+def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_write() -> None:
+    adam = AdamRecipe(AdamKind.TORCH_ADAMW, decoupled=True, on_device=True)
+    said = why_inexact(adam, drift_ulps=0)
+    assert said is not None
+    assert "every partition is sent after all" in said
+    assert "optimizer=reft.ExactAdam(model.parameters(), lr=...)" in said
+    assert '"zero_allow_untested_optimizer": true' in said
+    assert "only near them (drift_ulps)" in str(why_inexact(adam, drift_ulps=1))
+    assert why_inexact(replace(adam, on_device=False), drift_ulps=0) is None
+    assert why_inexact(replace(adam, kind=AdamKind.EXACT), drift_ulps=0) is None

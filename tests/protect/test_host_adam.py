@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
+from reft.optim import ExactAdam
 from reft.protect.host_adam import (
     AdamKind,
     AdamReplica,
@@ -38,6 +39,8 @@ TORCH = [
     (torch.optim.AdamW, {"foreach": True}),
     (torch.optim.AdamW, {"fused": True}),
     (torch.optim.Adam, {"fused": True, "maximize": True}),
+    (ExactAdam, {}),
+    (ExactAdam, {"decoupled_weight_decay": False}),
 ]
 
 

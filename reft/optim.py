@@ -1,0 +1,222 @@
+"""Adam whose arithmetic is the same to the bit on every device and on the host, for AOR on a GPU.
+
+A GPU's fused Adam contracts multiplications and additions, so a host that repeats its step gets other last
+bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly (add, subtract, multiply, divide,
+square root), each a kernel of its own over fp32 tensors, so that no compiler can contract two of them. With
+``t`` the number of the step and RN() one rounding to fp32:
+
+    AdamW       p = RN(p · RN(1 - lr·wd))                                          where wd is not 0
+    Adam        g = RN(RN(p · RN(wd)) + g)                                         instead
+    moments     m = RN(RN(m · RN(β1)) + RN(g · RN(1-β1)))
+                v = RN(RN(v · RN(β2)) + RN(RN(g·g) · RN(1-β2)))
+    update      d = RN(RN(RN(√v) · RN(1/√(1-β2^t))) + RN(eps))
+                p = RN(p - RN(RN(m / d) · RN(lr/(1-β1^t))))
+
+- Scalars are computed on the host in fp64 by such operations too (powers by repeated multiplication, not by
+  ``pow``, whose last bit differs between C libraries) and rounded to fp32 once.
+- No tensor is divided by a scalar: torch's CUDA kernel multiplies by the reciprocal instead. Square roots on
+  the host are NumPy's: torch's come from a vector library there (MKL) that rounds 7 of 1,000 wrongly.
+- Denormals are kept, as torch's CUDA kernels keep them. A host thread that flushes them
+  (``torch.set_flush_denormal(True)``) computes something else; peers repeat a host's step in its own mode.
+- The bits of a NaN are not defined.
+
+Cost: 13 passes over memory where a fused kernel makes one; temporary memory of two slices. Shown on x86-64
+hosts (``tests/test_optim.py``); the same test compares a GPU with the host, and has not run on one yet.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+_HOST_ELEMENTS = 2**14
+"""Of a slice on the host: it stays in the second-level cache, and torch computes it in the calling thread,
+whose mode for denormals then is the only one that counts."""
+_DEVICE_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    """The scalars of one step: each is an fp32 number, so that no kernel rounds it again."""
+
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    unbias: float
+    eps: float
+    step_size: float
+    keep: float
+    decay: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int) -> _Scalars:
+        beta1, beta2 = map(float, group["betas"])
+        lr, decay, decoupled = (
+            float(group["lr"]),
+            float(group["weight_decay"]),
+            group["decoupled_weight_decay"],
+        )
+        exact = (
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 / math.sqrt(1 - _power(beta2, step)),
+            float(group["eps"]),
+            lr / (1 - _power(beta1, step)),
+            1 - lr * decay if decoupled else 1.0,
+            0.0 if decoupled else decay,
+        )
+        return cls(*map(_fp32, exact))
+
+
+class ExactAdam(torch.optim.Optimizer):
+    """AdamW (or Adam) over fp32 parameters, the same to the bit on a device and on the host.
+
+    Give it to ``deepspeed.initialize(optimizer=...)``. Under ZeRO write
+    ``"zero_allow_untested_optimizer": true`` into the DeepSpeed JSON: DeepSpeed knows only its own list.
+
+    Args:
+        params: parameters, or dicts of groups with options of their own.
+        lr: learning rate.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the denominator, at least 0.
+        weight_decay: at least 0.
+        decoupled_weight_decay: True: on the weights (AdamW); False: on the gradient (Adam).
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decoupled_weight_decay: bool = True,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "betas[0]": betas[0],
+            "betas[1]": betas[1],
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        for name, value in options.items():
+            limit = 1.0 if name.startswith("betas") else math.inf
+            if not 0 <= value < limit:
+                raise ValueError(f"found {name} = {value}; expected a number in [0, {limit:g})")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make one step with the gradients in ``grad``; parameters without one stay as they are.
+
+        Raises:
+            TypeError: a parameter or a gradient is not a dense fp32 tensor.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_one(param, param.grad, group)
+        return loss
+
+    def _step_one(self, param: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
+        for name, tensor in (("parameter", param), ("gradient", gradient)):
+            if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
+                raise TypeError(
+                    f"found a {name} of {tensor.dtype} ({tensor.layout}); ExactAdam expects dense "
+                    f'torch.float32: keep fp32 masters, as DeepSpeed does with "bf16" or "fp16" enabled'
+                )
+        state = self.state[param]
+        if not state:
+            # Torch's own keys and types, so that everything that reads Adam's state reads this one.
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["step"] += 1
+        scalars = _Scalars.of(group, int(state["step"]))
+        for p, g, m, v in _slices(param, gradient, state["exp_avg"], state["exp_avg_sq"]):
+            _update(p, g, m, v, scalars)
+
+
+def _update(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: _Scalars) -> None:
+    """One step in place, as the module says it. One operation a line, none with an alpha."""
+    if s.keep != 1.0:
+        p.mul_(s.keep)
+    if s.decay != 0.0:
+        g = torch.mul(p, s.decay).add_(g)
+    t = torch.mul(g, s.rest1)
+    m.mul_(s.beta1)
+    m.add_(t)
+    torch.mul(g, g, out=t)
+    t.mul_(s.rest2)
+    v.mul_(s.beta2)
+    v.add_(t)
+    _sqrt(v, t)
+    t.mul_(s.unbias)
+    t.add_(s.eps)
+    torch.div(m, t, out=t)
+    t.mul_(s.step_size)
+    p.sub_(t)
+
+
+def _sqrt(v: torch.Tensor, out: torch.Tensor) -> None:
+    if v.device.type == "cpu":
+        np.sqrt(v.numpy(), out=out.numpy())
+    else:
+        torch.sqrt(v, out=out)
+
+
+def _slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The same ranges of all tensors; tensors that are not contiguous are one range."""
+    if not all(t.is_contiguous() for t in tensors):
+        yield list(tensors)
+        return
+    elements = _HOST_ELEMENTS if tensors[0].device.type == "cpu" else _DEVICE_ELEMENTS
+    for start in range(0, tensors[0].numel(), elements):
+        yield [t.view(-1)[start : start + elements] for t in tensors]
+
+
+def _fp32(value: float) -> float:
+    """The fp32 number nearest to ``value``, ties to even."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by squaring: only multiplications, which give the same bits everywhere. Its error
+    is far below a rounding to fp32 in what uses it."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
