@@ -67,7 +67,7 @@ class Recomputing:
         self._capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
         inexact = why_inexact(self._capture.recipe, config.aor.drift_ulps)
         if inexact and topology.coordinates[0] == at:
-            logger.warning("reft: %s", inexact)
+            logger.warning("%s", inexact)
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
