@@ -77,6 +77,14 @@ class Topology:
     def _rank_by_coordinate(self) -> dict[Coordinate, int]:
         return {c: r for r, c in enumerate(self.coordinates)}
 
+    @cached_property
+    def _coordinate_by_place(self) -> dict[tuple[int, int, int], Coordinate]:
+        return {(c.pp, c.dp, c.tp): c for c in self.coordinates}
+
+    def coordinate_at(self, pp: int, dp: int, tp: int) -> Coordinate:
+        """The coordinate as the topology has it, which saves making thousands of equal ones."""
+        return self._coordinate_by_place[pp, dp, tp]
+
     @property
     def world_size(self) -> int:
         return len(self.coordinates)
@@ -105,8 +113,22 @@ class Topology:
         """All sharding groups as (pp, tp)."""
         return tuple(product(range(self.degrees.pp), range(self.degrees.tp)))
 
+    @cached_property
+    def _ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            found.setdefault(node, []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
     def local_ranks(self, node: str) -> tuple[int, ...]:
-        return tuple(r for r, n in enumerate(self.nodes) if n == node)
+        return self._ranks_by_node.get(node, ())
+
+    def readers(self, node: str, pp: int, tp: int) -> tuple[int, ...]:
+        """Ranks that read what a node holds of the sharding group (pp, tp): the group's members there; where
+        none of them runs, one of the node's ranks. Empty where no rank runs at all."""
+        here = self.local_ranks(node)
+        members = tuple(r for r in here if (self.coordinates[r].pp, self.coordinates[r].tp) == (pp, tp))
+        return members or here[(at := (pp * self.degrees.tp + tp) % max(1, len(here))) : at + 1]
 
 
 def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from reft.blocks import Section
-from reft.comm.collectives import allgather_bytes
 from reft.config import Variant
 from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
@@ -24,9 +23,8 @@ from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
-from reft.load.inventory import Inventory, take_inventory
-from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan, plan_recovery
-from reft.load.recover import RecoveryOutcome, recover
+from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
+from reft.load.recover import Recovery, RecoveryOutcome
 from reft.state.blob import DecodedBlob
 from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
@@ -134,8 +132,8 @@ class Restorer:
     def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """The first load of a whole state in this process."""
         session = self._session
-        inventories = self._gather_inventories()
-        plan = self._plan(inventories)
+        recovery = self._recovery()
+        plan = recovery.survey()
         if call.tag is not None:
             return self._load_by_tag(original, call, plan)
         self._tagged = None
@@ -148,7 +146,7 @@ class Restorer:
                 session.identity.check_memory(
                     session.job_dir.path, plan.label, reads=session.is_first_on_node
                 )
-                outcome = self._restore_from_memory(inventories)
+                outcome = self._restore_from_memory(recovery)
                 if isinstance(outcome, RecoveryOutcome):
                     label = outcome.plan.label
                     return self._has_resumed(
@@ -173,36 +171,23 @@ class Restorer:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def _gather_inventories(self) -> list[Inventory]:
-        """Every node's inventory, on every rank. One rank per node reads."""
+    def _recovery(self) -> Recovery:
         session = self._session
-        mine = b""
-        if session.is_first_on_node:
-            taken = take_inventory(session.job_dir.path, session.node, session.job_dir.secret)
-            mine = taken.encode(session.job_dir.secret)
-        gathered = allgather_bytes(mine, session.control.group)
-        return [Inventory.decode(data, session.job_dir.secret) for data in gathered if data]
-
-    def _plan(self, inventories: list[Inventory]) -> RecoveryPlan | NotRecoverable:
-        session = self._session
-        return plan_recovery(inventories, session.topology, job_id=session.job_id)
-
-    def _restore_from_memory(self, inventories: list[Inventory]) -> RecoveryOutcome | NotRecoverable:
-        session = self._session
-        began = time.perf_counter()
-        target = _Target(session)
-        outcome = recover(
-            inventories,
+        return Recovery(
             session.topology,
             session.control.rank,
             job_id=session.job_id,
             job_dir=session.job_dir.path,
             secret=session.job_dir.secret,
-            prepare=target.prepare,
-            sink=target.write,
             group=session.control.group,
             faults=session.faults,
         )
+
+    def _restore_from_memory(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
+        session = self._session
+        began = time.perf_counter()
+        target = _Target(session)
+        outcome = recovery.restore(target.prepare, target.write)
         if isinstance(outcome, NotRecoverable):
             return outcome
         self._finish(target.blob.state)
@@ -443,7 +428,7 @@ class Restorer:
         session = self._session
         did, to_write = what_it_did(self._bases, self._tagged), what_to_write(self._bases, self._tagged)
         if self._tagged is None:
-            plan = self._plan(self._gather_inventories())
+            plan = self._recovery().survey()
             if isinstance(plan, RecoveryPlan):
                 raise UnrecoverableError(
                     f"the memory of job {session.job_id} holds {plan.label}, but {did}: it "

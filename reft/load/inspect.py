@@ -322,8 +322,9 @@ def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[Label | None, tuple[str, ...]]:
     """What a restart would restore from these inventories, and the plan's words about it."""
+    from reft.load.decide import plan_recovery
     from reft.load.local import offline_topology
-    from reft.load.plan import NotRecoverable, plan_recovery
+    from reft.load.plan import NotRecoverable
 
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return None, ("no rank finished writing it",)

@@ -1,7 +1,7 @@
 """What a node holds in memory after a restart, and how it tells the others.
 
-An inventory carries headers and block tables, not data. It crosses hosts, so it is msgpack under a MAC
-keyed with the job's secret and never pickle (P11). Tables are stored byte column by byte column, in
+An inventory carries headers and block tables, not data. It crosses hosts, so it is msgpack in a message under
+a MAC keyed with the job's secret, and never pickle (P11). Tables are stored byte column by byte column, in
 which offsets and lengths of neighbouring blocks hardly differ, and compressed: about ten bytes per
 block, most of them checksum.
 """
@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 
 from reft.errors import ArenaError, TransferError
-from reft.mac import authenticate, check_authentic
 from reft.store.arena_files import scan
 from reft.store.header import (
     ArenaHeader,
@@ -30,7 +29,6 @@ from reft.store.header import (
 
 logger = logging.getLogger(__name__)
 
-_INVENTORY = b"reft-inventory-1"
 _COMPRESSION_LEVEL = 1
 
 
@@ -66,20 +64,19 @@ class Inventory:
     arenas: tuple[ArenaRecord, ...]
     problems: tuple[str, ...] = ()
 
-    def encode(self, secret: bytes) -> bytes:
-        """Bytes to send to the other nodes."""
+    def pack(self) -> bytes:
+        """Bytes to send to other nodes, in an authenticated message."""
         arenas = [[record.path, *_pack_header(record.header)] for record in self.arenas]
-        return authenticate(msgpack.packb([self.node, arenas, list(self.problems)]), secret, _INVENTORY)
+        body: bytes = msgpack.packb([self.node, arenas, list(self.problems)])
+        return body
 
     @classmethod
-    def decode(cls, data: bytes | memoryview, secret: bytes) -> Inventory:
-        """Inverse of :meth:`encode`.
+    def unpack(cls, body: bytes) -> Inventory:
+        """Inverse of :meth:`pack`.
 
         Raises:
-            AuthenticationError: if the message does not carry the job's secret.
-            TransferError: if it does, but is not an inventory of this version of reft.
+            TransferError: if it is not an inventory of this version of reft.
         """
-        body = check_authentic(data, secret, _INVENTORY)
         try:
             node, arenas, problems = msgpack.unpackb(body)
             records = tuple(

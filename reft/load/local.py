@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from reft.blocks import Section
 from reft.errors import ArenaError, LayoutError, TransferError
+from reft.load.decide import plan_recovery
 from reft.load.inventory import Inventory
-from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, plan_recovery
+from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan
 from reft.load.sift import LayoutSpec, listing
 from reft.store.arena import Arena
 from reft.store.header import checksum

@@ -1,16 +1,12 @@
 """The recovery plan: which version to restore, and for every block where it comes from.
 
-A pure function of the inventories of all nodes and of the new placement, so that every rank computes
-the same plan without talking. A version is used only if it is whole: for every (pp, tp) the sources of
-one label cover the replicated image, and for every member its owned and host images, exactly. Sources
-of different labels never mix (the write hole), and sources found corrupt are left out, so that planning
-again after a failed check falls down the ladder: local, then the owner on another node, then a copy.
+The decision is made in :mod:`reft.load.decide`, the sources are chosen in :mod:`reft.load.source_plan`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -18,14 +14,10 @@ from typing import NamedTuple
 
 from reft.blocks import BlockKey, Section
 from reft.errors import LayoutError, ReftError, UnrecoverableError
-from reft.load.inventory import ArenaRecord, Inventory
-from reft.load.parity import LostBlock, stripes_of
-from reft.load.sift import LayoutSpec, Sifted, sift
-from reft.load.sources import GroupSources, SourceBlock, collect_group
+from reft.load.parity import LostBlock
 from reft.store.arena_files import is_decoded
-from reft.store.commit import preferred_label
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees, Topology
+from reft.topology import Coordinate, Degrees
 
 
 class SourceKind(StrEnum):
@@ -138,14 +130,14 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """Which version every rank restores and from where.
+    """Which version is restored and from where, in one sharding group or in the whole job.
 
     Attributes:
         label: the version.
         committed: whether some arena had already marked it committed. A version that all ranks
             sealed is as good: every byte of it is there and checked.
         degrees: parallel degrees of the job.
-        fetches: for every coordinate of the new incarnation the blocks it needs: the replicated
+        fetches: for every coordinate that is planned for the blocks it needs: the replicated
             image of its (pp, tp) in image order, then its owned, then its host image.
         newest_committed: newest label marked committed in any usable arena.
         rejected: for every newer version why it is not used.
@@ -164,9 +156,26 @@ class RecoveryPlan:
     job_id: str = ""
     rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
 
+    @classmethod
+    def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
+        """The plans of all sharding groups as one.
+
+        Args:
+            plans: at least one, of the same decision.
+            notes: those that all of them have in common, which come last.
+        """
+        own = [note for plan in plans for note in plan.notes if note not in notes]
+        return replace(
+            plans[0],
+            fetches={c: fetches for plan in plans for c, fetches in plan.fetches.items()},
+            notes=(*own, *notes),
+            rebuilds={c: rebuild for plan in plans for c, rebuild in plan.rebuilds.items()},
+        )
+
     @cached_property
     def bytes_from(self) -> dict[str, int]:
-        """Bytes by kind of source over all coordinates; what is still to be decoded goes to all members."""
+        """Bytes by kind of source over all coordinates planned for; what is still to be decoded goes to all
+        members."""
         totals = count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
         totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
         return totals
@@ -188,6 +197,11 @@ class RecoveryPlan:
         """The part of the plan that restores these sections."""
         kept = {c: tuple(f for f in fs if f.key.section in sections) for c, fs in self.fetches.items()}
         return replace(self, fetches=kept)
+
+    def to_decode(self) -> RecoveryPlan:
+        """The plan of what is read in order to decode."""
+        reads = {c: self.rebuilds[c].fetches if c in self.rebuilds else () for c in self.fetches}
+        return replace(self, fetches=reads)
 
     def served_bytes(self) -> dict[str, int]:
         """Bytes that every node sends to others."""
@@ -239,219 +253,3 @@ class NotRecoverable:
     def error(self) -> ReftError:
         """The error to raise where nothing else (no persisted checkpoint) can help."""
         return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))
-
-
-def newest_committed(inventories: Iterable[Inventory], job_id: str | None = None) -> Label | None:
-    """Newest label marked committed in any arena (of ``job_id``, if given)."""
-    labels = [
-        record.header.label
-        for inventory in inventories
-        for record in inventory.arenas
-        if record.committed and job_id in (None, record.header.job_id)
-    ]
-    return max(labels, default=None)
-
-
-def plan_recovery(
-    inventories: Sequence[Inventory],
-    topology: Topology,
-    *,
-    job_id: str,
-    layout: LayoutSpec = None,
-    bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
-) -> RecoveryPlan | NotRecoverable:
-    """Choose the best whole version and a source for every block of it. Pure and deterministic.
-
-    The best is the newest, unless it was sealed on fewer ranks than an older one that is not older
-    than the last commit: then it was never committed, and restoring it would let the copies of the
-    older one go while a single loss can still break it (:func:`~reft.store.commit.preferred_label`).
-
-    Args:
-        inventories: what every node holds, in any order.
-        topology: placement of the *new* incarnation; nodes may be new and empty, and coordinates may
-            have moved to other nodes (P7).
-        job_id: arenas of other jobs are ignored, with a note.
-        layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
-        bad: (node, arena, key) of blocks that failed verification.
-    """
-    sifted = sift(inventories, topology, job_id=job_id, layout=layout)
-    rejected: dict[Label, str] = {}
-    whole: dict[Label, dict[tuple[int, int], GroupSources]] = {}
-    for label in sorted(sifted.by_label, reverse=True):
-        groups = _collect(sifted.by_label[label], topology, frozenset(bad))
-        missing = [gap for group in groups.values() for gap in group.gaps]
-        if missing:
-            rejected[label] = f"{label}: {sifted.explain(label, missing)}"
-        else:
-            whole[label] = groups
-    holders = {label: _holders(sifted, label) for label in whole}
-    best = preferred_label(holders, sifted.newest_committed)
-    if best is None:
-        return NotRecoverable(
-            reasons=tuple(rejected.values()) or (sifted.why_no_candidate(),),
-            notes=sifted.notes,
-            empty=sifted.empty,
-            layout_mismatch=not sifted.by_label and sifted.layout_mismatch,
-            newest_committed=sifted.newest_committed,
-        )
-    for label in whole:
-        rejected.setdefault(
-            label,
-            f"{label}: whole, but never committed: {len(holders[label])} ranks sealed it, "
-            f"{len(holders[best])} hold {best}",
-        )
-    newer = [rejected[label] for label in sorted(rejected, reverse=True) if label > best]
-    return _build_plan(best, whole[best], topology, sifted, newer)
-
-
-def _holders(sifted: Sifted, label: Label) -> frozenset[tuple[str, str]]:
-    """Places (node, local rank) that hold ``label`` whole; slots of one rank are one place. What a
-    recovery decoded is further redundancy of its version, not a place that seals versions."""
-    return frozenset(
-        (r.node, r.path.partition("-slot")[0]) for r in sifted.by_label[label] if not is_decoded(r.path)
-    )
-
-
-def _collect(
-    records: Sequence[ArenaRecord], topology: Topology, bad: frozenset[tuple[str, str, BlockKey]]
-) -> dict[tuple[int, int], GroupSources]:
-    by_group: dict[tuple[int, int], list[ArenaRecord]] = {group: [] for group in topology.groups()}
-    for record in records:
-        at = record.header.coordinate
-        by_group[at.pp, at.tp].append(record)
-    return {
-        (pp, tp): collect_group(pp, tp, found, topology.degrees.dp, bad)
-        for (pp, tp), found in by_group.items()
-    }
-
-
-def _build_plan(
-    label: Label,
-    groups: Mapping[tuple[int, int], GroupSources],
-    topology: Topology,
-    sifted: Sifted,
-    rejected: Sequence[str],
-) -> RecoveryPlan:
-    diverged = tuple(note for group in groups.values() for note in group.divergences)
-    return RecoveryPlan(
-        label=label,
-        committed=any(record.committed for record in sifted.by_label[label]),
-        degrees=topology.degrees,
-        fetches=_choose_sources(groups, topology),
-        newest_committed=sifted.newest_committed,
-        rejected=tuple(rejected),
-        notes=diverged + sifted.notes,
-        job_id=sifted.job_id,
-        rebuilds=_choose_decoders(groups, topology, sifted.by_label[label]),
-    )
-
-
-def _choose_decoders(
-    groups: Mapping[tuple[int, int], GroupSources], topology: Topology, records: Sequence[ArenaRecord]
-) -> dict[Coordinate, Rebuild]:
-    """Give the lost blocks of every stripe, decoded from the same others, to a member of their group whose
-    node holds a parity of it; of those to the one that decodes the fewest bytes so far."""
-    rebuilds: dict[Coordinate, Rebuild] = {}
-    for (pp, tp), group in sorted(groups.items()):
-        members = [c for c in topology.degrees.coordinates() if (c.pp, c.tp) == (pp, tp)]
-        work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
-        stripes = [
-            (_members_near(stripe, group, topology, members), stripe) for stripe in stripes_of(group.lost)
-        ]
-        # Those with the fewest choices first, so that the others even out the load.
-        for near, stripe in sorted(stripes, key=lambda choice: len(choice[0])):
-            chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
-            work[chosen] += stripe
-        header = next(
-            r.header for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == (pp, tp)
-        )
-        image_bytes = _replicated_bytes(group)
-        for coordinate, blocks in work.items():
-            if blocks:
-                fetches = _rebuild_fetches(group, blocks, coordinate, topology.node_of(coordinate))
-                rebuilds[coordinate] = Rebuild(tuple(blocks), image_bytes, header.layout, fetches)
-    return rebuilds
-
-
-def _members_near(
-    stripe: Sequence[LostBlock], group: GroupSources, topology: Topology, members: Sequence[Coordinate]
-) -> list[Coordinate]:
-    """Those whose node holds a parity of the stripe; all of them where there is none."""
-    parities = {node for lost in stripe for key in lost.parities for node in group.stored[key].nodes}
-    return [c for c in members if topology.node_of(c) in parities] or list(members)
-
-
-def _replicated_bytes(group: GroupSources) -> int:
-    """Size of the group's replicated image, lost blocks included."""
-    stored = [b.start_bytes + b.nbytes for b in group.images[Section.REPLICATED, -1]]
-    return max(stored + [b.start_bytes + b.nbytes for b in group.lost], default=0)
-
-
-def _rebuild_fetches(
-    group: GroupSources, blocks: Sequence[LostBlock], coordinate: Coordinate, node: str
-) -> tuple[Fetch, ...]:
-    keys = dict.fromkeys(BlockKey(Section.CHECKSUMS, b.key.member, 0) for b in blocks)
-    keys.update(dict.fromkeys(key for b in blocks for key, _ in b.terms))
-    fetches = []
-    for key in keys:
-        kind, nodes = _rung(group.stored[key], node)
-        fetches.append(_fetch(group.stored[key], coordinate, kind, nodes[0]))
-    return tuple(fetches)
-
-
-def _rung(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
-    """The highest rung that has the block for a coordinate on ``node``, and the nodes to choose from.
-
-    Later kinds go below COPY; only they need more than one node per block.
-    """
-    if node in block.nodes:
-        return SourceKind.LOCAL, (node,)
-    if block.owner_nodes:
-        return SourceKind.PEER, block.owner_nodes
-    return SourceKind.COPY, block.all_nodes
-
-
-def _choose_sources(
-    groups: Mapping[tuple[int, int], GroupSources], topology: Topology
-) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """Pick one source per needed block; of equal ones the node that serves the fewest bytes so far.
-
-    Blocks with the fewest choices are settled first, so that those with a choice even out the load.
-    """
-    chosen: dict[Coordinate, list[Fetch | None]] = {}
-    open_choices: list[tuple[int, Coordinate, int, SourceBlock, SourceKind, tuple[str, ...]]] = []
-    load: Counter[str] = Counter()
-    for coordinate in topology.degrees.coordinates():
-        node = topology.node_of(coordinate)
-        blocks = groups[coordinate.pp, coordinate.tp].needed_by(coordinate.dp)
-        slots: list[Fetch | None] = [None] * len(blocks)
-        chosen[coordinate] = slots
-        for at, block in enumerate(blocks):
-            kind, nodes = _rung(block, node)
-            if len(nodes) > 1:
-                open_choices.append((len(nodes), coordinate, at, block, kind, nodes))
-                continue
-            slots[at] = _fetch(block, coordinate, kind, nodes[0])
-            if kind is not SourceKind.LOCAL:
-                load[nodes[0]] += block.nbytes
-    for _, coordinate, at, block, kind, nodes in sorted(open_choices, key=lambda choice: choice[:3]):
-        best = min(nodes, key=lambda node: (load[node], node))
-        load[best] += block.nbytes
-        chosen[coordinate][at] = _fetch(block, coordinate, kind, best)
-    return {c: tuple(f for f in slots if f is not None) for c, slots in chosen.items()}
-
-
-def _fetch(block: SourceBlock, coordinate: Coordinate, kind: SourceKind, node: str) -> Fetch:
-    arena, arena_offset = block.nodes[node]
-    return Fetch(
-        key=block.key,
-        pp=coordinate.pp,
-        tp=coordinate.tp,
-        start_bytes=block.start_bytes,
-        nbytes=block.nbytes,
-        checksum=block.checksum,
-        kind=kind,
-        node=node,
-        arena=arena,
-        arena_offset=arena_offset,
-    )

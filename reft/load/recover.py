@@ -1,37 +1,45 @@
-"""Restoring the newest whole version: plan, verify, decode what is lost, transfer, until nothing is corrupt.
+"""Restoring the newest whole version: decide, plan, verify, decode what is lost, transfer, until nothing is
+corrupt.
 
-Every rank goes through the same stages; each ends in an exchange, so that all fall down the ladder, or
-fail, together.
+Two things are said to the whole job: who holds which version (summaries without block tables), and what each
+sharding group can recover. From these all ranks decide on the same version. Everything else stays in the
+sharding group: its block tables, its plan, its refused sources, its bytes. Every rank goes through the same
+stages; each ends in an agreement of all, so that all fall down the ladder, or fail, together.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+import msgpack
 import torch
 import torch.distributed as dist
 
 from reft.blocks import Section
 from reft.faults import FaultPlan
-from reft.load.exchange import Flaw, Ledger, Repair, gather_inventories
-from reft.load.inventory import Inventory, take_inventory
-from reft.load.local import ArenaSet, opened_arenas
-from reft.load.plan import (
-    BlockSource,
-    Fetch,
-    NotRecoverable,
-    RecoveryPlan,
-    SourceKind,
-    plan_recovery,
+from reft.load.decide import (
+    Group,
+    Verdict,
+    decide,
+    decode_verdicts,
+    encode_verdicts,
+    judge,
+    plan_decided,
 )
+from reft.load.exchange import Exchange
+from reft.load.inventory import ArenaRecord, Inventory, take_inventory
+from reft.load.ledger import Flaw, Ledger, Repair
+from reft.load.local import ArenaSet, opened_arenas
+from reft.load.parts import parts_of, spoken_for
+from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.load.rebuild import Decoder
-from reft.load.sift import LayoutSpec, listing
+from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
 from reft.load.transfer import (
     DEFAULT_WINDOW_BYTES,
     RoomFor,
@@ -51,7 +59,7 @@ Prepare = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """A restored version. ``plan`` and ``repaired`` are the same on all ranks, ``stats`` is this rank's."""
+    """A restored version: ``plan`` and ``repaired`` of the sharding group, ``stats`` of this rank."""
 
     plan: RecoveryPlan
     stats: TransferStats
@@ -67,67 +75,212 @@ class RecoveryOutcome:
         return "\n".join(lines + [f"  repaired: {repair}" for repair in self.repaired])
 
 
-def recover(
-    inventories: Sequence[Inventory],
-    topology: Topology,
-    rank: int,
-    *,
-    job_id: str,
-    job_dir: Path,
-    secret: bytes,
-    prepare: Prepare,
-    sink: Sink,
-    layout: LayoutSpec = None,
-    group: dist.ProcessGroup | None = None,
-    window_bytes: int = DEFAULT_WINDOW_BYTES,
-    faults: FaultPlan | None = None,
-    timeout_secs: float | None = None,
-) -> RecoveryOutcome | NotRecoverable:
-    """Restore the newest whole version: plan, verify, transfer, and again until nothing is corrupt.
-
-    Called on all ranks with equal ``inventories``, ``topology``, ``job_id`` and ``layout``; all come
-    to the same result. Nothing is touched before every source of the plan was verified; then
-    ``prepare`` gets the host image, then ``sink`` the blocks of the other sections. If bytes are
-    damaged on the way and the plan is made again, both are called again. If the result is then
-    :class:`NotRecoverable`, the live state has to be restored from elsewhere.
+class Recovery:
+    """One recovery, on one rank. Made on all ranks with equal arguments, but for the directory.
 
     Args:
-        inventories: of all nodes, as gathered; those of nodes without ranks are not used.
         topology: placement of the running incarnation.
         rank: this global rank.
         job_id: the job.
         job_dir: this node's directory of the job.
-        secret: the job's secret: messages about corrupt blocks carry it (P11).
-        prepare: takes this coordinate's host image, before the first block.
-        sink: takes the blocks of the replicated and owned images of this coordinate.
-        layout, group, window_bytes, faults, timeout_secs: see :func:`plan_recovery`, :func:`execute`.
-
-    Raises:
-        TransferError: if a peer is gone, or could not restore its part (the message says which and why).
-        Exception: on the rank where it happened: whatever ``prepare`` or ``sink`` raised.
+        secret: the job's secret: every message carries it (P11).
+        layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
+        group: gloo group of all ranks; the default group if None.
+        window_bytes, faults, timeout_secs: see :func:`execute`.
     """
-    present: Sequence[Inventory] = [i for i in inventories if i.node in topology.nodes]
-    ledger = Ledger(topology, secret, group)
-    node = topology.nodes[rank]
-    courier = _Courier(topology, rank, group, window_bytes, timeout_secs)
-    for attempt in count(1):
-        # Ends: a plan never uses a source in the ledger, so every further round enters new ones, and
-        # what a round decodes is stored, so the next finds fewer lost blocks.
-        plan = plan_recovery(present, topology, job_id=job_id, layout=layout, bad=ledger.bad)
-        if isinstance(plan, NotRecoverable):
-            return plan
-        with opened_arenas(job_dir, [i for i in present if i.node == node], secret) as courier.arenas:
-            if plan.rebuilds:
-                courier.rebuild(plan, ledger, job_dir, secret)
-            elif courier.carry_out(plan, ledger, prepare, sink, faults):
-                outcome = RecoveryOutcome(plan, courier.stats(), ledger.repairs(plan), attempt)
-                _report(outcome, rank)
-                return outcome
-        if plan.rebuilds:
-            reads = rank == topology.local_ranks(node)[0]
-            mine = take_inventory(job_dir, node, secret) if reads else None
-            present = gather_inventories(mine, secret, group)
-    raise AssertionError("unreachable")
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        *,
+        job_id: str,
+        job_dir: Path,
+        secret: bytes,
+        layout: LayoutSpec = None,
+        group: dist.ProcessGroup | None = None,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        faults: FaultPlan | None = None,
+        timeout_secs: float | None = None,
+    ) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._at = topology.coordinates[rank]
+        self._node = topology.nodes[rank]
+        self._job_id = job_id
+        self._job_dir = job_dir
+        self._secret = secret
+        self._layout = layout
+        self._faults = faults
+        self._exchange = Exchange(topology, rank, secret, group)
+        self._ledger = Ledger(self._exchange)
+        self._courier = _Courier(topology, rank, group, window_bytes, timeout_secs)
+        self._found: _Found
+
+    def survey(self) -> RecoveryPlan | NotRecoverable:
+        """See what there is and decide. Collective; nothing is touched.
+
+        Returns:
+            The plan of this rank's sharding group, for the version that all ranks decided on.
+
+        Raises:
+            TransferError: a peer is gone, or could not read its memory.
+        """
+        self._look()
+        self._plan()
+        return self._found.plans[self._group] if self._found.plans else self._found.refused()
+
+    @property
+    def _group(self) -> Group:
+        return self._at.pp, self._at.tp
+
+    def restore(self, prepare: Prepare, sink: Sink) -> RecoveryOutcome | NotRecoverable:
+        """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
+
+        Nothing is touched before every source of the plan was verified; then ``prepare`` gets the host
+        image, then ``sink`` the blocks of the other sections. If bytes are damaged on the way and the plan
+        is made again, both are called again. If the result is then :class:`NotRecoverable`, the live
+        state has to be restored from elsewhere.
+
+        Args:
+            prepare: takes this coordinate's host image, before the first block.
+            sink: takes the blocks of the replicated and owned images of this coordinate.
+
+        Raises:
+            TransferError: if a peer is gone, or could not restore its part (the message says which and why).
+            Exception: on the rank where it happened: whatever ``prepare`` or ``sink`` raised.
+        """
+        for attempt in count(1):
+            # Ends: a plan never uses a source in the ledger, so every further round enters new ones, and
+            # what a round decodes is stored, so the next finds fewer lost blocks.
+            found = self._found
+            if not found.plans:
+                return found.refused()
+            with opened_arenas(self._job_dir, [found.inventory], self._secret) as self._courier.arenas:
+                self._courier.take_up(found.plans, found.parts, self._group)
+                if found.decodes:
+                    self._courier.rebuild(self._ledger, self._job_dir, self._secret)
+                elif self._courier.carry_out(self._ledger, prepare, sink, self._faults):
+                    plan = found.plans[self._group]
+                    repairs = self._ledger.repairs(plan)
+                    outcome = RecoveryOutcome(plan, self._courier.stats(), repairs, attempt)
+                    _report(outcome, self._rank)
+                    return outcome
+            if found.decodes:
+                self._look()
+            self._plan()
+        raise AssertionError("unreachable")
+
+    # -- what there is --------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Collective: say what this node holds, hear what the others do, and get the block tables of the
+        sharding groups that this rank takes part in."""
+        mine: list[ArenaRecord] = []
+
+        def summarized() -> bytes:
+            inventory = take_inventory(self._job_dir, self._node, self._secret)
+            mine.extend(
+                spoken_for(
+                    *(inventory.arenas, self._topology, self._rank), job_id=self._job_id, layout=self._layout
+                )
+            )
+            is_first = self._topology.local_ranks(self._node)[0] == self._rank
+            problems = inventory.problems if is_first else ()
+            return summarize(
+                *(self._node, mine, self._topology),
+                job_id=self._job_id,
+                layout=self._layout,
+                problems=problems,
+            ).encode()
+
+        labels: dict[tuple[int, int], Label] = {}
+        told = self._exchange.gather(summarized, "taking inventory")
+        summaries = [Summary.decode(body, self._topology, labels) for body in told]
+        sifted = sift(summaries, self._topology, job_id=self._job_id)
+        parts = parts_of(sifted, self._rank)
+        self._found = _Found(sifted, parts, self._swap_tables(mine, parts))
+
+    def _swap_tables(
+        self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
+    ) -> dict[Group, list[ArenaRecord]]:
+        """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
+        tables: dict[Group, list[ArenaRecord]] = {group: [] for group in parts}
+        for record in mine:
+            at = record.header.coordinate
+            if record.usable and (at.pp, at.tp) in tables:
+                tables[at.pp, at.tp].append(record)
+        packed = {group: Inventory(self._node, tuple(records)).pack() for group, records in tables.items()}
+        bodies: dict[int, list[bytes]] = {}
+        for group in sorted(parts):
+            for peer in parts[group]:
+                bodies.setdefault(peer, []).append(packed[group])
+        told = self._exchange.swap(
+            {peer: msgpack.packb(messages) for peer, messages in bodies.items()}, "exchanging block tables"
+        )
+        for body in told.values():
+            for packed_table in msgpack.unpackb(body):
+                for record in Inventory.unpack(packed_table).arenas:
+                    at = record.header.coordinate
+                    tables[at.pp, at.tp].append(record)
+        for records in tables.values():
+            records.sort(key=lambda r: (r.node, r.path))
+        return tables
+
+    def _plan(self) -> None:
+        """Collective: judge the versions of the own group, hear the others, decide, and plan."""
+        found, size = self._found, self._topology.degrees.dp
+        sources = {}
+
+        def judged() -> bytes:
+            for group, records in found.tables.items():
+                sources[group] = judge(group, records, found.sifted.by_label, size, self._ledger.bad)
+            if self._at.dp:
+                return b""
+            return encode_verdicts({at: Verdict.of(s) for at, s in sources[self._group].items()})
+
+        told = self._exchange.gather(judged, "judging the versions in memory")
+        speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
+        decision = decide(found.sifted, {g: decode_verdicts(told[rank]) for g, rank in speakers.items()})
+        found.plans = {}
+        if isinstance(decision, NotRecoverable):
+            found.refusal = decision
+            return
+        found.decodes = decision.decodes
+        for group, records in found.tables.items():
+            found.plans[group] = plan_decided(
+                decision, found.sifted, group, sources[group][decision.label], records
+            )
+        held = [r for records in found.tables.values() for r in records if r.node == self._node]
+        used = tuple(r for r in held if r.header.label == decision.label)
+        found.inventory = Inventory(self._node, used)
+
+
+@dataclass
+class _Found:
+    """What a survey found, and what is planned from it.
+
+    Attributes:
+        sifted: who holds which version, in the whole job.
+        parts: the groups that this rank takes part in, its own first, and the ranks that do.
+        tables: their whole arenas on all nodes.
+        plans: their plans, the own group's first; empty if nothing can be recovered.
+        decodes: whether some group of the job has to decode first.
+        inventory: arenas on this node that hold the version.
+    """
+
+    sifted: Sifted
+    parts: Mapping[Group, tuple[int, ...]]
+    tables: Mapping[Group, list[ArenaRecord]]
+    plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
+    refusal: NotRecoverable | None = None
+    decodes: bool = False
+    inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
+
+    def refused(self) -> NotRecoverable:
+        """Why nothing can be recovered."""
+        assert self.refusal is not None
+        return self.refusal
 
 
 @dataclass
@@ -141,22 +294,28 @@ class _Courier:
     timeout_secs: float | None
     arenas: ArenaSet = field(default_factory=dict)
     moved: list[TransferStats] = field(default_factory=list)
+    plans: Mapping[Group, RecoveryPlan] = field(default_factory=dict)
+    parts: Mapping[Group, tuple[int, ...]] = field(default_factory=dict)
 
-    def rebuild(self, plan: RecoveryPlan, ledger: Ledger, job_dir: Path, secret: bytes) -> None:
+    def take_up(
+        self, plans: Mapping[Group, RecoveryPlan], parts: Mapping[Group, tuple[int, ...]], own: Group
+    ) -> None:
+        """What to carry out: the plans of the groups this rank takes part in, its own first."""
+        self.plans, self.parts, self._plan = plans, parts, plans[own]
+
+    def rebuild(self, ledger: Ledger, job_dir: Path, secret: bytes) -> None:
         """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
         the ledger; what they are part of is decoded in a later round, in another way."""
         at = self.topology.coordinates[self.rank]
-        part = replace(
-            plan, fetches={c: plan.rebuilds[c].fetches if c in plan.rebuilds else () for c in plan.fetches}
-        )
+        part = {group: plan.to_decode() for group, plan in self.plans.items()}
 
         def verify() -> frozenset[BlockSource]:
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
             decoder.reserve()
-            return verify_sources(part, self.topology, self.rank, self.arenas)
+            return verify_sources(tuple(part.values()), self.topology, self.rank, self.arenas)
 
         def move() -> frozenset[BlockSource]:
-            return self._move(part, take, None, room_for=room_for, counted=False)
+            return self._move(tuple(part.values()), take, None, room_for=room_for, counted=False)
 
         def room_for(fetch: Fetch) -> torch.Tensor | None:
             room = decoder.room_for(fetch)
@@ -166,44 +325,43 @@ class _Courier:
             decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
 
         node = self.topology.nodes[self.rank]
-        with closing(Decoder(plan, at, job_dir, node, secret, kept_bytes=self.window_bytes)) as decoder:
-            if not ledger.share(part, verify, Flaw.STORED):
-                ledger.share(part, move, Flaw.IN_TRANSIT)
-                ledger.share(part, decoder.store, Flaw.OTHER_DATA)
+        with closing(Decoder(self._plan, at, job_dir, node, secret, kept_bytes=self.window_bytes)) as decoder:
+            if not ledger.share(part, self.parts, verify, Flaw.STORED):
+                ledger.share(part, self.parts, move, Flaw.IN_TRANSIT)
+                ledger.share(part, self.parts, decoder.store, Flaw.OTHER_DATA)
 
-    def carry_out(
-        self, plan: RecoveryPlan, ledger: Ledger, prepare: Prepare, sink: Sink, faults: FaultPlan | None
-    ) -> bool:
+    def carry_out(self, ledger: Ledger, prepare: Prepare, sink: Sink, faults: FaultPlan | None) -> bool:
         """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
 
-        Every stage ends in an exchange: a rank that fails in one is known to all before the next.
+        Every stage ends in an agreement: a rank that fails in one is known to all before the next.
         """
-        nbytes = plan.image_bytes(self.topology.coordinates[self.rank], Section.HOST)
+        plans = tuple(self.plans.values())
+        nbytes = self._plan.image_bytes(self.topology.coordinates[self.rank], Section.HOST)
         host = torch.empty(nbytes, dtype=torch.uint8)
 
         def verify() -> frozenset[BlockSource]:
-            return verify_sources(plan, self.topology, self.rank, self.arenas)
+            return verify_sources(plans, self.topology, self.rank, self.arenas)
 
         def move_host() -> frozenset[BlockSource]:
             def keep(fetch: Fetch, data: torch.Tensor) -> None:
                 host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
 
-            return self._move(plan.only(Section.HOST), keep, None)
+            return self._move([plan.only(Section.HOST) for plan in plans], keep, None)
 
         def prepare_state() -> frozenset[BlockSource]:
             prepare(host.numpy().tobytes())
             return frozenset()
 
         def move_state() -> frozenset[BlockSource]:
-            return self._move(plan.only(Section.REPLICATED, Section.OWNED), sink, faults)
+            return self._move([plan.only(Section.REPLICATED, Section.OWNED) for plan in plans], sink, faults)
 
         stages = (verify, move_host, prepare_state, move_state)
         flaws = {verify: Flaw.STORED}
-        return not any(ledger.share(plan, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
+        return not any(ledger.share(self.plans, self.parts, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
 
     def _move(
         self,
-        plan: RecoveryPlan,
+        plans: Sequence[RecoveryPlan],
         sink: Sink,
         faults: FaultPlan | None,
         *,
@@ -211,7 +369,7 @@ class _Courier:
         counted: bool = True,
     ) -> frozenset[BlockSource]:
         result = execute(
-            plan,
+            plans,
             self.topology,
             self.rank,
             self.arenas,

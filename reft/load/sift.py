@@ -1,16 +1,21 @@
-"""Sorting what was found in memory: which arenas may serve, which are left aside, and why.
+"""What was found in memory, without its block tables: which arenas may serve, which are left aside, and why.
 
-Pure. Everything that is left aside is named, so that a person who expected a recovery sees what is
-missing and what to change.
+Pure. Every rank sums up a part of its node (:func:`summarize`); the summaries of all together
+(:func:`sift`) say who holds which version. Everything that is left aside is named, so that a person who
+expected a recovery sees what is missing and what to change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from reft.load.inventory import ArenaRecord, Inventory
-from reft.load.sources import Gap
+import msgpack
+
+from reft.load.inventory import ArenaRecord
+from reft.store.arena_files import is_decoded
+from reft.store.header import ArenaState
 from reft.store.label import Label
 from reft.topology import Coordinate, Topology
 
@@ -18,6 +23,95 @@ LayoutSpec = str | Mapping[tuple[int, int], str] | None
 """Expected layout hash: one for the whole job, one per (pp, tp), or any (None)."""
 
 _MOST_NAMED = 6
+
+
+class Head(NamedTuple):
+    """An arena of this job without its block table: whose bytes of which version lie where."""
+
+    label: Label
+    state: ArenaState
+    coordinate: Coordinate
+    node: str
+    path: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where arenas lie, whosever bytes they hold: (node, local rank). Slots of one rank are one place."""
+        return self.node, self.path.partition("-slot")[0]
+
+    def __str__(self) -> str:
+        return f"{self.label} of {self.coordinate}, {self.state}, in {self.path} on node {self.node}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one rank found, or one node.
+
+    Attributes:
+        node: where.
+        heads: arenas of the right job, degrees and layout.
+        misfits: what other degrees or layouts were found, in words, with their newest label.
+        ignored: why arenas are left aside, in words, and which.
+        problems: why files could not be read.
+        newest_committed: newest label marked committed in an arena of this job, misfits included.
+    """
+
+    node: str
+    heads: tuple[Head, ...]
+    misfits: Mapping[str, Label]
+    ignored: Mapping[str, Sequence[str]]
+    problems: tuple[str, ...]
+    newest_committed: Label | None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether any arena of this job was found, of whatever layout."""
+        return bool(self.heads or self.misfits)
+
+    def encode(self) -> bytes:
+        """Bytes to send: about 40 per arena."""
+        heads = [
+            [*_pack(h.label), str(h.state), h.coordinate.pp, h.coordinate.dp, h.coordinate.tp, h.path]
+            for h in self.heads
+        ]
+        misfits = {what: _pack(label) for what, label in self.misfits.items()}
+        newest = None if self.newest_committed is None else _pack(self.newest_committed)
+        body: bytes = msgpack.packb(
+            [self.node, heads, misfits, dict(self.ignored), list(self.problems), newest]
+        )
+        return body
+
+    @classmethod
+    def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], Label]) -> Summary:
+        """Inverse of :meth:`encode`.
+
+        Args:
+            body: the bytes.
+            topology: placement of the running incarnation, to which every coordinate belongs.
+            known: labels met so far, shared by all summaries of a job.
+        """
+        node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)
+        heads = []
+        for incarnation, step, state, pp, dp, tp, path in rows:
+            label = known.get((incarnation, step))
+            if label is None:
+                label = known[incarnation, step] = Label(incarnation, step)
+            heads.append(Head(label, _STATES[state], topology.coordinate_at(pp, dp, tp), node, path))
+        return cls(
+            node=node,
+            heads=tuple(heads),
+            misfits={what: Label(*label) for what, label in misfits.items()},
+            ignored=ignored,
+            problems=tuple(problems),
+            newest_committed=None if newest is None else Label(*newest),
+        )
+
+
+_STATES = {str(state): state for state in ArenaState}
+
+
+def _pack(label: Label) -> tuple[int, int]:
+    return label.incarnation, label.step
 
 
 @dataclass(frozen=True)
@@ -29,14 +123,15 @@ class Sifted:
         unfinished: arenas of the job that were being written when their rank died.
         misfits: what other degrees or layouts were found, in words, with their newest label.
         notes: everything left aside, in words.
-        present: nodes that sent an inventory or have ranks.
+        newest_committed: newest label marked committed in any arena of this job.
+        present: nodes that sent a summary or have ranks.
         bare: those of them that hold no arena of this job.
     """
 
     job_id: str
     topology: Topology
-    by_label: Mapping[Label, tuple[ArenaRecord, ...]]
-    unfinished: tuple[ArenaRecord, ...]
+    by_label: Mapping[Label, tuple[Head, ...]]
+    unfinished: tuple[Head, ...]
     misfits: tuple[str, ...]
     notes: tuple[str, ...]
     newest_committed: Label | None
@@ -51,13 +146,38 @@ class Sifted:
     def layout_mismatch(self) -> bool:
         return bool(self.misfits)
 
-    def explain(self, label: Label, gaps: Sequence[Gap]) -> str:
-        """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
-        text = f"not whole, {len(gaps)} missing: {listing(map(str, gaps))}"
-        found = {record.header.coordinate for record in self.by_label[label]}
+    def holders(self, label: Label) -> frozenset[tuple[str, str]]:
+        """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its version, not
+        a place that seals versions."""
+        return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
+
+    def committed(self, label: Label) -> bool:
+        """Whether some arena marks ``label`` committed."""
+        return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
+
+    def nodes_with(self, groups: Iterable[tuple[int, int]]) -> dict[tuple[int, int], frozenset[str]]:
+        """Nodes that hold whole versions of each of the sharding groups (pp, tp)."""
+        found: dict[tuple[int, int], set[str]] = {group: set() for group in groups}
+        for heads in self.by_label.values():
+            for head in heads:
+                nodes = found.get((head.coordinate.pp, head.coordinate.tp))
+                if nodes is not None:
+                    nodes.add(head.node)
+        return {group: frozenset(nodes) for group, nodes in found.items()}
+
+    def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
+        """Why ``label`` is not whole: what is missing, and whose arenas are gone.
+
+        Args:
+            gaps: the first of what is missing, in words.
+            count: how much is missing in all.
+        """
+        text = f"not whole, {count} missing: {listing(gaps, count=count)}"
+        found = {head.coordinate for head in self.by_label[label]}
         gone = [c for c in self.topology.degrees.coordinates() if c not in found]
         if gone:
-            text += f". No arena of this version from {listing(self._whereabouts(c) for c in gone)}"
+            named = [self._whereabouts(c) for c in gone[:_MOST_NAMED]]
+            text += f". No arena of this version from {listing(named, count=len(gone))}"
         return f"{text}. {self._nodes()}"
 
     def why_no_candidate(self) -> str:
@@ -74,17 +194,17 @@ class Sifted:
                 f"persisted checkpoint, or remove the memory with `reft clean` to start anew"
             )
         return (
-            f"only unfinished versions were found: {listing(map(_describe, self.unfinished))}. "
+            f"only unfinished versions were found: {listing(map(str, self.unfinished))}. "
             f"{self._nodes()}. The job stopped before its first snapshot was complete on every rank"
         )
 
     def _whereabouts(self, coordinate: Coordinate) -> str:
-        usable = (record for records in self.by_label.values() for record in records)
-        seen = [r for r in (*usable, *self.unfinished) if r.header.coordinate == coordinate]
+        usable = (head for heads in self.by_label.values() for head in heads)
+        seen = [head for head in (*usable, *self.unfinished) if head.coordinate == coordinate]
         if not seen:
             return f"{coordinate} (nothing of it on any node that is present: its node is lost)"
-        seen.sort(key=lambda r: r.header.label, reverse=True)
-        held = ", ".join(f"{r.header.label} {r.header.state}" for r in seen)
+        seen.sort(key=lambda head: head.label, reverse=True)
+        held = ", ".join(f"{head.label} {head.state}" for head in seen)
         return f"{coordinate} (node {seen[0].node} holds only {held})"
 
     def _nodes(self) -> str:
@@ -94,61 +214,90 @@ class Sifted:
         return text
 
 
-def listing(items: Iterable[str], most: int = _MOST_NAMED) -> str:
-    """A comma-separated list that stays readable: the first few, then how many more."""
+def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None = None) -> str:
+    """A comma-separated list that stays readable: the first few, then how many more.
+
+    Args:
+        items: what to name.
+        most: how many of them at most.
+        count: how many there are, where not all are given.
+    """
     every = list(items)
-    if len(every) > most:
-        return f"{', '.join(every[:most])} and {len(every) - most} more"
+    count = len(every) if count is None else count
+    if count > most:
+        return f"{', '.join(every[:most])} and {count - most} more"
     return ", ".join(every) or "none"
 
 
-def sift(inventories: Sequence[Inventory], topology: Topology, *, job_id: str, layout: LayoutSpec) -> Sifted:
-    """Sort the arenas of all inventories; see :class:`Sifted`."""
-    by_label: dict[Label, list[ArenaRecord]] = {}
-    unfinished: list[ArenaRecord] = []
+def summarize(
+    node: str,
+    records: Iterable[ArenaRecord],
+    topology: Topology,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    problems: Sequence[str] = (),
+) -> Summary:
+    """Sum up arenas of one node; see :class:`Summary`."""
+    heads: list[Head] = []
     misfits: dict[str, Label] = {}
     ignored: dict[str, list[str]] = {}
-    ours: list[ArenaRecord] = []
-    for record in _records(inventories):
+    committed: list[Label] = []
+    for record in records:
         header = record.header
         place = f"{record.path} on node {record.node}"
         if header.job_id != job_id:
             ignored.setdefault(f"of another job, {header.job_id!r} instead of {job_id!r}", []).append(place)
             continue
-        ours.append(record)
-        misfit = _misfit(record, topology, layout)
-        if misfit:
-            misfits[misfit] = max(misfits.get(misfit, header.label), header.label)
-            ignored.setdefault(f"of another layout, {misfit}", []).append(place)
-        elif record.usable:
-            by_label.setdefault(header.label, []).append(record)
-        else:
-            unfinished.append(record)
+        if record.committed:
+            committed.append(header.label)
+        if what := misfit(record, topology, layout):
+            misfits[what] = max(misfits.get(what, header.label), header.label)
+            ignored.setdefault(f"of another layout, {what}", []).append(place)
+            continue
+        heads.append(Head(header.label, header.state, header.coordinate, record.node, record.path))
+        if not record.usable:
             ignored.setdefault(f"not finished ({header.label} {header.state})", []).append(place)
-    present = tuple(sorted({i.node for i in inventories} | set(topology.nodes)))
+    return Summary(node, tuple(heads), misfits, ignored, tuple(problems), max(committed, default=None))
+
+
+def sift(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Sifted:
+    """Put the summaries of all nodes together; see :class:`Sifted`."""
+    by_label: dict[Label, list[Head]] = {}
+    unfinished: list[Head] = []
+    misfits: dict[str, Label] = {}
+    ignored: dict[str, list[str]] = {}
+    for summary in summaries:
+        for head in summary.heads:
+            if head.state.whole:
+                by_label.setdefault(head.label, []).append(head)
+            else:
+                unfinished.append(head)
+        for what, label in summary.misfits.items():
+            misfits[what] = max(misfits.get(what, label), label)
+        for why, places in summary.ignored.items():
+            ignored.setdefault(why, []).extend(places)
+    present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
+    with_memory = {s.node for s in summaries if s.has_memory}
+    notes = [
+        f"left aside, {why}: {listing(sorted(places), count=len(places))}"
+        for why, places in sorted(ignored.items())
+    ]
     return Sifted(
         job_id=job_id,
         topology=topology,
-        by_label={label: tuple(records) for label, records in by_label.items()},
+        by_label={label: tuple(heads) for label, heads in by_label.items()},
         unfinished=tuple(unfinished),
         misfits=tuple(f"{what} (newest {label})" for what, label in sorted(misfits.items())),
-        notes=_notes(inventories, ignored),
-        newest_committed=max((r.header.label for r in ours if r.committed), default=None),
+        notes=(*notes, *sorted({f"node {s.node}: {problem}" for s in summaries for problem in s.problems})),
+        newest_committed=max((s.newest_committed for s in summaries if s.newest_committed), default=None),
         present=present,
-        bare=tuple(node for node in present if node not in {r.node for r in ours}),
+        bare=tuple(node for node in present if node not in with_memory),
     )
 
 
-def _records(inventories: Sequence[Inventory]) -> list[ArenaRecord]:
-    """Every arena once, in (node, name) order: several ranks of a node may have sent the same ones."""
-    unique: dict[tuple[str, str], ArenaRecord] = {}
-    for inventory in inventories:
-        for record in inventory.arenas:
-            unique.setdefault((record.node, record.path), record)
-    return [unique[place] for place in sorted(unique)]
-
-
-def _misfit(record: ArenaRecord, topology: Topology, layout: LayoutSpec) -> str | None:
+def misfit(record: ArenaRecord, topology: Topology, layout: LayoutSpec) -> str | None:
+    """Why an arena of this job cannot serve the running one, in words: other degrees, or another layout."""
     header = record.header
     if header.degrees != topology.degrees:
         return f"{header.degrees} instead of {topology.degrees}"
@@ -160,15 +309,3 @@ def _misfit(record: ArenaRecord, topology: Topology, layout: LayoutSpec) -> str 
     if expected is not None and header.layout != expected:
         return f"layout {header.layout[:12]} instead of {expected[:12]} at pp{at.pp}.tp{at.tp}"
     return None
-
-
-def _describe(record: ArenaRecord) -> str:
-    header = record.header
-    return f"{header.label} of {header.coordinate}, {header.state}, in {record.path} on node {record.node}"
-
-
-def _notes(inventories: Sequence[Inventory], ignored: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    problems = sorted({f"node {i.node}: {problem}" for i in inventories for problem in i.problems})
-    return tuple(f"left aside, {why}: {listing(places)}" for why, places in sorted(ignored.items())) + tuple(
-        problems
-    )

@@ -26,7 +26,7 @@ from reft.comm.collectives import network_errors
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.load.exchange import BrokenOffError
+from reft.load.exchange import NOT_IN_GROUP, BrokenOffError
 from reft.load.local import ArenaSet, find_corrupt
 from reft.load.plan import (
     BlockSource,
@@ -35,7 +35,7 @@ from reft.load.plan import (
     SourceKind,
     format_bytes_from,
 )
-from reft.load.waves import Move, Wave, make_waves, serving_ranks
+from reft.load.waves import Move, Wave, serving_ranks, waves_of
 from reft.store.header import checksum
 from reft.topology import Topology
 
@@ -89,7 +89,7 @@ class TransferResult:
 
 
 def verify_sources(
-    plan: RecoveryPlan, topology: Topology, rank: int, arenas: ArenaSet
+    plans: Sequence[RecoveryPlan], topology: Topology, rank: int, arenas: ArenaSet
 ) -> frozenset[BlockSource]:
     """Check what this rank will send to others, before any live tensor is touched. What it reads for
     itself is checked when it is handed over: a second look at all of it would cost as much as the copy.
@@ -97,13 +97,16 @@ def verify_sources(
     Returns:
         Sources whose bytes are corrupt or cannot be read.
     """
-    servers = serving_ranks(plan, topology)
-    mine = [f for fetches in plan.fetches.values() for f in fetches if servers.get(f.source) == rank]
-    return find_corrupt(plan.label, mine, arenas)
+    bad: frozenset[BlockSource] = frozenset()
+    for plan in plans:
+        servers = serving_ranks(plan, topology)
+        mine = [f for fetches in plan.fetches.values() for f in fetches if servers.get(f.source) == rank]
+        bad |= find_corrupt(plan.label, mine, arenas)
+    return bad
 
 
 def execute(
-    plan: RecoveryPlan,
+    plans: Sequence[RecoveryPlan],
     topology: Topology,
     rank: int,
     arenas: ArenaSet,
@@ -115,9 +118,10 @@ def execute(
     faults: FaultPlan | None = None,
     timeout_secs: float | None = None,
 ) -> TransferResult:
-    """Move every block of the plan once. Called on all ranks at the same time.
+    """Move every block of the plans once. Called on all ranks at the same time.
 
     Args:
+        plans: of one version: this rank's own sharding group first, then those it sends for besides.
         arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
         room_for: where blocks arrive that are to stay there, beside the window.
@@ -133,7 +137,7 @@ def execute(
         Exception: whatever the sink raised, after this rank has served its peers.
     """
     transfer = _Transfer(
-        plan,
+        plans[0],
         topology,
         rank,
         arenas,
@@ -144,14 +148,14 @@ def execute(
         timeout_secs=timeout_secs,
     )
     try:
-        return transfer.run(make_waves(plan, topology, window_bytes // 2))
+        return transfer.run(waves_of(plans, topology, rank, window_bytes // 2))
     except TransferError:
         raise
     except Exception as error:
         if transfer.failure is error:  # the peers were served
             raise
         raise BrokenOffError(
-            f"the transfer of {plan.label} broke off on rank {rank}: {type(error).__name__}: {error}"
+            f"the transfer of {plans[0].label} broke off on rank {rank}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -199,9 +203,9 @@ class _Transfer:
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
         self._sent_bytes = 0
 
-    def run(self, waves: Sequence[Wave]) -> TransferResult:
+    def run(self, mine: Sequence[Wave]) -> TransferResult:
+        """``mine``: this rank's part of every wave that it has a part in."""
         started = time.perf_counter()
-        mine = [w for w in (tuple(m for m in w if self._rank in (m.src, m.dst)) for w in waves) if w]
         buffers = self._make_buffers(mine)
         posted = self._post(mine[0], buffers[0]) if mine else None
         # Local blocks are read while the first wave is on its way.
@@ -305,9 +309,7 @@ class _Transfer:
 
 def _work(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise TransferError(
-            "this rank is not in the process group that carries the recovery; pass the group of all"
-        )
+        raise TransferError(NOT_IN_GROUP)
     return work
 
 

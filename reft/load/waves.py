@@ -1,13 +1,17 @@
 """The order in which a recovery plan's blocks cross the network: fixed waves of bounded size.
 
-Pure. Every rank computes the same waves from the plan, posts its sends and receives of a wave and
-waits for them, so nothing can wait in a circle and nobody holds more than the window.
+Pure. Every rank that takes part computes the same waves from the plan, posts its sends and receives of a
+wave and waits for them, so nothing can wait in a circle and nobody holds more than the window. A rank that
+also sends for other sharding groups goes through the waves of all of them in step: the rank in the lowest
+wave can always proceed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from reft.blocks import ALIGNMENT_BYTES, BlockKey
 from reft.errors import TransferError
@@ -40,18 +44,22 @@ def padded_bytes(nbytes: int) -> int:
 def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
     """Which rank reads and sends each stored block that another node needs.
 
-    Any rank of a node can read every arena there; blocks go to the one with the fewest bytes so far.
+    Any rank of a node can read every arena there. Members of the block's sharding group do; of several the
+    one with the fewest bytes so far. Where none of them runs, one other rank of the node does.
 
     Raises:
         TransferError: if a source lies on a node that has no rank.
     """
     demand: dict[BlockSource, int] = {}
+    group_of: dict[BlockSource, tuple[int, int]] = {}
     for _, fetch in _network_fetches(plan):
-        demand[fetch.source] = demand.get(fetch.source, 0) + fetch.nbytes
+        source = fetch.source
+        demand[source] = demand.get(source, 0) + fetch.nbytes
+        group_of[source] = fetch.pp, fetch.tp
     load: Counter[int] = Counter()
     ranks: dict[BlockSource, int] = {}
     for source, nbytes in demand.items():
-        local = topology.local_ranks(source.node)
+        local = topology.readers(source.node, *group_of[source])
         if not local:
             raise TransferError(
                 f"the plan takes {source.arena} from node {source.node}, where no rank runs; plan with the "
@@ -76,6 +84,23 @@ def make_waves(plan: RecoveryPlan, topology: Topology, window_bytes: int) -> tup
     for move in _in_rotation(plan, topology):
         waves[budget.place(move)].append(move)
     return tuple(tuple(waves[w]) for w in sorted(waves))
+
+
+def waves_of(
+    plans: Iterable[RecoveryPlan], topology: Topology, rank: int, window_bytes: int
+) -> tuple[Wave, ...]:
+    """This rank's part of the waves of several sharding groups, without those that it has no part in.
+
+    Args:
+        plans: of all groups that the rank takes part in, one of which at most it belongs to.
+        window_bytes: see :func:`make_waves`; it bounds what is sent for each group.
+    """
+    every = [make_waves(plan, topology, window_bytes) for plan in plans]
+    merged = (
+        tuple(move for wave in waves for move in wave if rank in (move.src, move.dst))
+        for waves in zip_longest(*every, fillvalue=())
+    )
+    return tuple(wave for wave in merged if wave)
 
 
 class _Budget:

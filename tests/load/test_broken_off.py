@@ -9,16 +9,17 @@ from unittest import mock
 import pytest
 
 from reft.load import exchange, transfer
-from reft.load.exchange import BrokenOffError, Flaw, Ledger
+from reft.load.exchange import BrokenOffError, Exchange
+from reft.load.ledger import Flaw, Ledger
 from reft.store.label import Label
 
 
 def _execute() -> Any:
     plan: Any = SimpleNamespace(label=Label(1, 7))
-    with mock.patch.object(transfer, "_Transfer") as made, mock.patch.object(transfer, "make_waves"):
+    with mock.patch.object(transfer, "_Transfer") as made, mock.patch.object(transfer, "waves_of"):
         made.return_value.failure = None
         made.return_value.run.side_effect = MemoryError("no room for buffers")
-        return transfer.execute(plan, mock.MagicMock(), 1, {}, mock.MagicMock())
+        return transfer.execute([plan], mock.MagicMock(), 1, {}, mock.MagicMock())
 
 
 def test_p6_what_breaks_off_a_transfer_is_told_apart_from_what_its_sink_raised() -> None:
@@ -27,9 +28,12 @@ def test_p6_what_breaks_off_a_transfer_is_told_apart_from_what_its_sink_raised()
 
 
 def test_p6_a_rank_whose_transfer_broke_off_does_not_wait_for_peers_that_wait_for_it() -> None:
-    ledger = Ledger(mock.MagicMock(), b"s" * 32, None)
+    ledger = Ledger(Exchange(mock.MagicMock(), 1, b"s" * 32, None))
+    plans: Any = {(0, 0): SimpleNamespace(label=Label(1, 7))}
+    waits = AssertionError("it waits")
     with (
-        mock.patch.object(exchange, "allgather_bytes", side_effect=AssertionError("it waits")),
+        mock.patch.object(exchange, "allgather_bytes", side_effect=waits),
+        mock.patch.object(exchange.dist, "all_reduce", side_effect=waits),
         pytest.raises(BrokenOffError),
     ):
-        ledger.share(mock.MagicMock(), _execute, Flaw.IN_TRANSIT)
+        ledger.share(plans, {(0, 0): [0, 1]}, _execute, Flaw.IN_TRANSIT)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from reft.blocks import Section
 from reft.errors import LayoutError, UnrecoverableError
+from reft.load.decide import newest_committed, plan_recovery
 from reft.load.inventory import Inventory
-from reft.load.plan import NotRecoverable, RecoveryPlan, newest_committed, plan_recovery
+from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.protect.placement import tolerance
 from reft.store.header import ArenaState
 from reft.store.label import Label

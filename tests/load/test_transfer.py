@@ -64,12 +64,41 @@ def restored(results, name, label=NEW):
         assert result["label"] == [label.incarnation, label.step]
         assert result["equal"], f"{name}: the restored bytes differ"
         assert result["buffer_bytes"] <= 4096
-        assert result["repaired"] == results[name][0]["repaired"]
+    groups = {(c.pp, c.tp): r for r, c in enumerate(SCENARIOS[name].placement.coordinates)}
+    for rank, at in enumerate(SCENARIOS[name].placement.coordinates):
+        assert results[name][rank]["repaired"] == results[name][groups[at.pp, at.tp]]["repaired"]
     return results[name]
 
 
 def test_messages_of_any_length_and_strangers(results):
-    assert all(result == {"equal": True, "refused": "AuthenticationError"} for result in results["messages"])
+    refused = "AuthenticationError"
+    told = {"equal": True, "refused": refused, "swapped": refused}
+    assert all(result == told for result in results["messages"])
+
+
+def test_nodes_serve_groups_that_none_of_their_ranks_belongs_to(results):
+    """Every block of every rank comes from a rank of another sharding group."""
+    for result in restored(results, "groups_moved"):
+        assert result["bytes_from"] == result["planned"]
+        assert result["bytes_from"]["local"] == 0
+        assert result["rounds"] == 1
+
+
+def test_p5_a_rank_of_another_group_finds_what_is_corrupt_on_its_node(results):
+    """Both groups plan again together; only the one that it is about reports it."""
+    first, second, *others = restored(results, "corrupt_in_a_moved_group")
+    for result in (first, second):
+        assert "replicated block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
+        assert result["flaws"] == ["STORED"]
+    assert all(result["repaired"] == [] for result in others)
+    assert {result["rounds"] for result in results["corrupt_in_a_moved_group"]} == {2}
+
+
+def test_p3_a_version_that_one_group_cannot_recover_after_verification_is_used_by_none(results):
+    """Only the second group lost a node, and a copy there is corrupt: the first goes back with it."""
+    for result in restored(results, "older_in_one_group", OLD):
+        assert "not used: step 6" in result["text"]
+        assert result["rounds"] == 2
 
 
 @pytest.mark.parametrize("name", ["nothing_lost", "node_lost", "node_of_two_lost", "coordinates_moved"])

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import TransferError
+from reft.load.decide import plan_recovery
 from reft.load.parity import stripes_of
-from reft.load.plan import RecoveryPlan, SourceKind, plan_recovery
+from reft.load.plan import RecoveryPlan, SourceKind
 from reft.load.waves import make_waves, serving_ranks
 from reft.topology import Degrees, Topology
 

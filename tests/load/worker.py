@@ -24,11 +24,11 @@ from reft.comm.collectives import allgather_bytes
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.load.exchange import gather_inventories
+from reft.load.exchange import Exchange
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
-from reft.load.plan import NotRecoverable, plan_recovery
-from reft.load.recover import recover
+from reft.load.plan import NotRecoverable
+from reft.load.recover import Recovery
 from reft.load.transfer import execute
 from reft.store.arena import Arena
 from reft.store.label import Label
@@ -66,11 +66,17 @@ class Scenario:
 
 # Every coordinate runs on another node and under another rank than before.
 _MOVED = Topology(Degrees(1, 4, 1), Degrees(1, 4, 1).coordinates()[::-1], ("n0", "n1", "n3", "n2"))
+# Two groups change places, so that every node holds arenas of a group none of whose members it runs.
+_PAIRS = Fleet(place(Degrees(2, 2, 1), "single"), scale=20, block_bytes=512)
+_SWAPPED = Topology(Degrees(2, 2, 1), Degrees(2, 2, 1).coordinates(), ("n2", "n3", "n0", "n1"))
 SCENARIOS = {
     "nothing_lost": Scenario(),
     "node_lost": Scenario(lost=("n2",)),
     "node_of_two_lost": Scenario(GRID, lost=("n1",)),
     "coordinates_moved": Scenario(topology=_MOVED),
+    "groups_moved": Scenario(_PAIRS, topology=_SWAPPED),
+    "corrupt_in_a_moved_group": Scenario(_PAIRS, topology=_SWAPPED),
+    "older_in_one_group": Scenario(_PAIRS, labels=(OLD, NEW), lost=("n3",)),
     "decoded": Scenario(AEC, lost=("n2",)),
     "two_decoded": Scenario(RS2, lost=("n1", "n2")),
     "corrupt_parity": Scenario(RS2, lost=("n2",)),
@@ -106,11 +112,6 @@ class Rank:
         self.prepared = 0
         self.addresses: set[int] = set()
 
-    def inventories(self):
-        leader = self.topology.local_ranks(self.node)[0] == self.rank
-        mine = take_inventory(self.job_dir, self.node, SECRET) if leader else None
-        return gather_inventories(mine, SECRET)
-
     def prepare(self, host: bytes) -> None:
         self.prepared += 1
         self.images[Section.HOST] = np.frombuffer(host, np.uint8)
@@ -123,10 +124,17 @@ class Rank:
         assert fetch.key.section is not Section.HOST
         self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
 
-    def recover(self, **options):
-        defaults = {"prepare": self.prepare, "sink": self.sink, "window_bytes": 4096, "timeout_secs": 30.0}
+    def recovery(self, **options) -> Recovery:
+        defaults = {"window_bytes": 4096, "timeout_secs": 30.0}
         arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, **defaults, **options}
-        return recover(self.inventories(), self.topology, self.rank, **arguments)
+        return Recovery(self.topology, self.rank, **arguments)
+
+    def recover(self, between=lambda: None, prepare=None, sink=None, **options):
+        """Survey and restore; ``between``: what happens before anything is read."""
+        recovery = self.recovery(**options)
+        recovery.survey()
+        between()
+        return recovery.restore(prepare or self.prepare, sink or self.sink)
 
     def report(self, outcome) -> dict[str, object]:
         if isinstance(outcome, NotRecoverable):
@@ -194,10 +202,12 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
     if name == "corrupt_on_the_way":
         flip_on_the_way(me)
     if name == "arena_vanished":
-        found = me.inventories()
-        if me.node == "n3":
-            (me.job_dir / "rank0-slot0.arena").unlink()
-        me.inventories = lambda: found
+
+        def vanish() -> None:
+            if me.node == "n3":
+                (me.job_dir / "rank0-slot0.arena").unlink()
+
+        return me.report(me.recover(between=vanish))
     if name == "whole_plan_executed":
         return execute_whole(me)
     faults = {
@@ -236,8 +246,8 @@ def no_room_for_files() -> Iterator[None]:
 def execute_whole(me: Rank) -> dict[str, object]:
     """``execute`` alone, host section included; a missing arena of a server must not hang its peers. Half of the
     replicated blocks arrive in rooms of their own."""
-    found = me.inventories()
-    plan = plan_recovery(found, me.topology, job_id=JOB)
+    plan = me.recovery().survey()
+    inventory = take_inventory(me.job_dir, me.node, SECRET)
     seen: dict[Section, int] = dict.fromkeys(Section, 0)
     rooms: dict[object, torch.Tensor] = {}
     in_room: list[bool] = []
@@ -252,9 +262,8 @@ def execute_whole(me: Rank) -> dict[str, object]:
         if fetch.key in rooms:
             in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
 
-    here = [i for i in found if i.node == me.node and me.node != "n1"]
-    arenas = {k: a for i in here for k, a in open_arenas(me.job_dir, i, SECRET).items()}
-    result = execute(plan, me.topology, me.rank, arenas, sink, room_for=room_for, window_bytes=10**6)
+    arenas = {} if me.node == "n1" else open_arenas(me.job_dir, inventory, SECRET)
+    result = execute([plan], me.topology, me.rank, arenas, sink, room_for=room_for, window_bytes=10**6)
     close_arenas(arenas)
     return {
         "in_room": in_room,
@@ -269,10 +278,11 @@ def messages(rank: int) -> dict[str, object]:
     mine = bytes([rank]) * (0 if rank == 2 else 1000 * rank + 1)
     gathered = allgather_bytes(mine)
     expected = [b"" if r == 2 else bytes([r]) * (1000 * r + 1) for r in range(WORLD_SIZE)]
-    stranger = take_inventory(Path("/nonexistent"), f"n{rank}", SECRET)
     secret = b"z" * 32 if rank == 3 else SECRET
-    refused = attempt(lambda: gather_inventories(stranger, secret))
-    return {"equal": gathered == expected, "refused": refused["error"]}
+    exchange = Exchange(RING.topology, rank, secret, None)
+    refused = attempt(lambda: exchange.gather(lambda: mine, "a test"))
+    swapped = attempt(lambda: exchange.swap(dict.fromkeys(range(WORLD_SIZE), mine), "a test"))
+    return {"equal": gathered == expected, "refused": refused["error"], "swapped": swapped["error"]}
 
 
 def main() -> None:
@@ -308,6 +318,8 @@ def prepare_memory(root: Path) -> None:
     for node in ("n0", "n1", "n3"):
         # The first parity of each stripe, which decoding prefers.
         falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
+    damage(root / "corrupt_in_a_moved_group" / "n0" / arena, Section.REPLICATED, member=0)
+    damage(root / "older_in_one_group" / "n2" / "rank0-slot1.arena", Section.OWNED, member=1)
     # Both sources of a block of the newer version: only the older one is whole.
     for node, slot in (("n0", 1), ("n1", 1)):
         damage(root / "older_version" / node / f"rank0-slot{slot}.arena", Section.REPLICATED, member=1)

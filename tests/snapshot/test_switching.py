@@ -9,8 +9,9 @@ import torch.multiprocessing as mp
 
 from reft.cli.protect import describe
 from reft.errors import ConfigError
+from reft.load.decide import plan_recovery
 from reft.load.inventory import take_inventory
-from reft.load.plan import RecoveryPlan, plan_recovery
+from reft.load.plan import RecoveryPlan
 from reft.protect.codes import Scheme
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
