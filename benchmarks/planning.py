@@ -49,8 +49,8 @@ SHAPES = {
     "groups of 8": [Degrees(8, 8, 8), Degrees(64, 8, 8), Degrees(256, 8, 8)],
     "64 to 128 groups": [Degrees(8, 8, 8), Degrees(16, 32, 8), Degrees(16, 128, 8)],
 }
-"""512, 4,096 and 16,384 ranks: by more groups of the same size (which no model of 48 layers has; it shows what
-the number of groups costs), and by larger groups."""
+"""512, 4,096 and 16,384 ranks: by more groups of the same size (no model of 48 layers has so many; it shows
+what the number of groups costs), and by larger groups."""
 
 
 class Job:

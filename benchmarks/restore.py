@@ -47,8 +47,7 @@ from training import build_engine, inner_optimizer, masters
 GOAL_RATIO = 3.0
 DISK_GOAL = "deepspeed_load_checkpoint"
 PARTS = {
-    "_gather_inventories": "inventory",
-    "_plan": "plan",
+    "_survey": "inventory_and_plan",
     "_finish": "host_state",
     "_protect": "protect",
 }

@@ -132,8 +132,7 @@ class Restorer:
     def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """The first load of a whole state in this process."""
         session = self._session
-        recovery = self._recovery()
-        plan = recovery.survey()
+        recovery, plan = self._survey()
         if call.tag is not None:
             return self._load_by_tag(original, call, plan)
         self._tagged = None
@@ -171,9 +170,10 @@ class Restorer:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def _recovery(self) -> Recovery:
+    def _survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
+        """What is in the memory of all nodes, and what would be restored from it. Collective."""
         session = self._session
-        return Recovery(
+        recovery = Recovery(
             session.topology,
             session.control.rank,
             job_id=session.job_id,
@@ -182,6 +182,7 @@ class Restorer:
             group=session.control.group,
             faults=session.faults,
         )
+        return recovery, recovery.survey()
 
     def _restore_from_memory(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         session = self._session
@@ -428,7 +429,7 @@ class Restorer:
         session = self._session
         did, to_write = what_it_did(self._bases, self._tagged), what_to_write(self._bases, self._tagged)
         if self._tagged is None:
-            plan = self._recovery().survey()
+            _, plan = self._survey()
             if isinstance(plan, RecoveryPlan):
                 raise UnrecoverableError(
                     f"the memory of job {session.job_id} holds {plan.label}, but {did}: it "
