@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME, JOB_ID, name_of_run
+from reft.protect.mapping import short_form
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
     from reft.protect.codes import Scheme
@@ -197,7 +198,7 @@ class ReftConfig(_Block):
         "(and all of it to a peer), 'none' (no snapshots at all)",
     )
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
-    protection: str = Field(
+    protection: Annotated[str, BeforeValidator(short_form)] = Field(
         "arc",
         description="redundancy of replicated state: 'arc' keeps copies of ring successors' shards, 'aec' a "
         "parity (XOR) and 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing; "
@@ -205,7 +206,8 @@ class ReftConfig(_Block):
         "and host state are copied to that many ring peers; with '+aor' added, as in 'aec+aor', the peers "
         "recompute the partitions from the gradients instead. 'auto' chooses at the start: what moves least "
         "of all that fits the memory and survives 'tolerance' lost nodes, given who sits where; it never "
-        "recomputes, 'auto+aor' does",
+        "recomputes, 'auto+aor' does. A mapping says the same: {scheme: rs, parities: 2, recompute: true} is "
+        "'rs:2+aor', {scheme: arc, copies: 2} is 'arc:2'",
     )
     tolerance: int = Field(
         1,

@@ -35,6 +35,19 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"protection": "auto+aor", "interval_steps": 2}, "the gradients of every step"),
         ({"protection": "auto", "aor": {"drift_ulps": 1}}, 'Write "auto+aor"'),
         ({"protection": "automatic"}, "found protection 'automatic'"),
+        ({"protection": {"scheme": "rs"}}, '"parities": 2'),
+        ({"protection": {"scheme": "rs:2"}}, 'with "copies" and "parities" beside it'),
+        ({"protection": {"copies": 2}}, '"scheme" is missing; write one of none, auto, arc'),
+        ({"protection": {"sheme": "rs"}}, 'did you mean "scheme"'),
+        ({"protection": {"scheme": "aec", "parities": 2}}, 'write "scheme": "rs"'),
+        ({"protection": {"scheme": "arc+aec", "parities": 2}}, 'write "scheme": "arc+rs"'),
+        ({"protection": {"scheme": "aec", "copies": 2}}, 'write "scheme": "arc+aec"'),
+        ({"protection": {"scheme": "auto", "copies": 2}}, 'write "tolerance" beside "protection"'),
+        ({"protection": {"scheme": "arc", "copies": True}}, "write a whole number from 1 to 99"),
+        ({"protection": {"scheme": "arc", "recompute": "yes"}}, "write true or false"),
+        ({"protection": {"scheme": "none", "recompute": True}}, '"aec+aor"'),
+        ({"protection": {"scheme": "arc", "copies": 1}, "copies": 2}, 'remove "copies"'),
+        ({"protection": ["rs", 2]}, "valid string"),
         ({"tolerance": -1}, "greater than or equal to 0"),
         ({"arenas": 1}, "greater than or equal to 2"),
         ({"block_bytes": 5000}, "write a multiple of 4096, for example 4096"),
@@ -59,6 +72,33 @@ def test_a_protection_can_be_chosen_with_recomputing_and_without() -> None:
     assert parse_block(block).as_block() == block
     chosen = parse_block(block).model_copy(update={"protection": "rs:2+aor"})
     assert parse_block(chosen.as_block()) == chosen
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        ({"scheme": "none"}, "none"),
+        ({"scheme": "arc"}, "arc"),
+        ({"scheme": "arc", "copies": 2}, "arc:2"),
+        ({"scheme": "aec", "recompute": False}, "aec"),
+        ({"scheme": "rs", "parities": 2, "recompute": True}, "rs:2+aor"),
+        ({"scheme": "arc+aec", "recompute": True}, "arc+aec+aor"),
+        ({"scheme": "arc+rs", "copies": 2, "parities": 3}, "arc:2+rs:3"),
+        ({"scheme": "auto", "recompute": True}, "auto+aor"),
+    ],
+)
+def test_a_protection_may_be_a_mapping(mapping: dict, text: str) -> None:
+    config = parse_block({"protection": mapping})
+    assert config == parse_block({"protection": text})
+    assert parse_block(json.loads(json.dumps(config.as_block()))) == config
+    assert config.recompute == mapping.get("recompute", False)
+    if not config.chooses:
+        assert config.scheme.copies == mapping.get("copies", int("arc" in text))
+        assert config.scheme.parities == mapping.get("parities", int("aec" in text))
+
+
+def test_one_copy_may_be_written_as_a_number() -> None:
+    assert parse_block({"protection": {"scheme": "arc", "copies": 1}}).scheme == parse_block({}).scheme
 
 
 def test_a_block_that_is_no_object_is_refused() -> None:
