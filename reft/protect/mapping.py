@@ -17,8 +17,8 @@ def short_form(protection: Any) -> Any:
 
     Args:
         protection: ``scheme`` is one of :data:`SCHEMES`; ``copies`` of every shard (default 1) go with
-            ``arc``, ``parities`` of every stripe with ``rs``; ``recompute``: whether ring peers recompute ZeRO
-            partitions (``+aor``).
+            ``arc``, ``parities`` of every stripe with ``rs``; ``recompute``: whether ring peers recompute
+            ZeRO partitions (``+aor``).
 
     Raises:
         ValueError: says what was found and what to write.
