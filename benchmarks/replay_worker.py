@@ -97,7 +97,7 @@ class Production:
             options=WorkerOptions(Scheme(), _BLOCK_BYTES, _HOST_BYTES, chunk_bytes),
             stats=self.stats,
             faults=FaultPlan((), topology.coordinates[0]),
-            on_commit=lambda request: None,
+            on_commit=lambda label: None,
             on_skip=lambda step, cause: None,
             engine=engine,
             pacer=self.pacer,

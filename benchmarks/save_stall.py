@@ -102,6 +102,7 @@ class Rank:
 
     def _watch_hot_path(self) -> None:
         from reft.hook import session as session_module
+        from reft.snapshot import taking
         from reft.snapshot.filling import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
@@ -109,15 +110,14 @@ class Rank:
         watch.watch(session, "_current_images", "training.submit.images")
         watch.watch(session_module, "capture_host_state", "training.submit.capture")
         watch.watch(worker, "fence", "training.fence")
-        watch.watch(worker, "_process", "worker.all")
-        watch.watch(worker, "_try_copy", "worker.copy")
-        watch.watch(worker, "_encode", "worker.copy.encode")
-        watch.watch(worker._arenas, "begin", "worker.copy.begin")
+        watch.watch(worker.copier, "copy", "worker.copy")
+        watch.watch(taking, "encode", "worker.copy.encode")
+        watch.watch(worker.arenas, "begin", "worker.copy.begin")
         watch.watch(Filling, "hash", "worker.hash")
-        watch.watch(worker, "_vote", "worker.votes")
-        watch.watch(worker._sealer, "_exchange", "worker.exchange")
+        watch.watch(worker.votes, "cast", "worker.votes")
+        watch.watch(worker.sealer, "exchange", "worker.exchange")
         watch.watch(Filling, "seal", "worker.seal")
-        watch.watch(worker._arenas, "commit", "worker.commit")
+        watch.watch(worker.arenas, "commit", "worker.commit")
 
     def unit(self, saver: Saver) -> dict[str, Any]:
         """A few steps, with or without saving."""

@@ -30,6 +30,7 @@ from reft.hook.tracing import Tracer
 from reft.optim import ExactAdam
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
@@ -466,7 +467,7 @@ class Session:
             if type(error) not in self._capture_errors:
                 self._capture_errors.add(type(error))
                 logger.log(level, "the state of step %d cannot be captured", step, exc_info=error)
-            request = SnapshotRequest(label, self._images, b"", cancelled=True)
+            request = SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
         self.worker.submit(request)
         if self.variant is Variant.BLOCKING:
             request.copied.wait(self.config.commit_timeout_secs)  # the fence says so if it has not ended
@@ -490,14 +491,14 @@ class Session:
 
     # -- worker thread -----------------------------------------------------------------------------
 
-    def _committed(self, request: SnapshotRequest) -> None:
+    def _committed(self, label: Label) -> None:
         if self.is_rank_zero:
-            self.record.note_commit(request.label)
+            self.record.note_commit(label)
         stats = self.stats.to_json()
-        self.daemon.notify_commit(request.label, self.coordinate, stats, unprotected=self.protection.lost)
+        self.daemon.notify_commit(label, self.coordinate, stats, unprotected=self.protection.lost)
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
-        self.events.write("commit", step=request.label.step, copy_secs=self.stats.copy_secs.newest, **told)
+        self.events.write("commit", step=label.step, copy_secs=self.stats.copy_secs.newest, **told)
 
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.notify_skip(step, cause, self.stats.to_json())

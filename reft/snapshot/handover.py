@@ -1,4 +1,8 @@
-"""Between training and worker thread: versions handed over, and the fence that waits for copies (P2)."""
+"""One rank's versions under one lock: what the training thread and the worker thread do to them.
+
+Both threads tell :func:`~reft.snapshot.committing.version.step` what happened. What follows for the gate of
+the windows is done here, under the lock; the rest is the worker's.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+from reft.snapshot.committing.protocol import (
+    Begin,
+    Closing,
+    Effect,
+    EnterGate,
+    Event,
+    FenceNear,
+    GiveUp,
+    HandedOver,
+    LeaveGate,
+    Stage,
+    Task,
+    TensorsChange,
+)
+from reft.snapshot.committing.version import Slots, State, step
 from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.gate import Gate
 from reft.snapshot.request import SnapshotRequest
 from reft.snapshot.scheduling.pacing import Pacer
 
@@ -21,65 +40,98 @@ _FENCE_SECS = 300.0
 
 
 class Handover:
-    """The versions of one rank on their way from the training thread to the worker thread.
+    """The versions of one rank, from the training thread to the worker thread.
 
     Args:
+        slots: what this rank's arenas hold.
         copier: told where versions begin, and fenced.
         pacer: knows the windows; without one no version is paced.
     """
 
-    def __init__(self, copier: Copier, pacer: Pacer | None) -> None:
+    def __init__(self, slots: Slots, copier: Copier, pacer: Pacer | None) -> None:
         self._copier = copier
         self._pacer = pacer
-        self._queue: deque[SnapshotRequest] = deque()
+        self._state = State(slots)
+        self._requests: deque[SnapshotRequest] = deque()
+        """What belongs to the state's versions, in the same order."""
         self._changed = threading.Condition()
-        self._fence_waiting = False
-        self._approached = False
-        self._draining = False
-        self._closing = False
-        self._broken: str | None = None
-        self._interrupted = False
 
     @property
-    def broken(self) -> str | None:
-        """Why no version is taken any more; None while they are."""
-        return self._broken
+    def state(self) -> State:
+        """What is known now."""
+        return self._state
 
-    @property
-    def closing(self) -> bool:
-        """Whether the thread is about to end."""
-        return self._closing
+    def apply(self, event: Event) -> list[Effect]:
+        """Tell what happened. Returns what the caller has to do, in this order.
+
+        Raises:
+            ValueError: the event does not fit.
+        """
+        with self._changed:
+            before = len(self._state.versions)
+            self._state, effects = step(self._state, event)
+            self._follow(before, effects)
+            self._changed.notify_all()
+            return [effect for effect in effects if not self._at_gate(effect)]
+
+    def _follow(self, before: int, effects: tuple[Effect, ...]) -> None:
+        """Have the requests know what became of their versions."""
+        versions = self._state.versions
+        over = [self._requests.popleft() for _ in range(before - len(versions))]
+        causes = {effect.label: effect.cause for effect in effects if isinstance(effect, GiveUp)}
+        for request in over:
+            last = request.version
+            if last.stage not in (Stage.COMMITTED, Stage.ABANDONED):
+                last = replace(last, stage=Stage.ABANDONED, cause=causes.get(last.label, last.cause))
+            request.follow(last, done=True)
+        for request, version in zip(self._requests, versions, strict=True):
+            request.follow(version)
+
+    def _at_gate(self, effect: Effect) -> bool:
+        """What concerns the gate is done under the lock: the other thread may do the contrary."""
+        gate = self._pacer.gate if self._pacer is not None else None
+        match effect:
+            case EnterGate(draining):
+                if gate is not None:
+                    gate.enter(draining)
+            case LeaveGate():
+                if gate is not None:
+                    gate.leave()
+            case _:
+                return False
+        return True
 
     @property
     def fence_waiting(self) -> bool:
-        """Whether training waits for a copy."""
-        return self._fence_waiting
+        """Whether training waits for a copy, or will soon."""
+        state = self._state
+        return state.fence_near and state.holds_training
 
     # -- training thread -----------------------------------------------------------------------
 
-    def put(self, request: SnapshotRequest) -> bool:
-        """Hand a version over. Returns at once, whether it was taken."""
+    def put(self, request: SnapshotRequest) -> list[Effect]:
+        """Hand a version over. Returns at once, with what the caller has to do: where no version is taken any
+        more, tell of it."""
         with self._changed:
-            if self._broken is not None or self._closing:
-                return False
-            if self._interrupted:
-                self._cancel(request)
+            if not self._state.accepts:
+                version = request.version
+                effects = self.apply(HandedOver(version))
+                cause = next((e.cause for e in effects if isinstance(e, GiveUp)), version.cause)
+                request.follow(replace(version, stage=Stage.ABANDONED, cause=cause), done=True)
+                return effects
             if request.images is not None:
                 self._copier.begin()
-            if request.paced and self._pacer is not None:
-                self._pacer.gate.enter(self._draining)
-            self._queue.append(request)
-            self._changed.notify_all()
-        return True
+            self._requests.append(request)
+            return self.apply(HandedOver(request.version))
 
     def approach(self) -> None:
         """The fence is near: copy what is left at once, beside what training still does before it writes.
 
         No version begins to be copied any more.
         """
-        if self._last_call() and self._pacer is not None:
+        self.apply(FenceNear())
+        if self._state.holds_training and self._pacer is not None:
             self._pacer.gate.hurry()
-        self._approached = True
 
     def fence(self) -> float:
         """Wait until no copy reads the live tensors; called before they change (P2).
@@ -91,37 +143,18 @@ class Handover:
             Seconds waited.
         """
         began = time.perf_counter()
-        running = self._last_call()
-        if running or self._approached:
-            with self._hurried():
-                for request in running:
-                    if not request.copied.wait(_FENCE_SECS):
-                        request.overrun = True  # what is copied from here on is no state of its step (P2)
-                        logger.error(
-                            "the copy of step %d has not ended after %.0f s; its version is given up",
-                            *(request.label.step, _FENCE_SECS),
-                        )
-        self._fence_waiting = self._approached = False
+        approached = self._state.fence_near
+        self.apply(FenceNear())
+        if approached or self._state.holds_training:
+            with self._hurried(), self._changed:
+                if not self._changed.wait_for(lambda: not self._state.holds_training, _FENCE_SECS):
+                    logger.error(
+                        "the copy of step %d has not ended after %.0f s; its version is given up",
+                        *(self._state.head.label.step, _FENCE_SECS),
+                    )
+        self.apply(TensorsChange())
         self._copier.fence()
         return time.perf_counter() - began
-
-    def _last_call(self) -> list[SnapshotRequest]:
-        """What is being copied still; what has not begun is cancelled."""
-        with self._changed:
-            running = []
-            for request in self._queue:
-                if not request.started and not request.must:
-                    self._cancel(request)
-                elif not request.copied.is_set():
-                    running.append(request)
-            self._fence_waiting = bool(running)
-        return running
-
-    @staticmethod
-    def _cancel(request: SnapshotRequest) -> None:
-        request.cancelled = True
-        request.encode = None  # nobody needs the state that it holds
-        request.copied.set()
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
@@ -135,96 +168,43 @@ class Handover:
         finally:
             with self._changed:
                 self._pacer.gate.relax()
-                if self._draining:
+                if self._state.staged:
                     self._pacer.gate.enter()  # in the windows of the steps to come
 
     def wait_for(self, enough: Callable[[], bool], timeout_secs: float) -> None:
         """Wait until something is enough, or nothing is under way any more."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: enough() or not self._queue or self._interrupted or self._broken is not None,
-                timeout_secs,
-            )
+            self._changed.wait_for(lambda: enough() or not self._under_way, timeout_secs)
+
+    @property
+    def _under_way(self) -> bool:
+        return bool(self._state.versions) and self._state.task not in (Task.MEET, Task.END)
 
     def drain(self, timeout_secs: float) -> bool:
         """Wait until every version handed over is committed or given up."""
         with self._hurried():
             self.wait_for(lambda: False, timeout_secs)
         with self._changed:
-            return not self._queue and not self._interrupted and self._broken is None
+            return not self._state.versions and self._state.task not in (Task.MEET, Task.END)
 
     def close(self) -> None:
         """Take nothing more; the worker thread ends."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self.apply(Closing())
 
     # -- worker thread -------------------------------------------------------------------------
 
-    def next(self) -> SnapshotRequest | None:
-        """The oldest version, which stays until it is :meth:`finished`; waits for one. None at the end."""
+    def next(self) -> Task:
+        """What the worker has to do; waits for something."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            return self._queue[0] if self._queue else None
+            self._changed.wait_for(lambda: self._state.task is not Task.WAIT or self._state.versions)
+            return self._state.task
 
-    def begin(self, request: SnapshotRequest) -> bool:
+    @property
+    def head(self) -> SnapshotRequest:
+        """The version that the worker is at."""
+        return self._requests[0]
+
+    def begin(self) -> bool:
         """Begin to copy, unless the fence has come first."""
-        with self._changed:
-            if request.cancelled:
-                return False
-            request.started = True
-        return True
-
-    def copied(self, request: SnapshotRequest, *, draining: bool) -> None:
-        """Training may go on: all was copied, or, ``draining``, is kept on the device."""
-        with self._changed:
-            self._draining = draining
-        request.copied.set()
-
-    def end_drain(self, request: SnapshotRequest, gate: Gate) -> None:
-        """Nothing is kept on the device any more."""
-        if self._draining:
-            with self._changed:
-                self._draining = False
-            self.leave(request, gate)
-
-    def leave(self, request: SnapshotRequest, gate: Gate) -> None:
-        """Nothing of this version is to be copied any more; a later one may have been handed over."""
-        with self._changed:
-            if not any(r.paced and not r.cancelled for r in self._queue if r is not request):
-                gate.leave()
-
-    def changed(self) -> None:
-        """Something was learnt that training may wait for."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def finished(self, request: SnapshotRequest) -> None:
-        """The version is through, whatever became of it."""
-        request.copied.set()
-        request.done.set()
-        with self._changed:
-            if self._queue and self._queue[0] is request:
-                self._queue.popleft()
-            self._changed.notify_all()
-
-    def interrupt(self) -> None:
-        """The ranks have to come together again: until then nothing is copied, nor waited for."""
-        with self._changed:
-            self._interrupted = True
-            for request in self._queue:
-                self._cancel(request)
-            self._changed.notify_all()
-
-    def resume(self) -> None:
-        """Versions are taken again. Those handed over meanwhile are still to be voted down."""
-        with self._changed:
-            self._interrupted = False
-
-    def break_off(self, cause: str) -> list[SnapshotRequest]:
-        """Take no version any more. Returns those that were under way."""
-        with self._changed:
-            self._broken = cause
-            pending, self._queue = list(self._queue), deque()
-            self._changed.notify_all()
-        return pending
+        self.apply(Begin())
+        return self._state.task is Task.COPY

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from reft.config import Variant
 from reft.protect.codes import Scheme
+from reft.snapshot.committing.protocol import Cause, Stage, Version
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.store.label import Label
@@ -15,20 +16,20 @@ from reft.store.label import Label
 
 @dataclass
 class SnapshotRequest:
-    """One version to take, handed over by the training thread.
+    """One version to take, handed over by the training thread, and what has become of it so far.
 
     Attributes:
         label: name of the version.
-        images: live tensors; unchanged until ``copied`` is set or the request is cancelled. None
-            where the state could not be captured: the version is voted down.
+        images: live tensors; unchanged until ``copied`` is set. None where the state was never captured.
         host_blob: encoded host state; or
         encode: makes it, on the worker thread.
         must: wait for a free slot and never cancel (restore, last snapshot before an exit).
         step: how the optimizer got here, if peers' partitions are recomputed.
         idle: nothing to take after this step; the ranks only vote, so that a wish to stop gets around.
         variant: when the bytes are copied; all variants are the same to recovery.
-        cancelled: nothing is to be copied any more.
-        overrun: training has gone on before the copy had ended.
+        cause: why it cannot be taken, though the ranks vote on it; None if it can.
+        copied: set when it does not need the live tensors any more.
+        done: set when it is known what became of it.
     """
 
     label: Label
@@ -39,17 +40,45 @@ class SnapshotRequest:
     must: bool = False
     idle: bool = False
     variant: Variant = Variant.HOST
-    started: bool = False
-    cancelled: bool = False
-    overrun: bool = False
+    cause: Cause | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    committed: bool = False
+    _version: Version | None = None
 
     @property
     def paced(self) -> bool:
         """Whether the copy keeps to the windows; one that must be taken does not."""
         return self.variant is Variant.HAS and not (self.must or self.idle)
+
+    @property
+    def version(self) -> Version:
+        """What is known of it: before it is handed over, what is asked for."""
+        return self._version or Version(self.label, self.must, self.idle, self.paced, self.cause)
+
+    def follow(self, version: Version, *, done: bool = False) -> None:
+        """Note what has become of it."""
+        self._version = version
+        if version.cause is not None:
+            self.encode = None  # nobody needs the state that it holds
+        if done or not version.holds_training:
+            self.copied.set()
+        if done:
+            self.done.set()
+
+    @property
+    def started(self) -> bool:
+        """Whether its copy has begun."""
+        return self.version.stage is not Stage.QUEUED
+
+    @property
+    def given_up(self) -> Cause | None:
+        """Why it is not committed; None if it is, or may be yet."""
+        return self.version.cause
+
+    @property
+    def committed(self) -> bool:
+        """Whether all ranks have it."""
+        return self.version.stage is Stage.COMMITTED
 
 
 @dataclass(frozen=True)

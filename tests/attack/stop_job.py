@@ -38,7 +38,7 @@ def main(root: Path) -> None:
             raise TransferError("lost by the test")
 
         session.worker.control.rejoin = lose  # type: ignore[method-assign]
-        session.worker._process = lose  # type: ignore[method-assign]
+        session.worker.votes.cast = lose  # type: ignore[method-assign]
     train(engine)
     (root / f"ready-{rank}").write_text(str(os.getpid()))
     while True:

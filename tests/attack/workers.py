@@ -27,6 +27,7 @@ from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.exchange import RingExchange
 from reft.snapshot.committing.sealing import Sealer
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.filling import Filling
@@ -110,8 +111,8 @@ class Rank:
     def make_job_dir(self) -> None:
         self.job_dir.mkdir(mode=0o700, exist_ok=True)
 
-    def committed(self, request: SnapshotRequest) -> None:
-        self.commits.append(request.label.step)
+    def committed(self, label: Label) -> None:
+        self.commits.append(label.step)
 
     def skipped(self, step: int, cause: str) -> None:
         self.skips.append((step, cause))
@@ -289,7 +290,7 @@ def scenario_dead(rank: int, root: Path) -> dict[str, Any]:
     me.worker.control._timeout_secs = 1.0  # that the other one is waited for
     if rank == 1:
         me.worker.control.rejoin = _raising(_LOST)  # type: ignore[method-assign]
-        me.worker._process = _raising(_LOST)  # type: ignore[method-assign]
+        me.worker.votes.cast = _raising(_LOST)  # type: ignore[method-assign]
     results = [me.take(step) for step in (2, 3)]
     dist.barrier()
     began = time.monotonic()
@@ -353,7 +354,7 @@ def scenario_stuck_copy(rank: int, root: Path) -> dict[str, Any]:
         assert request.done.wait(DEADLINE_SECS)
     committed = [request.committed, me.take(4)]
     me.worker.close(10)
-    return {"committed": committed, "overrun": request.overrun, "in_files": me.newest_in_files()}
+    return {"committed": committed, "overrun": request.given_up == OVERRUN, "in_files": me.newest_in_files()}
 
 
 def _attack_files(me: Rank, kind: str, which: str) -> None:

@@ -17,6 +17,7 @@ import reft
 from reft.errors import UnsupportedStateError
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
+from reft.snapshot.committing.protocol import Cause
 from reft.state.catalogue import SectionImage
 from tests.hook.ranks import be_a_rank
 from tests.machine import FP16_MISSING
@@ -144,7 +145,7 @@ class Watched:
     @property
     def newest(self) -> Any:
         """The newest committed version in this rank's memory."""
-        return self.session.worker._sealer._peer_optimizers._base
+        return self.session.worker.sealer.peer_optimizers._base
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
@@ -196,7 +197,7 @@ def missed_version(root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     def sometimes(request: Any) -> None:
         if request.label.step == 5:
-            request.cancelled = True
+            request.cause = Cause("missed")
         submit(request)
 
     watched.session.worker.submit = sometimes
@@ -317,7 +318,7 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str, **aor: int) ->
                 param.data.copy_(torch.nextafter(param.data, torch.tensor(torch.inf)))
 
     def other_kernel(step: int) -> None:
-        for replica in watched.session.worker._sealer._peer_optimizers._replicas.values():
+        for replica in watched.session.worker.sealer.peer_optimizers._replicas.values():
             if id(replica) not in optimizers:
                 optimizers.add(id(replica))
                 replica._optimizer.register_step_post_hook(nudge)

@@ -151,9 +151,9 @@ class Witness:
         self.states[step], self.handed_over_secs[step] = data.numpy().tobytes(), time.perf_counter()
         return self.handed_over(**options)
 
-    def committed(self, request: Any) -> None:
-        self.told(request)
-        step = request.label.step
+    def committed(self, label: Any) -> None:
+        self.told(label)
+        step = label.step
         if step not in self.states:
             return  # handed over before
         for _, arena in scan(self.session.job_dir.path, self.session.job_dir.secret):

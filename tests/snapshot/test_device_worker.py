@@ -106,8 +106,8 @@ class Job:
         )
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 
-    def _committed(self, request: SnapshotRequest) -> None:
-        self.content[request.label.step] = self.committed()[request.label.step]
+    def _committed(self, label: Label) -> None:
+        self.content[label.step] = self.committed()[label.step]
 
     def step(self, number: int, variant: Variant) -> SnapshotRequest:
         """Queue a step, as far ahead of the device as it may be, then hand its version over."""

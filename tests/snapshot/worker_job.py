@@ -23,6 +23,7 @@ from reft.errors import ConfigError
 from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Encode, Mark, Piece
@@ -98,7 +99,7 @@ class Rank:
             options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
             stats=self.stats,
             faults=FaultPlan(faults, self.at),
-            on_commit=lambda request: None,
+            on_commit=lambda label: None,
             on_skip=lambda step, cause: self.skips.append((step, cause)),
             pacer=pacer,
             switch=SchemeSwitch(
@@ -185,7 +186,9 @@ def scenario_protocol(rank: int, root: Path) -> dict[str, object]:
     for step in range(1, 8):
         me.step(step)
         # Step 3: rank 2 says that it has nothing to show. Step 5: rank 1 fails after its seal.
-        request = me.snapshot(step, must=True, cancelled=step == 3 and rank == 2)
+        request = me.snapshot(
+            step, must=True, cause=Cause("nothing to show") if step == 3 and rank == 2 else None
+        )
         outcome[step] = me.settle(request)
     assert me.worker.drain(60)
     me.worker.close(10)
@@ -229,11 +232,11 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     assert entered.wait(60)
     late = me.snapshot(3)  # cannot start: the worker is busy with version 2
     me.worker.approach()  # does not wait
-    approached = late.cancelled and not held.copied.is_set()
+    approached = late.given_up is not None and not held.copied.is_set()
     fenced = threading.Event()
     thread = threading.Thread(target=lambda: (me.worker.fence(), fenced.set()))
     thread.start()
-    while not late.cancelled:
+    while late.given_up is None:
         time.sleep(0.001)
     waited = not fenced.wait(0.2)
     gate.set()

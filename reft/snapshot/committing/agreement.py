@@ -13,6 +13,7 @@ from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
+from reft.store.label import Label
 from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class LayoutAgreement:
         self._host_bytes = options.host_bytes
         self._switch = switch
         self._faults = faults
-        self._let_go = let_go
+        self.let_go = let_go
         self._adopted = adopted
         self._signature: object = None
         self._images: LiveImages | None = None
@@ -75,7 +76,7 @@ class LayoutAgreement:
         if images is None:
             raise ReftError("peers agree on a layout, but this rank never captured its state")
         self._images = images
-        self._let_go()
+        self.let_go()
         layout = agree_on_layout(
             self._control,
             self._topology,
@@ -91,19 +92,19 @@ class LayoutAgreement:
 
     def reset(self) -> None:
         """Forget the layout: the ranks agree on one before the next version."""
-        self._let_go()
+        self.let_go()
         self._signature = None
         self.layout = None
 
-    def switch(self, request: SnapshotRequest) -> None:
+    def switch(self, label: Label) -> None:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""
         if not self._switch.due:
             return
-        self._let_go()
-        step = request.label.step
+        self.let_go()
+        step = label.step
         layout = self._switch.carry_out(
-            request.label,
+            label,
             self.layout,
             self._arenas,
             before_record=lambda: self._faults.reach(FaultPoint.DURING_SWITCH, step),

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
+from reft.snapshot.committing.version import Slots
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.store.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
 from reft.store.arena_files import arena_name, coordinate_in, set_aside
-from reft.store.commit import SlotTable
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees
 
@@ -81,15 +81,18 @@ class ArenaSet:
         self._local_world_size = local_world_size
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
-        self._slots = SlotTable(count, self._with_room(frozen))
+        self.slots = Slots.make(count, self._with_room(frozen))
+        """What is known about the arenas; kept up to date by whoever drives the versions."""
         self._wanted = count
         self._unused: frozenset[int] = frozenset()
         self._refusals = 0
         self._skip_versions = 0
         self._unsettled = False
 
-    def begin(self, label: Label, layout: GroupLayout, *, wait: bool) -> Filling:
-        """Choose a slot and bring it into state WRITING.
+    def begin(
+        self, label: Label, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
+    ) -> Filling:
+        """Choose a slot and bring it into state WRITING. ``taken`` is told which one before it is touched.
 
         Raises:
             OutOfMemoryError: no memory; retried with growing distance at later versions.
@@ -99,6 +102,7 @@ class ArenaSet:
             self._skip_versions -= 1
             raise OutOfMemoryError("waiting before memory is asked for again")
         slot = self._free_slot(wait)
+        taken(slot)
         try:
             arena = self._arena(slot, layout)
         except OutOfMemoryError:
@@ -121,7 +125,6 @@ class ArenaSet:
                 scheme=str(layout.plan.placement.scheme),
             )
         )
-        self._slots.began(slot, label)
         data = torch.frombuffer(arena.data, dtype=torch.uint8)
         return Filling(slot, arena, layout, label, data)
 
@@ -166,11 +169,11 @@ class ArenaSet:
 
     def _lose(self, slot: int, cause: str) -> None:
         arena = self._arenas.pop(slot)
-        protected = slot == self._slots.committed_slot
+        protected = slot == self.slots.committed_slot
         logger.error(
             "%s %s; it is made again. %s",
             *(arena.path, cause),
-            f"This rank's part of {self._slots.committed_label} was there: only its peers can restore that, "
+            f"This rank's part of {self.slots.committed_label} was there: only its peers can restore that, "
             f"until the next version is committed"
             if protected
             else "It held no version that is needed",
@@ -196,7 +199,7 @@ class ArenaSet:
         tried: list[int] = []
         pinned = False
         try:
-            while (slot := self._slots.choose([*tried, *self._unused])) is not None:
+            while (slot := self.slots.choose([*tried, *self._unused])) is not None:
                 tried.append(slot)
                 try:
                     self._arena(slot, layout).unlock()
@@ -217,7 +220,7 @@ class ArenaSet:
         """Hold so many versions from now on, at most those of the start: fewer free the memory of slots that
         hold nothing that is needed (P3), of which there is always at least one."""
         self._wanted = count
-        kept = {self._slots.committed_slot, *self._slots.frozen} & {*range(self._count)}
+        kept = self.slots.kept & {*range(self._count)}
         # A slot that exists is not given up for one that would have to be made.
         unused = self._unused
         order = sorted(range(self._count), key=lambda slot: (slot not in kept, slot in unused, slot))
@@ -241,7 +244,7 @@ class ArenaSet:
     @property
     def committed_label(self) -> Label | None:
         """Newest version known here to be committed in this incarnation."""
-        return self._slots.committed_label
+        return self.slots.committed_label
 
     @property
     def unsettled(self) -> bool:
@@ -275,8 +278,6 @@ class ArenaSet:
 
     def commit(self, filling: Filling) -> None:
         """All ranks have sealed the version: it counts, whether or not that can be noted here."""
-        self._slots.sealed(filling.slot)
-        self._slots.committed(filling.slot)
         try:
             filling.arena.commit()
             self._remove_leftovers()
@@ -288,7 +289,6 @@ class ArenaSet:
     def abort(self, filling: Filling) -> None:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
         true state of that step, and a recovery may use it if every member's bytes are there."""
-        self._slots.aborted(filling.slot)
         filling.arena.unlock()
 
     def _remove_leftovers(self) -> None:
@@ -320,7 +320,7 @@ class ArenaSet:
         deadline = time.monotonic() + (_PIN_SECS if wait else 0.0)
         while True:
             pinned = [*self._unused]
-            while (slot := self._slots.choose(pinned)) is not None:
+            while (slot := self.slots.choose(pinned)) is not None:
                 arena = self._arenas.get(slot)
                 if arena is None or arena.try_lock_exclusive():
                     return slot
@@ -328,7 +328,7 @@ class ArenaSet:
             if time.monotonic() >= deadline:
                 raise ArenaError(
                     f"all slots are in use (pinned by a reader: {pinned}; recovered: "
-                    f"{sorted(self._slots.frozen)})"
+                    f"{sorted(dict(self.slots.frozen))})"
                 )
             time.sleep(_PIN_POLL_SECS)
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from reft.snapshot.committing.protocol import NONE_YET
 from reft.store.label import Label
-
-NONE_YET = Label(-1, -1)
-"""Older than every version."""
 
 
 @dataclass(frozen=True)

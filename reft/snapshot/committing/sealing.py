@@ -13,6 +13,7 @@ from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.snapshot.committing.baselines import PeerTraffic
 from reft.snapshot.committing.exchange import RingExchange
+from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.recompute import PeerOptimizers
@@ -47,7 +48,7 @@ class Sealer:
         self._stats = stats
         self._faults = faults
         self._ring = RingExchange(control, topology)
-        self._peer_optimizers = peer_optimizers
+        self.peer_optimizers = peer_optimizers
         self._peer_traffic = PeerTraffic(control, block_bytes)
 
     def adopt(self, layout: GroupLayout) -> None:
@@ -56,17 +57,15 @@ class Sealer:
 
     def let_go(self) -> None:
         """Keep no mapping of an arena: its memory may be given up."""
-        if self._peer_optimizers is not None:
-            self._peer_optimizers.forget()
+        if self.peer_optimizers is not None:
+            self.peer_optimizers.forget()
 
     def committed(self, filling: Filling) -> None:
         """The version that the next one's partitions are recomputed from."""
-        if self._peer_optimizers is not None:
-            self._peer_optimizers.committed(filling)
+        if self.peer_optimizers is not None:
+            self.peer_optimizers.committed(filling)
 
-    def try_seal(
-        self, request: SnapshotRequest, filling: Filling, failure: str | None
-    ) -> tuple[bool, str | None]:
+    def try_seal(self, request: SnapshotRequest, filling: Filling, failure: Cause | None) -> Cause | None:
         """Complete a copied version and seal it. Collective in the group: also a rank that cannot seal takes
         part, since its peers wait for what it sends. They are told in the vote.
 
@@ -76,22 +75,21 @@ class Sealer:
             failure: why this rank cannot seal it; None if it can so far.
 
         Returns:
-            Whether it is sealed, else the cause.
+            Why it is not sealed; None if it is.
 
         Raises:
             TransferError: a peer is gone.
         """
         failure = failure or _attempt(filling.hash_rest)
         try:
-            arrived = self._exchange(request, filling)
+            arrived = self.exchange(request, filling)
         except TransferError:
             raise
         except Exception as error:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
             raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
         failure = failure or _attempt(lambda: self._check(filling, arrived))
-        failure = failure or _attempt(lambda: self._seal(request, filling))
-        return failure is None, failure
+        return failure or _attempt(lambda: self._seal(request, filling))
 
     def _seal(self, request: SnapshotRequest, filling: Filling) -> None:
         self._faults.reach(FaultPoint.BEFORE_SEAL, request.label.step)
@@ -105,13 +103,13 @@ class Sealer:
     def _check(self, filling: Filling, arrived: Mapping[int, torch.Tensor]) -> None:
         self._stats.peer_bytes += filling.check_received(arrived)
 
-    def _exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
+    def exchange(self, request: SnapshotRequest, filling: Filling) -> Mapping[int, torch.Tensor]:
         """Recompute what peers alone have, or take it from them. Collective in the group.
 
         Returns:
             What has arrived, to be checked; see :meth:`RingExchange.blocks`.
         """
-        images, peers = request.images, self._peer_optimizers
+        images, peers = request.images, self.peer_optimizers
         if peers is not None and images is not None:
             peers.recompute(filling, images, request.step)
         self._ring.facts(filling)
@@ -124,7 +122,7 @@ class Sealer:
         return arrived
 
 
-def _attempt(act: Callable[[], object]) -> str | None:
+def _attempt(act: Callable[[], object]) -> Cause | None:
     """Why it failed; None if it did not.
 
     Raises:
@@ -135,5 +133,5 @@ def _attempt(act: Callable[[], object]) -> str | None:
     except TransferError:
         raise
     except Exception as error:  # whatever it is, training and peers go on (P6)
-        return f"{type(error).__name__}: {error}"
+        return Cause.of(error)
     return None
