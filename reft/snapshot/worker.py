@@ -321,7 +321,8 @@ class SnapshotWorker:
         first = self._stats.skip(label.step, cause.kind, str(cause))
         if first and not self._handover.state.closing:
             logger.warning(
-                "the version of step %d is given up (%s). Training goes on; snapshots are stale since step %s",
+                "the version of step %d is given up (%s). Training goes on; snapshots are stale "
+                "since step %s",
                 *(label.step, cause, self._stats.stale_since_step),
             )
         self._complaints.attempt(
