@@ -383,6 +383,7 @@ def scenario_staging(rank: int, root: Path) -> dict[str, object]:
     fourth = me.snapshot(4, variant=Variant.HAS)
     dist.barrier()
     result["early"] = second.done.is_set()
+    dist.barrier()  # all have looked
     release.set()
     result["outcome"] = [me.settle(request) for request in (second, third, fourth)]
     result |= {"stop": me.worker.votes.stop_step, "late_at_last": me.worker.votes.late}
