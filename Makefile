@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-all lint bench faults storm deepspeed-versions clean
+.PHONY: venv demo test test-all lint bench gpu faults storm deepspeed-versions clean
 
 venv: $(STAMP)
 
@@ -42,6 +42,16 @@ lint: venv
 bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard output
 	$(BIN)/python benchmarks/save_stall.py --json
 	$(BIN)/python benchmarks/restore.py --json
+
+# GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
+GPU_PYTHON ?= $(BIN)/python
+GPU_TESTS := tests/test_optim.py tests/snapshot/test_copy_engines.py tests/snapshot/test_pinning.py \
+  tests/snapshot/test_staging.py tests/snapshot/test_parity.py tests/protect/test_backends.py tests/state/test_late.py
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: the tests that need one, then has_gpu.json
+	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch finds no device'"
+	$(GPU_PYTHON) -m pytest -rs $(GPU_TESTS)
+	$(GPU_PYTHON) benchmarks/has_gpu.py --json > has_gpu.json
 
 faults: venv  ## the fault matrix: every pair of values, with all variants and protections; VARIANT=host: only that one; FULL=1: every combination
 	$(BIN)/python -m tests.faults.matrix $(if $(FULL),--full) $(if $(VARIANT),--variant $(VARIANT)) $(ARGS)

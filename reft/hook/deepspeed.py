@@ -26,6 +26,7 @@ from reft import log
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind
+from reft.hook.device_paths import report_untried
 from reft.hook.install import ds_config_of
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
@@ -74,6 +75,7 @@ def attach(
     session = Session(engine, parsed, client_state)
     setattr(engine, _SESSION, session)
     _wrap(engine, session, Restorer(session))
+    report_untried(session)
     atexit.register(session.close)
     return session
 
