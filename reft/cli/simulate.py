@@ -66,8 +66,8 @@ def has_command(
 
         draw_overheads([(g.title, of) for g, of in zip(groups, results, strict=True)], figure)
     if timeline is not None:
+        from reft.config import Variant
         from reft.tools.simulate.figures import draw_timeline
-        from reft.tools.simulate.variants import Variant
 
         draw_timeline(
             results[0][0].of(Variant.HAS).simulation, timeline, f"{results[0][0].training.name}, HAS"

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reft import cli
+from reft.config import Variant
 from reft.errors import ConfigError
 from reft.tools.pretrain.model_config import load_model
 from reft.tools.simulate.copying import Tier
@@ -18,7 +19,7 @@ from reft.tools.simulate.hardware import A100, H100, MACHINES, MI250X, V100
 from reft.tools.simulate.published import sending_share, zero_1_secs
 from reft.tools.simulate.settings import BYTES, experiments
 from reft.tools.simulate.training import Training
-from reft.tools.simulate.variants import PROTECTIONS, Variant, plan_stage, predict
+from reft.tools.simulate.variants import PROTECTIONS, plan_stage, predict
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from reft.config import Variant
 from reft.policy.loads import Load
 from reft.policy.pace import Fit, WindowPace
 from reft.tools.simulate.copying import Tier
@@ -13,7 +14,7 @@ from reft.tools.simulate.pipeline import simulate
 from reft.tools.simulate.result import Simulation, StageResult
 from reft.tools.simulate.schedules import Schedule, one_f_one_b
 from reft.tools.simulate.training import Training
-from reft.tools.simulate.variants import Variant, simulate_copying
+from reft.tools.simulate.variants import simulate_copying
 
 
 @dataclass(frozen=True)

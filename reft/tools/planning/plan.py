@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AOR, AUTO, ReftConfig
+from reft.config import AOR, AUTO, ReftConfig, Variant
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
 from reft.policy.loads import Load
@@ -20,7 +20,6 @@ from reft.tools.planning.forecast import SimulatedPace
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.outlook import HOUR, Outlook, outlook
 from reft.tools.simulate.schedules import Schedule, one_f_one_b
-from reft.tools.simulate.variants import Variant
 
 IN_VAIN = (
     f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '

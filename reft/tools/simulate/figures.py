@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from reft.config import Variant
 from reft.errors import ConfigError
 from reft.tools.simulate.copying import Tier
 from reft.tools.simulate.instructions import (
@@ -19,7 +20,7 @@ from reft.tools.simulate.instructions import (
     ReduceTiedGrads,
 )
 from reft.tools.simulate.result import Interval, Simulation, StageResult
-from reft.tools.simulate.variants import Predictions, Variant
+from reft.tools.simulate.variants import Predictions
 
 _VARIANTS = {
     "blocking": "#8c2d04",

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from reft.config import Variant
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.simulate.hardware import MI250X, V100
 from reft.tools.simulate.pipeline import simulate
 from reft.tools.simulate.schedules import one_f_one_b
 from reft.tools.simulate.training import Training
-from reft.tools.simulate.variants import Predictions, Variant, simulate_copying
+from reft.tools.simulate.variants import Predictions, simulate_copying
 
 DEVICES = 512
 """Of the paper's large testbeds."""

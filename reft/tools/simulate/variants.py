@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from reft.config import Variant
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
 from reft.tools.simulate.copying import Beside, Copying, Tier, bytes_by_tier
@@ -34,16 +34,6 @@ from reft.tools.simulate.pipeline import simulate
 from reft.tools.simulate.result import Simulation, StageResult
 from reft.tools.simulate.schedules import Schedule, one_f_one_b
 from reft.tools.simulate.training import Training
-
-
-class Variant(StrEnum):
-    NONE = "none"
-    BLOCKING = "blocking"
-    HOST = "host"
-    HOST_DEVICE = "host_device"
-    INTER_NODE = "inter_node"
-    HAS = "has"
-
 
 PROTECTIONS: dict[str, Callable[[int], float]] = {
     "none": lambda data: 1 / data,
