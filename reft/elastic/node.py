@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.elastic.exits import EXITS_PREFIX
 from reft.env import ENV_SECRET
 from reft.errors import AuthenticationError, JobInUseError, ReftError
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LAUNCHER_FILE = "launcher.json"
 _CHECK_SECS = 0.2
-_BACKOFF_SECS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_BACKOFF_SECS = (0.1, 30.0)
 _LOCK_SECS = 5.0
 """A launcher that was just killed holds its lock until the kernel has taken it down."""
 _KILLED_SECS = 5.0
@@ -228,7 +229,7 @@ class DaemonKeeper:
                 process.wait(_KILLED_SECS)
 
     def _keep(self) -> None:
-        deaths = 0
+        backoff = Backoff(*_BACKOFF_SECS)
         while not self._ending.is_set():
             began = time.monotonic()
             try:
@@ -242,8 +243,9 @@ class DaemonKeeper:
             code = self._wait()
             if self._ending.is_set():
                 return
-            deaths = 0 if time.monotonic() - began > _STABLE_SECS else deaths + 1
-            delay = _BACKOFF_SECS[min(deaths, len(_BACKOFF_SECS) - 1)]
+            if time.monotonic() - began > _STABLE_SECS:
+                backoff.reset()
+            delay = backoff.failed()
             logger.warning(
                 "the node daemon ended (%s); training goes on, the next one starts in %.1f s", code, delay
             )

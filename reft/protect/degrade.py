@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from reft.backoff import Backoff
 from reft.protect.codes import Scheme
 
 LEAST_ARENAS = 2
@@ -80,7 +81,7 @@ class MemoryWatch:
 
     def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
         self.margin_bytes = margin_bytes
-        self._least_calm_secs = self._calm_secs = calm_secs
+        self._calm = Backoff(calm_secs, _MOST_CALMS * calm_secs)
         self._calm_since: float | None = None
         self._rose_at: float | None = None
 
@@ -102,7 +103,7 @@ class MemoryWatch:
             return rung
         if self._calm_since is None:
             self._calm_since = now
-        return rung - 1 if now - self._calm_since >= self._calm_secs else rung
+        return rung - 1 if now - self._calm_since >= self._calm.pause else rung
 
     def moved(self, before: int, after: int, now: float) -> None:
         """All ranks are on another rung."""
@@ -110,7 +111,9 @@ class MemoryWatch:
         if after < before:
             self._rose_at = now
         elif self._rose_at is not None:
-            flapped = now - self._rose_at < 2 * self._calm_secs
-            longest = _MOST_CALMS * self._least_calm_secs
-            self._calm_secs = min(2 * self._calm_secs, longest) if flapped else self._least_calm_secs
+            flapped = now - self._rose_at < 2 * self._calm.pause
+            if flapped:
+                self._calm.failed()
+            else:
+                self._calm.reset()
             self._rose_at = None

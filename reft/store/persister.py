@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Protocol
 
+from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.errors import PersistError, ReftError
 from reft.store.arena import Arena, ArenaState
@@ -28,7 +29,7 @@ from reft.store.status import NodeStatus
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_RETRY_SECS = (0.5, 30.0)
 _CLOSE_SECS = 5.0
 _AGAIN_STEPS = 10
 """A version that memory cannot keep has failed: multiples of this are tried, so that nodes that hear of it
@@ -104,7 +105,7 @@ class Persister:
         self._changed = threading.Condition()
         self._due: Label | None = None
         self._asked: dict[Label, Future[str]] = {}
-        self._retry_at = 0
+        self._backoff = Backoff(*_RETRY_SECS)
         self._closing = False
         self._stop = threading.Event()
         self._assembler = Assembler()
@@ -286,7 +287,7 @@ class Persister:
             attempts=0,
         )
         with self._changed:
-            self._retry_at = 0
+            self._backoff.reset()
             if self._due is not None and self._due <= label:
                 self._due = None
             self._status.update_persist(lag_steps=self._lag.written(label, due=self._due))
@@ -314,10 +315,9 @@ class Persister:
                 # Overwritten meanwhile: every node goes on with the next version that is due.
                 self._due = None
             if self._due is not None and self._due <= label:
-                delay = _RETRY_SECS[min(self._retry_at, len(_RETRY_SECS) - 1)]
-                self._retry_at += 1
                 self._changed.wait_for(
-                    lambda: self._closing or self._asked or self._due != label, timeout=delay
+                    lambda: self._closing or self._asked or self._due != label,
+                    timeout=self._backoff.failed(),
                 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reft.backoff import Backoff
 from reft.errors import PersistError
 from reft.store.assembler import Assembler
 from reft.store.persisted import PersistedInfo, missing_files, read_marker, tag_of
@@ -120,7 +121,7 @@ class Wait:
         self._poll(look)
 
     def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
-        pause, longest = _POLL_SECS
+        poll = Backoff(*_POLL_SECS)
         seen = -1
         deadline = 0.0
         while missing := look():
@@ -133,9 +134,8 @@ class Wait:
                     f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the daemons of all "
                     f"nodes run and see {self._work.root.parent}, or raise persist.timeout_secs"
                 )
-            if self._options.stop.wait(pause):
+            if self._options.stop.wait(poll.failed()):
                 raise PersistError(f"{self._work.label}: writing was stopped")
-            pause = min(longest, 2 * pause)
 
     def _check_others(self, naming: bool) -> None:
         # While the leader names the checkpoint, .staging goes first and the directory itself last.

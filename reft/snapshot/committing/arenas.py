@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from reft.backoff import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
 from reft.snapshot.committing.version import Slots
 from reft.snapshot.copying.engine import CopyEngine
@@ -85,7 +86,7 @@ class ArenaSet:
         """What is known about the arenas; kept up to date by whoever drives the versions."""
         self._wanted = count
         self._unused: frozenset[int] = frozenset()
-        self._refusals = 0
+        self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
         self._unsettled = False
 
@@ -106,10 +107,9 @@ class ArenaSet:
         try:
             arena = self._arena(slot, layout)
         except OutOfMemoryError:
-            self._refusals += 1
-            self._skip_versions = min(2**self._refusals - 1, _MAX_BACKOFF_VERSIONS)
+            self._skip_versions = int(self._refusals.failed())
             raise
-        self._refusals = 0
+        self._refusals.reset()
         arena.begin(
             ArenaHeader(
                 job_id=self._identity.job_id,
@@ -213,7 +213,8 @@ class ArenaSet:
             return str(error)
         finally:
             self._unsettled = pinned or len(tried) < self.count
-        self._refusals = self._skip_versions = 0
+        self._refusals.reset()
+        self._skip_versions = 0
         return None
 
     def use(self, count: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reft.backoff import Backoff
 from reft.errors import StagingMemoryError
 from reft.snapshot.copying.chunks import Chunk
 from reft.snapshot.copying.engine import CopyEngine, Piece
@@ -53,7 +54,7 @@ class StagingArea:
         self._engine = engine
         self._memory: torch.Tensor | None = None
         self._unused_plans = 0
-        self._refusals = 0
+        self._refusals = Backoff(2, _MOST_PLANS_WITHOUT)
         self._plans_without = 0
 
     @property
@@ -91,11 +92,10 @@ class StagingArea:
         try:
             self._memory = self._engine.staging_buffer(wanted + _ALIGNMENT_BYTES)
         except StagingMemoryError as error:
-            self._refusals += 1
-            self._plans_without = min(2**self._refusals, _MOST_PLANS_WITHOUT)
+            self._plans_without = int(self._refusals.failed())
             logger.warning("snapshots cannot be staged: %s", error)
             return False
-        self._refusals = 0
+        self._refusals.reset()
         logger.info("%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name)
         return True
 

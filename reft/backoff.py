@@ -1,0 +1,27 @@
+"""How long to leave alone what has failed: the one rule for all of reft. Standard library only."""
+
+from __future__ import annotations
+
+
+class Backoff:
+    """Twice as long after every failure, until it works again.
+
+    Args:
+        first: pause after the first failure, in seconds, versions or whatever the caller counts.
+        most: longest pause, in the same unit.
+    """
+
+    def __init__(self, first: float, most: float) -> None:
+        self._first, self._most = first, most
+        self.pause = first
+        """What follows the next failure."""
+
+    def failed(self) -> float:
+        """Count a failure; returns the pause that follows it."""
+        pause = self.pause
+        self.pause = min(2 * pause, self._most)
+        return pause
+
+    def reset(self) -> None:
+        """It works again."""
+        self.pause = self._first
