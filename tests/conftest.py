@@ -8,6 +8,9 @@ import signal
 
 from hypothesis import settings
 
+from reft.elastic.local_cluster import LocalCluster
+from tests.prefork import Popen
+
 # Two busy cores: how long an example takes says nothing, and no test asserts a time. The examples are the same
 # in every run, so that a change is what breaks a test; REFT_RANDOM_EXAMPLES=1 (make test-all) draws new ones.
 settings.register_profile("reft", deadline=None, derandomize="REFT_RANDOM_EXAMPLES" not in os.environ)
@@ -16,6 +19,8 @@ settings.load_profile("reft")
 # Launchers of the tests know each other by a secret of this run, which workers of pytest-xdist inherit: the
 # user's own is none of their business, and there may be no home directory to make one in.
 os.environ.setdefault("REFT_SECRET", secrets.token_hex(32))
+
+LocalCluster.popen = Popen
 
 # Started in the background by a shell, this process ignores SIGINT, and so would all its children;
 # tests that press Ctrl-C need it.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -109,6 +109,8 @@ class LocalCluster:
     job_id: str = "local"
     memory_root: Path | None = None
     external_rendezvous: bool = True
+    popen: ClassVar[type[subprocess.Popen[Any]]] = subprocess.Popen
+    """Starts its processes."""
 
     def __post_init__(self) -> None:
         self.token = uuid.uuid4().hex
@@ -145,7 +147,7 @@ class LocalCluster:
             return
         arguments = ["-m", "reft.elastic.rendezvous", "--host", "127.0.0.1", "--port", str(port), "--json"]
         with (self.directory / "rendezvous.log").open("ab") as log:
-            self.rendezvous = subprocess.Popen(
+            self.rendezvous = self.popen(
                 [sys.executable, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -167,7 +169,7 @@ class LocalCluster:
         memory_dir = self.memory_root / name
         log_path = self.directory / f"{name}.log"
         with log_path.open("ab") as log:
-            process = subprocess.Popen(
+            process = self.popen(
                 [sys.executable, "-m", "reft.elastic.launch", *self._arguments(name, memory_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from tests.machine import free_port
+from tests.prefork import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECS = 300.0
@@ -136,7 +137,7 @@ def ranks(
             for rank, directory in enumerate(memory):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "REFT_MEMORY_DIR": str(directory)}
                 started.processes.append(
-                    subprocess.Popen(
+                    Popen(
                         [sys.executable, str(script), *args],
                         cwd=cwd,
                         env=_environment(**{**shared, **own, **(env or {})}),
@@ -166,7 +167,7 @@ def launched(
     try:
         with started.log.open("ab") as log:
             started.processes.append(
-                subprocess.Popen(
+                Popen(
                     command,
                     cwd=cwd,
                     env=_environment(**{"TEST_OUT": str(out), **secret, **(env or {})}),

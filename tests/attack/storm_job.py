@@ -63,7 +63,7 @@ class StormCluster(LocalCluster):
         """Start the launcher of a node anew: same name, same memory."""
         old = self.current[index]
         with old.log_path.open("ab") as log:
-            process = subprocess.Popen(
+            process = self.popen(
                 [sys.executable, "-m", "reft.elastic.launch", *self._arguments(old.node_id, old.memory_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.machine import free_port
+from tests.prefork import Popen
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECS = 240.0
@@ -31,7 +32,7 @@ def test_p6_trainers_with_a_dead_worker_end_when_told_to(tmp_path: Path) -> None
         with (tmp_path / f"{rank}.log").open("w") as log:
             env = {**common, "RANK": str(rank), "REFT_NODE_ID": f"node{rank}"}
             command = [sys.executable, "-m", "tests.attack.stop_job", str(tmp_path)]
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+            ranks.append(Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     logs = ""
     try:
         deadline = time.monotonic() + DEADLINE_SECS

@@ -28,6 +28,7 @@ from reft.store.door import Door, _key, knock, listen
 from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from tests.elastic.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
+from tests.prefork import Popen
 
 SECRET = b"k" * 32
 WAIT_SECS = 60.0
@@ -319,7 +320,7 @@ def test_p11_one_node_needs_no_set_up(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "REFT_SECRET"}
     events = tmp_path / "events"
     events.mkdir()
-    launch = subprocess.Popen(
+    launch = Popen(
         [
             *(sys.executable, "-m", "reft.elastic.launch", "--nproc-per-node", "2", "--job-id", "alone"),
             *("--memory-dir", str(tmp_path / "memory"), str(SCRIPTS / "allreduce.py"), "100000"),
@@ -356,7 +357,7 @@ def test_p11_a_static_rendezvous_asks_for_the_secret_too(tmp_path: Path) -> None
             place = ("--node-id", f"n{rank}", "--memory-dir", str(tmp_path / f"memory{rank}"))
             script = (str(SCRIPTS / "allreduce.py"), "100000", "raise@3:1:0")
             command = [sys.executable, "-m", "reft.elastic.launch", *common, *own, *place, *script]
-            launchers.append(subprocess.Popen(command, env=env, start_new_session=True))
+            launchers.append(Popen(command, env=env, start_new_session=True))
         deadline = time.monotonic() + 240
         while not any('"attempt": 1' in f.read_text() for f in events.glob("worker-*")):
             assert time.monotonic() < deadline

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from reft.comm.control import ControlGroup
 from reft.errors import ArenaError, UnrecoverableError
@@ -43,6 +42,7 @@ from reft.store.protection import OrderWatch, ProtectionRecord, write_order
 from reft.topology import Degrees, Topology
 from tests.attack.jobs import remove_all
 from tests.machine import free_port
+from tests.spawn import spawn
 
 SECRET = b"s" * 32
 DEGREES = Degrees(1, 2, 1)
@@ -504,8 +504,6 @@ def run(rank: int, root: str, port: int, scenarios: Sequence[str]) -> None:
         directory.mkdir(exist_ok=True)
         result = globals()[f"scenario_{scenario}"](rank, directory)
         (directory / f"result-{rank}.json").write_text(json.dumps(result))
-    # All is written. An interpreter that ends while gloo's threads run may abort ("terminate called").
-    os._exit(0)
 
 
 class Results:
@@ -513,8 +511,7 @@ class Results:
 
     def __init__(self, root: Path, *scenarios: str) -> None:
         self._root = root
-        args = (str(root), free_port(), scenarios)
-        mp.start_processes(run, args=args, nprocs=2, start_method="spawn")
+        spawn(run, str(root), free_port(), scenarios, nprocs=2)
 
     def of(self, scenario: str) -> list[dict[str, Any]]:
         """What each rank says of a scenario."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.machine import free_port
+from tests.prefork import Popen
 
 
 def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) -> list[dict[str, Any]]:
@@ -31,7 +32,7 @@ def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) 
         "MASTER_PORT": str(port),
     }
     ranks = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, str(job), str(root)],
             env={**shared, "RANK": str(rank)},
             stdout=subprocess.PIPE,

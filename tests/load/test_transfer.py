@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reft.blocks import Section
+from tests.prefork import Popen
 
 from .fleet import NEW, OLD
 from .worker import DEAD, RING, SCENARIOS, WORLD_SIZE, prepare_memory
@@ -34,7 +35,7 @@ def results(tmp_path_factory):
     }
     logs = [(root / f"rank-{rank}.log").open("w") for rank in range(WORLD_SIZE)]
     ranks = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-m", "load.worker", str(root), str(rank)],
             env=environment,
             stdout=log,

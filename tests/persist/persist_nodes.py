@@ -16,6 +16,7 @@ from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persist import PersistProgress, persist_label
 from tests.persist.job_memory import JOB, SECRET, Memory
+from tests.prefork import Popen
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECS = 200
@@ -40,7 +41,7 @@ def spawn_node(memory: Memory, node: str, label: Label, config: ReftConfig, kill
         "kill_at": kill_at,
     }
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, __file__, json.dumps(request)], env=environment, stderr=subprocess.PIPE, text=True
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.machine import FP16_MISSING
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
+from tests.prefork import Popen
 
 HERE = Path(__file__).parent
 PIPELINE = ("fp32", "fp16", "bf16_zero1_accumulate32", "bf16_zero1")
@@ -43,9 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, str(HERE / "format_worker.py"), str(out)]
     jobs = [f"4:{','.join(PIPELINE)}", f"2:{','.join(PLAIN)}"]
     with (out / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *jobs], env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        process = Popen([*command, *jobs], env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             code = process.wait(timeout=500)
         finally:

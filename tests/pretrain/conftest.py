@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.prefork import Popen
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,7 +24,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def run_bounded(command: list[str], timeout_secs: float, cwd: Path, **extra: str):
     """Run ``command`` in a session of its own; everything it started is dead afterwards."""
-    process = subprocess.Popen(
+    process = Popen(
         command,
         cwd=cwd,
         env=environment(**extra),

@@ -18,6 +18,7 @@ from reft.snapshot.scheduling.windows import WindowKind
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded
 from tests.profile.test_outputs import check_trace
+from tests.spawn import spawn
 
 STEPS = 14
 MICRO_BATCHES = 4
@@ -180,11 +181,7 @@ def gather_traces(rank: int, port: int, folder: str) -> None:
 
 
 def test_traces_and_clocks_are_gathered_between_processes(tmp_path):
-
-    import torch.multiprocessing as mp
-
-    port = free_port()
-    mp.spawn(gather_traces, (port, str(tmp_path)), nprocs=3)
+    spawn(gather_traces, free_port(), str(tmp_path), nprocs=3)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["bytes"] == [0, 10, 20]
     assert facts["equal"] == [True] * 3

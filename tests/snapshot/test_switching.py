@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
 
 from reft.cli.protect import describe
 from reft.errors import ConfigError
@@ -27,6 +26,7 @@ from reft.store.protection import (
 from tests.machine import free_port
 from tests.snapshot.test_worker import _launch, _versions
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
+from tests.spawn import RankError, spawn
 
 
 def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(tmp_path: Path) -> None:
@@ -72,9 +72,8 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
     tmp_path: Path, fault: str
 ) -> None:
     (tmp_path / "fault").write_text(fault)
-    port = free_port()
-    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-        mp.start_processes(run, args=(str(tmp_path), port, "switch_killed"), nprocs=4, start_method="spawn")
+    with pytest.raises(RankError, match="SIGKILL"):
+        spawn(run, str(tmp_path), free_port(), "switch_killed", nprocs=4)
     inventories = [take_inventory(tmp_path / f"node{r}", TOPOLOGY.nodes[r], SECRET) for r in range(4)]
     for lost in (None, 0, 1, 2, 3):
         present = [inventory for r, inventory in enumerate(inventories) if r != lost]

@@ -6,18 +6,17 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch.multiprocessing as mp
 
 from reft.blocks import STATE_SECTIONS, Section
 from reft.store.arena import Arena, ArenaState
 from reft.store.arena_files import scan
 from tests.machine import free_port
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
+from tests.spawn import spawn
 
 
 def _launch(root: Path, scenario: str) -> list[dict]:
-    port = free_port()
-    mp.start_processes(run, args=(str(root), port, scenario), nprocs=4, start_method="spawn")
+    spawn(run, str(root), free_port(), scenario, nprocs=4)
     return [json.loads((root / f"result-{r}.json").read_text()) for r in range(4)]
 
 

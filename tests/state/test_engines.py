@@ -17,6 +17,7 @@ import pytest
 
 from tests.machine import FP16_MISSING, free_port
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
+from tests.prefork import Popen
 
 WORLD = 4
 SCRIPT = Path(__file__).with_name("engine_job.py")
@@ -91,9 +92,7 @@ def launch(out: Path, names: list[str]) -> None:
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with (out / f"log.{rank}").open("w") as log:
                 command = [sys.executable, str(SCRIPT), str(out), *names]
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                )
+                processes.append(Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + LIMIT_SECS
         for process in processes:
             process.wait(max(0.0, deadline - time.monotonic()))
