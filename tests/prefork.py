@@ -32,6 +32,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from reft.elastic.script import run_module, run_script
+
 ENV_PREFORK = "REFT_TEST_PREFORK"
 _LAUNCHERS = ("reft.elastic.launch", "reft.cli", "torch.distributed.run")
 PRELOADED = (
@@ -43,7 +45,6 @@ PRELOADED = (
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",
-    "reft.hook.auto",
     "reft.hook.install",
     "reft.hook.session",
     "reft.tools.pretrain",
@@ -133,12 +134,16 @@ class Server:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._connection, [message], list(fds))
-                pid = int(self._connection.recv(64) or 0)
+                answer = int(self._connection.recv(64))
+            except (OSError, ValueError) as error:
+                raise RuntimeError(
+                    f"the server that forks the suite's programs has ended; {ENV_PREFORK}=0 does without it"
+                ) from error
             finally:
                 _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        if not pid:
-            raise RuntimeError("the server that forks the suite's programs has ended; see its messages")
-        return pid
+        if not answer:
+            raise RuntimeError("the suite's server has forked nothing: it was killed while it did")
+        return answer
 
     def close(self) -> None:
         self._connection.close()
@@ -240,7 +245,10 @@ class Forks:
         self._path = [entry for entry in sys.path[1:] if entry != str(_ROOT)]
         self._argv0 = sys.argv[0]
         for name in PRELOADED:
-            importlib.import_module(name)
+            try:
+                importlib.import_module(name)
+            except ImportError as error:  # what needs it will say more; the rest goes on
+                print(f"the suite's server cannot import {name} ahead: {error}", file=sys.stderr)
         sys.meta_path.insert(0, _Ready("deepspeed"))
         gc.collect()
         gc.freeze()
@@ -300,16 +308,15 @@ class Forks:
         argv: list[str] = request["argv"]
         paths = [p for p in request["env"].get("PYTHONPATH", "").split(os.pathsep) if p]
         importlib.invalidate_caches()
-        auto = sys.modules["reft.hook.auto"]
         if argv[0] == "-m":
             sys.path[:] = [os.getcwd(), *paths, *self._path]
             sys.argv = ["-m", *argv[2:]]
             if argv[1] in _LAUNCHERS:
                 self._serve_launcher()
-            return lambda: auto.run_module(argv[1])
+            return lambda: run_module(argv[1])
         sys.path[:] = [os.path.dirname(os.path.realpath(argv[0])), *paths, *self._path]
         sys.argv = list(argv)
-        return lambda: auto.run_script(argv[0])
+        return lambda: run_script(argv[0])
 
     def _serve_launcher(self) -> None:
         """Give this launcher a server for its trainers, forked before it has threads."""
