@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.attack.jobs import launched, ranks
+from tests.prefork import ENV_PREFORK
 
 SCRIPT = Path(__file__).with_name("inert_script.py")
 LEAST = {"reft", "reft.env", "reft.hook", "reft.hook.install", "reft.naming"}
@@ -22,12 +23,13 @@ STARTER = {"reft.elastic", "reft.elastic.exits"}
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
     root = tmp_path_factory.mktemp("inert")
     memory = [root / "memory"]
-    odd = {"TORCHELASTIC_RUN_ID": "run 7/a"}
+    alone = {ENV_PREFORK: "0"}  # what is forked has reft imported from the beginning
+    odd = {"TORCHELASTIC_RUN_ID": "run 7/a", **alone}
     with ExitStack() as stack:
         options = ("--memory-dir", str(root / "launched"))
-        secret = {"REFT_SECRET": "5a" * 32}
+        secret = {"REFT_SECRET": "5a" * 32, **alone}
         jobs = {
-            "plain": ranks(SCRIPT, cwd=root, out=root / "plain", memory=memory),
+            "plain": ranks(SCRIPT, cwd=root, out=root / "plain", memory=memory, env=alone),
             "initialize": ranks(SCRIPT, "--initialize", cwd=root, out=root / "init", memory=memory, env=odd),
             "launch": launched(SCRIPT, cwd=root, out=root / "launch", options=options, env=secret),
         }
