@@ -55,7 +55,7 @@ _AT_IMPORT = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "LD_PRELOAD", "LD_LIBRARY_PAT
 """Variables that libraries read when they are loaded: a program that wants others is not forked."""
 _ROOM, _ROOM_BYTES = "REFT_TEST_PREFORK_ROOM", 96 * 1024
 """Makes room, when the server is started, for the environment that the kernel shows of a forked process."""
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 2**18
 _prctl = ctypes.CDLL(None).prctl
 
@@ -81,6 +81,7 @@ class Popen(subprocess.Popen[Any]):
             "env": env,
             "cwd": os.fspath(cwd or os.getcwd()),
             "session": self._new_session,
+            "dies": server.of_the_suite,
             "unbuffered": "-u" in args[: -len(program or ())] or bool(env.get("PYTHONUNBUFFERED")),
         }
         own = (pipes[0], pipes[3], pipes[5])
@@ -110,10 +111,12 @@ class Server:
     Args:
         connection: to the server.
         environ: of the server, as far as it counts when libraries are loaded.
+        of_the_suite: what is forked is killed when the suite is; a launcher sees to its own.
     """
 
-    def __init__(self, connection: socket.socket, environ: Mapping[str, str]) -> None:
+    def __init__(self, connection: socket.socket, environ: Mapping[str, str], *, of_the_suite: bool) -> None:
         self.owner = os.getpid()
+        self.of_the_suite = of_the_suite
         self._connection = connection
         self._environ = {name: environ.get(name) for name in _AT_IMPORT}
         self._lock = threading.Lock()
@@ -177,7 +180,7 @@ def _start_server() -> Server:
             stdout=subprocess.DEVNULL,
             cwd=_ROOT,
         )
-    server = Server(ours, environ)
+    server = Server(ours, environ, of_the_suite=True)
 
     def end() -> None:
         server.close()
@@ -278,6 +281,8 @@ class Forks:
                 os.close(write)
                 while os.getppid() == between:
                     time.sleep(0.001)
+                if request["dies"]:
+                    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 if os.getppid() != request["parent"]:
                     os._exit(1)  # who asked has been killed
                 return {**request, "fds": fds}
@@ -328,7 +333,7 @@ class Forks:
             _run(self, theirs)
             sys.exit()  # of a trainer that has come to its end
         theirs.close()
-        _server = Server(ours, os.environ)
+        _server = Server(ours, os.environ, of_the_suite=False)
         handler = sys.modules[
             "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
         ]
