@@ -15,7 +15,7 @@ from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, Traffic, kind_of
 from reft.state.late import LateBlob
-from reft.store.arena import Arena, Entry, checksum
+from reft.store.arena import Arena, checksum
 from reft.store.label import Label
 
 
@@ -37,18 +37,11 @@ class Filling:
     @property
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
         """Blocks that are copied from this rank's own device: all but what only a peer has."""
-        mine = self.layout.mine
-        own = tuple(b for b in mine.own if b.key.section is not Section.CHECKSUMS)
-        kept = tuple(b for b in mine.redundant if b.key.section is Section.REPLICATED)
-        return own + kept + mine.parity + mine.gradients
+        return self.layout.mine.local
 
-    def device_bytes(self) -> dict[str, int]:
+    def device_bytes(self) -> Mapping[str, int]:
         """What this rank copies from its own device, by section."""
-        found = Counter[str]()
-        for placed in self.local_blocks:
-            if placed.key.section is not Section.HOST:
-                found[placed.key.section.value] += placed.block.nbytes
-        return dict(found)
+        return self.layout.mine.device_bytes
 
     def _peer_blocks(self, member: int) -> list[PlacedBlock]:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
@@ -205,24 +198,13 @@ class Filling:
         return total
 
     def seal(self) -> None:
-        self.arena.seal([self._entry(b) for b in self.layout.mine.blocks])
-
-    def _entry(self, placed: PlacedBlock) -> Entry:
-        sizes = self.layout.plan.sizes
-        member = placed.key.member
-        image_bytes = {
-            Section.REPLICATED: sizes.replicated_bytes,
-            Section.OWNED: sizes.owned_bytes[member],
-        }.get(placed.key.section, self.length(placed))
-        return Entry(
-            key=placed.key,
-            start_bytes=placed.block.start_bytes,
-            nbytes=self.length(placed),
-            image_bytes=image_bytes,
-            arena_offset=placed.arena_offset,
-            checksum=self._checksums[placed],
-            owner=member == self.layout.member and placed.key.section is not Section.PARITY,
-        )
+        blocks = self.layout.mine.blocks
+        table = self.layout.table.copy()
+        table["checksum"] = [self._checksums[b] for b in blocks]
+        for row, placed in enumerate(blocks):
+            if placed.key.section is Section.HOST:
+                table["nbytes"][row] = table["image_bytes"][row] = self.length(placed)
+        self.arena.seal(table)
 
 
 def _signed(value: int) -> int:

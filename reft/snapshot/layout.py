@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
+from reft.blocks import Section
 from reft.comm.control import ControlGroup
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
 from reft.state.catalogue import SectionImage
+from reft.store.header import TABLE, Entry, pack_entries
 from reft.topology import Coordinate, Degrees, Topology
 
 
@@ -45,6 +51,31 @@ class GroupLayout:
     @property
     def mine(self) -> MemberPlan:
         return self.plan.members[self.member]
+
+    @cached_property
+    def table(self) -> NDArray[np.void]:
+        """The packed entries of this member's blocks in arena order, :data:`reft.store.header.TABLE`. Every
+        version fills in its checksums and the true lengths of the host blocks."""
+        sizes = self.plan.sizes
+        entries = []
+        for placed in self.mine.blocks:
+            key, block = placed.key, placed.block
+            images = {
+                Section.REPLICATED: sizes.replicated_bytes,
+                Section.OWNED: sizes.owned_bytes[key.member],
+            }
+            entries.append(
+                Entry(
+                    key=key,
+                    start_bytes=block.start_bytes,
+                    nbytes=block.nbytes,
+                    image_bytes=images.get(key.section, block.nbytes),
+                    arena_offset=placed.arena_offset,
+                    checksum=0,
+                    owner=key.member == self.member and key.section is not Section.PARITY,
+                )
+            )
+        return np.frombuffer(pack_entries(entries), TABLE)
 
 
 def layout_hash(degrees: Degrees, coordinate: Coordinate, sizes: SectionSizes) -> str:

@@ -16,6 +16,7 @@ their partitions, behind everything that is part of the version.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -101,6 +102,22 @@ class MemberPlan:
     @property
     def blocks(self) -> tuple[PlacedBlock, ...]:
         return self.own + self.redundant + self.parity
+
+    @cached_property
+    def local(self) -> tuple[PlacedBlock, ...]:
+        """Blocks that are copied from the member's own device: all but what only a peer has."""
+        own = tuple(b for b in self.own if b.key.section is not Section.CHECKSUMS)
+        kept = tuple(b for b in self.redundant if b.key.section is Section.REPLICATED)
+        return own + kept + self.parity + self.gradients
+
+    @cached_property
+    def device_bytes(self) -> Mapping[str, int]:
+        """What the member copies from its own device, by section."""
+        found = Counter[str]()
+        for placed in self.local:
+            if placed.key.section is not Section.HOST:
+                found[placed.key.section.value] += placed.block.nbytes
+        return dict(found)
 
     @cached_property
     def by_key(self) -> dict[BlockKey, PlacedBlock]:

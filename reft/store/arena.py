@@ -24,6 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from weakref import WeakSet
 
+import numpy as np
+from numpy.typing import NDArray
+
 from reft.errors import ArenaError
 from reft.store.files import hold_directory, new_file, remove_idle_file, reopen, touch_pages
 from reft.store.free_memory import free_bytes
@@ -44,6 +47,7 @@ from reft.store.header import (
     encode_record,
     newest_record,
     pack_entries,
+    unpack_entries,
 )
 
 __all__ = [
@@ -60,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
 """A reader may meet both header copies in change only if the writer is faster than it, twice."""
+
+Table = NDArray[np.void]
 
 _open_arenas: WeakSet[Arena] = WeakSet()
 
@@ -192,7 +198,7 @@ class Arena:
         finally:
             os.close(fd)
         try:
-            header = arena._newest().header
+            header = arena._newest().head
             if job_id is not None and header is not None and header.job_id != job_id:
                 raise ArenaError(f"holds a version of job {header.job_id!r}; expected job {job_id!r}")
         except ArenaError as error:
@@ -230,15 +236,17 @@ class Arena:
     def header(self) -> ArenaHeader | None:
         """What the arena holds, read anew from memory; None if it is EMPTY or unreadable."""
         try:
-            return self._newest().header
+            return self._newest().header()
         except ArenaError:
             return None
 
     @property
     def state(self) -> ArenaState:
         """State on record; EMPTY also where the header is unreadable."""
-        header = self.header()
-        return ArenaState.EMPTY if header is None else header.state
+        try:
+            return _state_of(self._newest())
+        except ArenaError:
+            return ArenaState.EMPTY
 
     def lost(self) -> str | None:
         """Whether this file is still what the next start of the job would find and trust.
@@ -291,31 +299,28 @@ class Arena:
                 raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
             self._unlock_after_write = True
         writing = replace(header, state=ArenaState.WRITING, entries=(), sealed_unix_secs=0.0)
-        self._record(writing, b"")
-        self._wipe_older()
+        self._record(self._newest(), writing, b"", wipe=True)
 
-    def seal(self, entries: Sequence[Entry], sealed_unix_secs: float | None = None) -> None:
+    def seal(self, entries: Sequence[Entry] | Table, sealed_unix_secs: float | None = None) -> None:
         """Record that the data region holds the whole version and its checksums.
 
         Args:
-            entries: every stored block.
+            entries: every stored block; also packed, as an array of :data:`reft.store.header.TABLE`.
             sealed_unix_secs: time to record; now by default.
 
         Raises:
             ArenaError: if no version is being written, an entry lies outside the data region, or the
                 table has no room.
         """
-        header = self._in_state(ArenaState.WRITING, "sealed")
+        newest, header = self._in_state(ArenaState.WRITING, "sealed")
         if len(entries) > self.max_entries:
             raise ArenaError(
                 f"{self.path}: {len(entries)} blocks to seal, but room was reserved for "
                 f"{self.max_entries}; create the arena anew with a larger max_entries"
             )
-        for entry in entries:
-            self._check_bounds(entry)
         now = time.time() if sealed_unix_secs is None else sealed_unix_secs
         sealed = replace(header, state=ArenaState.SEALED, sealed_unix_secs=now, entries=())
-        self._record(sealed, pack_entries(entries))
+        self._record(newest, sealed, self._pack(entries))
         self._release_own_lock()
 
     def commit(self) -> None:
@@ -324,13 +329,12 @@ class Arena:
         Raises:
             ArenaError: if the arena is not SEALED.
         """
-        header = self._in_state(ArenaState.SEALED, "committed")
-        self._record(replace(header, state=ArenaState.COMMITTED), self._newest().table)
+        newest, header = self._in_state(ArenaState.SEALED, "committed")
+        self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 
     def clear(self) -> None:
         """Record that the arena holds nothing."""
-        self._record(None, b"")
-        self._wipe_older()
+        self._record(self._newest(), None, b"", wipe=True)
         self._release_own_lock()
 
     # ---- locks ----
@@ -393,11 +397,25 @@ class Arena:
                     raise
         raise AssertionError("unreachable")
 
-    def _record(self, header: ArenaHeader | None, table: bytes) -> None:
-        """Store a new state over the older copy; the newer one stays as it is until this is whole."""
+    def _pack(self, entries: Sequence[Entry] | Table) -> bytes:
+        if not isinstance(entries, np.ndarray):
+            for entry in entries:
+                self._check_bounds(entry)
+            return pack_entries(entries)
+        begin, nbytes = entries["arena_offset"], entries["nbytes"]
+        # Not their sum, which may be more than 64 bits hold.
+        outside = (begin > self.data_bytes) | (nbytes > self.data_bytes - np.minimum(begin, self.data_bytes))
+        packed = entries.tobytes()
+        for row in np.flatnonzero(outside):
+            self._check_bounds(unpack_entries(packed)[row])
+        return packed
+
+    def _record(self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False) -> None:
+        """Store a new state over the older copy; the newer one stays as it is until this is whole. With
+        ``wipe`` it goes then: damage to the new one must not bring back a block table whose data is being
+        overwritten."""
         if not self.writable or self._secret is None:
             raise ArenaError(f"{self.path}: open for reading; open it with writable=True to change it")
-        newest = self._newest()
         payload = encode_header(header, table)
         record = encode_record(RecordKind.HEADER, newest.sequence + 1, payload, self._secret)
         if len(record) > self._geometry.copy_bytes:
@@ -406,12 +424,8 @@ class Arena:
                 f"reserved; shorten job_id or node, or reserve more entries"
             )
         self._store(self._geometry.copy_offset(1 - newest.index), record)
-
-    def _wipe_older(self) -> None:
-        """Invalidate the older copy: damage to the newer one must not bring back a block table whose
-        data is being overwritten."""
-        older = 1 - self._newest().index
-        self._store(self._geometry.copy_offset(older), bytes(len(MAGIC)))
+        if wipe:
+            self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
 
     def _store(self, offset: int, data: bytes) -> None:
         """The only place where header bytes are changed."""
@@ -421,12 +435,12 @@ class Arena:
         assert self._map is not None
         touch_pages(self._map, self.path)
 
-    def _in_state(self, expected: ArenaState, verb: str) -> ArenaHeader:
-        header = self._newest().header
-        found = ArenaState.EMPTY if header is None else header.state
-        if header is None or found is not expected:
+    def _in_state(self, expected: ArenaState, verb: str) -> tuple[Record, ArenaHeader]:
+        newest = self._newest()
+        found = _state_of(newest)
+        if newest.head is None or found is not expected:
             raise ArenaError(f"{self.path}: is {found} and cannot be {verb}; expected it to be {expected}")
-        return header
+        return newest, newest.head
 
     def _check_bounds(self, entry: Entry) -> None:
         end = entry.arena_offset + entry.nbytes
@@ -458,6 +472,10 @@ class Arena:
                 with suppress(OSError):
                     os.close(fd)
         self._lock = None
+
+
+def _state_of(record: Record) -> ArenaState:
+    return ArenaState.EMPTY if record.head is None else record.head.state
 
 
 def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:

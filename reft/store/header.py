@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
 import xxhash
 
 from reft.blocks import BlockKey, Section
@@ -41,6 +42,18 @@ _CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
 _DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
 PREFIX_BYTES = len(MAGIC) + _CORE.size + _DIGESTS.size
 _ENTRY = struct.Struct("<BBHIIQQQQQ")
+TABLE = np.dtype(
+    [
+        ("section", "<u1"),
+        ("owner", "<u1"),
+        ("unused", "<u2"),
+        ("member", "<u4"),
+        ("index", "<u4"),
+        *((name, "<u8") for name in ("start_bytes", "nbytes", "image_bytes", "arena_offset", "checksum")),
+    ]
+)
+"""The same as columns. There are no gaps: NumPy would not copy what is in them."""
+assert TABLE.itemsize == _ENTRY.size
 _HEAD_BYTES = 4096
 """Room for everything in a header but its block table: names are at most 255 characters."""
 
@@ -160,12 +173,32 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Record:
-    """One decoded header copy. ``header`` is None for an EMPTY arena."""
+    """One decoded header copy.
+
+    Attributes:
+        index: which copy, 0 or 1.
+        sequence: the record's number.
+        head: the header without its entries; None for an EMPTY arena.
+        table: the packed entries.
+    """
 
     index: int
     sequence: int
-    header: ArenaHeader | None
+    head: ArenaHeader | None
     table: bytes
+
+    def header(self) -> ArenaHeader | None:
+        """The header with its entries, which takes a while for thousands of them.
+
+        Raises:
+            ArenaError: if the table is none (its digests were right, so a program is wrong).
+        """
+        if self.head is None:
+            return None
+        try:
+            return replace(self.head, entries=unpack_entries(self.table))
+        except (IndexError, struct.error) as error:
+            raise ArenaError(f"a whole header copy holds no block table: {error!r}") from error
 
 
 class TornRecordError(ArenaError):
@@ -299,7 +332,7 @@ def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
 
 
 def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
-    """Header and packed block table of a header copy's payload.
+    """Header, without its entries, and packed block table of a header copy's payload.
 
     Raises:
         ArenaError: if the payload is not a header (its digests were right, so a program is wrong).
@@ -315,13 +348,12 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
             coordinate=Coordinate(*head["coordinate"]),
             label=Label(*head["label"]),
             state=ArenaState(head["state"]),
-            entries=unpack_entries(table),
             sealed_unix_secs=head["sealed_unix_secs"],
             layout=head["layout"],
             coding=head.get("coding", ""),
             scheme=head.get("scheme", ""),
         )
-    except (KeyError, ValueError, TypeError, IndexError, struct.error) as error:
+    except (KeyError, ValueError, TypeError) as error:
         raise ArenaError(f"a whole header copy holds no header: {error!r}") from error
     return header, table
 
@@ -347,8 +379,8 @@ def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
         kind, reason = min(refusals, key=lambda refusal: refusal[0] is TornRecordError)
         raise kind(reason)
     sequence, index, payload = max(found)
-    header, table = decode_header(payload)
-    return Record(index, sequence, header, table)
+    head, table = decode_header(payload)
+    return Record(index, sequence, head, table)
 
 
 def _mac(body: bytes, secret: bytes) -> bytes:

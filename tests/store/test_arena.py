@@ -6,6 +6,7 @@ import os
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from arena_tools import SECRET, fill, header, make, write_version
 
@@ -13,7 +14,7 @@ from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
 from reft.store.arena import Arena, ArenaState, Entry
 from reft.store.arena_files import scan
-from reft.store.header import FORMAT_VERSION, MAGIC
+from reft.store.header import FORMAT_VERSION, MAGIC, TABLE, pack_entries
 
 
 def test_p5_a_flipped_byte_in_any_block_is_found(tmp_path: Path) -> None:
@@ -80,6 +81,57 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             arena.read_block(outside)
         with pytest.raises(ArenaError, match="shorten job_id or node"):
             arena.begin(header(1, node="n" * 9000))
+
+
+def test_packed_entries_are_sealed_as_entries_are(tmp_path: Path) -> None:
+    with make(tmp_path / "a.arena") as arena, make(tmp_path / "b.arena") as other:
+        for each in (arena, other):
+            each.begin(header(1))
+        entries = fill(arena, 4)
+        arena.seal(np.frombuffer(pack_entries(entries), TABLE), sealed_unix_secs=1.0)
+        other.seal(entries, sealed_unix_secs=1.0)
+        assert arena.header() == other.header()
+        starts, size = arena.header_offsets, arena.header_offsets[1] - arena.header_offsets[0]
+        for start in starts:
+            stored = [Path(a.path).read_bytes()[start : start + size] for a in (arena, other)]
+            assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(4096, 1), (4095, 2), (2**64 - 1, 2), (1, 2**64 - 1), (0, 4097)]
+)
+def test_packed_entries_that_do_not_fit_are_refused(tmp_path: Path, offset: int, nbytes: int) -> None:
+    with make(tmp_path / "a.arena") as arena:
+        arena.begin(header(1))
+        table = np.frombuffer(pack_entries(fill(arena, 4)), TABLE).copy()
+        table["arena_offset"][2], table["nbytes"][2] = offset, nbytes
+        with pytest.raises(ArenaError, match=r"BlockKey.* outside the data region"):
+            arena.seal(table)
+        table["arena_offset"][2], table["nbytes"][2] = 4096, 0
+        arena.seal(table)
+        assert arena.state is ArenaState.SEALED
+
+
+def test_only_who_asks_for_the_entries_pays_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table has thousands of them; no transition and no look at the file needs one."""
+    with make(tmp_path / "a.arena") as arena:
+        write_version(arena, 1)
+        expected = arena.header()
+
+        def refuse(table: bytes) -> tuple[Entry, ...]:
+            raise AssertionError("the entries were unpacked")
+
+        monkeypatch.setattr("reft.store.header.unpack_entries", refuse)
+        arena.begin(header(2))
+        arena.seal(np.frombuffer(pack_entries(fill(arena, 4)), TABLE))
+        assert arena.lost() is None
+        arena.commit()
+        assert arena.state is ArenaState.COMMITTED
+        monkeypatch.undo()
+        found = arena.header()
+        assert found is not None
+        assert expected is not None
+        assert found.entries == expected.entries
 
 
 def corrupt(path: Path, at: int, data: bytes) -> None:
