@@ -48,3 +48,20 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "of the bound" in done.stdout
     assert "decode rs:2, 2 lost" in done.stdout
+
+
+def test_decoders_are_compared_with_the_libraries_that_are_installed(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(SCRIPT.with_name("decoders.py")),
+        "--json",
+        "--block-mib",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    ways = json.loads(done.stdout)["ways"]
+    assert {"copy", "reft, NumPy"} <= set(ways)
+    assert ("reft, compiled" in ways) == (compiled_run() is not None)
