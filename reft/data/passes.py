@@ -195,7 +195,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
             return inner
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        skipping = _Skipping(getattr(loader, name), taken)
+        skipping = Skipping(getattr(loader, name), taken)
         # DataLoader refuses to have these set; on the copy nothing else refers to them.
         vars(twin).update({name: skipping, "_iterator": None})
         if position.renewed:
@@ -252,7 +252,7 @@ def is_watched() -> bool:
     return not _unwatched
 
 
-class _Skipping:
+class Skipping:
     """A sampler without its first draws. ``before``: sets the random states for the draws that are made at
     once, in which most samplers choose the whole order; None: those that are there."""
 

@@ -27,17 +27,20 @@ class JobRecord:
     Used by global rank 0 only.
 
     Args:
-        endpoint: ``host:port`` of the store, or None.
+        store: connected, or None.
         job_id: name of the job.
     """
 
-    def __init__(self, endpoint: str | None, job_id: str) -> None:
+    def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
         self._prefix = f"reft/{job_id}"
         self._committed_key = committed_key(job_id)
-        self._store: KeyValueStore | None = None
+        self._store = store
         self._lost_until = 0.0
-        if endpoint:
-            self._store = _connect(endpoint)
+
+    @classmethod
+    def at(cls, endpoint: str | None, job_id: str) -> JobRecord:
+        """The record in the store at ``host:port``, if there is one and it answers."""
+        return cls(_connect(endpoint) if endpoint else None, job_id)
 
     def next_incarnation(self) -> int:
         """Count this start of the job; 0 where no store can tell."""

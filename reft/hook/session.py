@@ -102,7 +102,7 @@ class Session:
         """Everything that needs the job's memory."""
         engine = self.engine
         self.job_dir = open_job_dir(config, self.job_id, self.node, self.control)
-        self.record = JobRecord(os.environ.get(ENV_STORE) if self.is_rank_zero else None, self.job_id)
+        self.record = JobRecord.at(os.environ.get(ENV_STORE) if self.is_rank_zero else None, self.job_id)
         self.incarnation = agree_on_incarnation(config, self.job_dir, self.record, self.control)
         self.faults = FaultPlan(
             config.faults,

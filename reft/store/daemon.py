@@ -152,9 +152,10 @@ class Daemon:
                 logger.error("the daemon's socket failed: %s", error)
                 self.end()
                 return
-            threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True).start()
+            threading.Thread(target=self.serve, args=(connection,), name="serve", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket) -> None:
+        """Answer one connection until it ends."""
         with contextlib.closing(connection):
             try:
                 connection.settimeout(_HANDSHAKE_SECS)

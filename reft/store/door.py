@@ -106,7 +106,7 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
         _keep_alive(connection)
         return Channel(
             connection,
-            _key(secret, purpose),
+            door_key(secret, purpose),
             server=False,
             line=f"the {purpose} at {endpoint}",
             handshake_secs=timeout_secs,
@@ -141,7 +141,7 @@ class Door:
         self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], None]
     ) -> None:
         self._listener = listener
-        self._secret = _key(secret, purpose)
+        self._secret = door_key(secret, purpose)
         self._purpose = purpose
         self._serve = serve
         self._lock = threading.Lock()
@@ -235,7 +235,7 @@ class Door:
                 self._strangers -= 1
 
 
-def _key(secret: bytes, purpose: str) -> bytes:
+def door_key(secret: bytes, purpose: str) -> bytes:
     """A key of its own for every kind of door: a proof made for one opens no other."""
     return hmac.new(secret, b"reft door: " + purpose.encode(), sha256).digest()
 

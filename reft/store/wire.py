@@ -144,7 +144,7 @@ def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_secs)
     try:
-        with _ShortPath(job_dir) as path:
+        with ShortPath(job_dir) as path:
             connection.connect(path)
         return Channel(connection, secret, server=False)
     except BaseException:
@@ -158,7 +158,7 @@ def listen(job_dir: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     old_mask = os.umask(0o177)
     try:
-        with _ShortPath(job_dir) as path:
+        with ShortPath(job_dir) as path:
             listener.bind(path)
     except BaseException:
         listener.close()
@@ -169,7 +169,7 @@ def listen(job_dir: Path) -> socket.socket:
     return listener
 
 
-class _ShortPath:
+class ShortPath:
     """A name for the socket that fits ``sun_path`` (108 bytes), however deep the directory is."""
 
     def __init__(self, job_dir: Path) -> None:

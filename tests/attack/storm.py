@@ -124,7 +124,7 @@ class Storm:
     def _strike_all(self, episode: Episode, job: StormJob, fillable: bool, until: float) -> None:
         behind = 0
         while len(episode.attacks) < self._most and time.monotonic() < until:
-            attack = self._draw(job.setup, fillable)
+            attack = self.draw(job.setup, fillable)
             if episode.attacks and attack.any_time and self._rng.random() < _IN_A_ROW:
                 time.sleep(self._rng.uniform(0, _IN_A_ROW_SECS))
             elif not job.settle(behind) or not job.wait_for_commits(self._rng.randint(1, _MOST_COMMITS)):
@@ -147,7 +147,7 @@ class Storm:
             console.print(f"    step {step}: {attack.name}: {facts['said']}")
         return job.under_way() if len(job.chapters) == chapters else job.restored
 
-    def _draw(self, setup: StormSetup, fillable: bool) -> Attack:
+    def draw(self, setup: StormSetup, fillable: bool) -> Attack:
         for _ in range(2):
             for attack in self._bag:
                 if attack.fits(setup, fillable):

@@ -24,8 +24,8 @@ def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
     monkeypatch.setenv(ENV_EVENTS, "/proc/no-such-place")
     EventLog(0).write("commit", step=1)
     monkeypatch.setenv(ENV_EVENTS, str(tmp_path))
+    (tmp_path / f"reft-1-{os.getpid()}.jsonl").symlink_to("/dev/full")
     log = EventLog(1)
-    log._fd = os.open("/dev/full", os.O_WRONLY)
     for step in (1, 2):
         log.write("commit", step=step)
     log.write("odd", value=object())
@@ -34,11 +34,10 @@ def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
 
 
 def _failing_record() -> JobRecord:
-    record = JobRecord(None, "job")
-    record._store = mock.Mock()
+    store = mock.Mock()
     for name in ("add", "set", "check", "get"):
-        getattr(record._store, name).side_effect = StoreError("Connection reset by peer")
-    return record
+        getattr(store, name).side_effect = StoreError("Connection reset by peer")
+    return JobRecord(store, "job")
 
 
 def test_p6_a_store_that_fails_is_no_error_of_training() -> None:

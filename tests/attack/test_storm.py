@@ -31,19 +31,19 @@ class Written:
     def life(self, steps: range, committed: int = 0, restored: tuple[int, str] | None = None) -> None:
         """One incarnation of one rank."""
         self._lives += 1
-        self._write("attached", incarnation=self._lives, node="node0", coordinate="(0, 0, 0)", tolerance=1)
+        self.write("attached", incarnation=self._lives, node="node0", coordinate="(0, 0, 0)", tolerance=1)
         if restored is not None:
-            self._write("restored", version=restored[0], source=restored[1])
+            self.write("restored", version=restored[0], source=restored[1])
         for step in steps:
-            self._write("step", step=step, loss_hex=REFERENCE[step])
+            self.write("step", step=step, loss_hex=REFERENCE[step])
         if committed:
-            self._write("commit", step=committed)
+            self.write("commit", step=committed)
 
     def judge(self, restored: int = 0) -> Verdict:
         chapter = Chapter(self.directory, restored)
         return judge([(chapter, History.of(self.directory))], REFERENCE)
 
-    def _write(self, event: str, **fields: object) -> None:
+    def write(self, event: str, **fields: object) -> None:
         self._time += 1.0
         line = json.dumps({"event": event, "time": self._time, "rank": 0, **fields})
         with (self.directory / f"reft-0-{1000 + self._lives}.jsonl").open("a") as file:
@@ -67,7 +67,7 @@ def test_p3_a_commit_that_is_lost_is_seen(written: Written) -> None:
 
 def test_p1_a_loss_that_differs_is_seen_though_the_step_is_done_again(written: Written) -> None:
     written.life(range(1, 4))
-    written._write("step", step=4, loss_hex=(4.5).hex())
+    written.write("step", step=4, loss_hex=(4.5).hex())
     written.life(range(4, 6), restored=(3, "memory"))
     (problem,) = written.judge().problems
     assert problem.startswith("step 4: losses")
@@ -89,7 +89,7 @@ def test_p5_the_first_life_without_memory_goes_on_from_the_newest_whole_checkpoi
 
 def test_a_loss_that_nothing_can_be_compared_with_is_seen(written: Written) -> None:
     written.life(range(1, 31))
-    written._write("step", step=31, loss_hex=(1.0).hex())
+    written.write("step", step=31, loss_hex=(1.0).hex())
     (problem,) = written.judge().problems
     assert "undisturbed run has none" in problem
 
@@ -97,7 +97,7 @@ def test_a_loss_that_nothing_can_be_compared_with_is_seen(written: Written) -> N
 def test_every_kind_comes_before_any_comes_twice(tmp_path: Path) -> None:
     kinds = list(ATTACKS.values())
     storm = Storm(Scratch(tmp_path), Random(1), kinds, steps=1, most=1)
-    drawn = [storm._draw(SETUPS[0], True).name for _ in kinds]
+    drawn = [storm.draw(SETUPS[0], True).name for _ in kinds]
     assert sorted(drawn) == sorted(ATTACKS)
 
 

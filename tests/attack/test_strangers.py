@@ -15,6 +15,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,8 +25,9 @@ from reft.elastic.local_cluster import LocalNode
 from reft.elastic.rendezvous import RendezvousServer
 from reft.errors import AuthenticationError
 from reft.store import wire
-from reft.store.door import Door, _key, knock, listen
+from reft.store.door import Door, door_key, knock, listen
 from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
+from reft.store.wire import Channel
 from tests.elastic.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
 from tests.prefork import Popen
@@ -87,13 +89,12 @@ def test_p11_a_reflected_handshake_is_refused(server: KeyValueServer) -> None:
 
 @pytest.mark.parametrize("change", ["flip", "replay", "reorder", "shrink"])
 def test_p11_a_changed_or_repeated_frame_ends_the_connection(server: KeyValueServer, change: str) -> None:
-    channel = knock(endpoint(server), SECRET, PURPOSE, WAIT_SECS)
-    frames: list[bytes] = []
-    connection = channel._socket
-    channel._socket = _Recorder(frames)  # type: ignore[assignment]
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS)
+    recorder = _Recorder(connection)
+    channel = Channel(recorder, door_key(SECRET, PURPOSE), server=False)  # type: ignore[arg-type]
+    recorder.frames = frames = []
     channel.send(["set", "a", b"1"])
     channel.send(["set", "b", b"2"])
-    channel._socket = connection
     first, second = frames
     body = {
         "flip": first[:-1] + bytes([first[-1] ^ 1]),
@@ -105,25 +106,34 @@ def test_p11_a_changed_or_repeated_frame_ends_the_connection(server: KeyValueSer
     if change == "replay":
         assert channel.receive() == [True, None]
     assert read_until_closed(connection) == b""
-    channel.close()
+    connection.close()
     store = KeyValueStore(endpoint(server), SECRET)
     assert store.check(["a"]) is (change == "replay")
     assert not store.check(["b"])
 
 
 class _Recorder:
-    def __init__(self, frames: list[bytes]) -> None:
-        self._frames = frames
+    """A connection whose frames are kept instead of sent, from the time on when there is a list for them."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.frames: list[bytes] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
     def sendall(self, data: bytes) -> None:
-        self._frames.append(data)
+        if self.frames is None:
+            self._connection.sendall(data)
+        else:
+            self.frames.append(data)
 
 
 def test_p11_a_huge_frame_is_not_read(server: KeyValueServer) -> None:
-    channel = knock(endpoint(server), SECRET, PURPOSE, WAIT_SECS)
-    channel._socket.sendall((wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
-    assert read_until_closed(channel._socket) == b""
-    channel.close()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECS) as connection:
+        Channel(connection, door_key(SECRET, PURPOSE), server=False)
+        connection.sendall((wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+        assert read_until_closed(connection) == b""
 
 
 def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
@@ -183,7 +193,7 @@ def test_p6_a_door_without_descriptors_or_threads_opens_again(
 
 
 def test_p11_keys_differ_by_purpose() -> None:
-    assert _key(SECRET, "rendezvous") != _key(SECRET, "trainers' store") != SECRET
+    assert door_key(SECRET, "rendezvous") != door_key(SECRET, "trainers' store") != SECRET
 
 
 # -- addresses ---------------------------------------------------------------------------------------

@@ -482,8 +482,8 @@ def scenario_swapped_before(rank: int, root: Path) -> dict[str, Any]:
 
 def scenario_noted(rank: int, root: Path) -> dict[str, Any]:
     """Rank 0 asks the rendezvous store what the job had committed: once it fails, once it says."""
-    control, record = ControlGroup(DEADLINE_SECS), JobRecord(None, "job")
-    record._store = store = mock.Mock()
+    control, store = ControlGroup(DEADLINE_SECS), mock.Mock()
+    record = JobRecord(store, "job")
     store.check.side_effect = RuntimeError("Connection reset by peer")
     error = ""
     try:

@@ -12,7 +12,7 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader, RandomSampler
 
 import reft
-from reft.data.passes import _Skipping
+from reft.data.passes import Skipping
 from reft.hook.data import DataPosition
 from reft.state.rng import capture_rng, restore_rng
 
@@ -264,6 +264,6 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
     loader = reft.resumable(loader_of(range(SAMPLES)), name="copied")
     for made in (loader, iter(loader)):
         assert not hasattr(object.__new__(type(made)), "no_such_thing")
-    skipping = copy.copy(_Skipping(loader.sampler, 1))
+    skipping = copy.copy(Skipping(loader.sampler, 1))
     assert not hasattr(skipping, "no_such_thing")
     assert list(copy.copy(loader).batch_sampler.sampler) != []

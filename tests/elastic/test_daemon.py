@@ -24,7 +24,7 @@ from reft.store.daemon import Daemon
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persister import committed_labels
-from reft.store.wire import SOCKET_NAME, Channel, _ShortPath, connect
+from reft.store.wire import SOCKET_NAME, Channel, ShortPath, connect
 from reft.topology import Coordinate, Degrees
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_the_socket_is_private_and_the_secret_is_asked_for(
 
 def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
     silent, noisy = (socket.socket(socket.AF_UNIX) for _ in range(2))
-    with _ShortPath(job_dir.path) as path:  # the directory of the tests may be a deep one
+    with ShortPath(job_dir.path) as path:  # the directory of the tests may be a deep one
         silent.connect(path)
         noisy.connect(path)
     noisy.sendall(os.urandom(4096))
@@ -565,6 +565,6 @@ def test_p11_the_whole_handshake_is_bounded(job_dir: JobDir, monkeypatch: pytest
     monkeypatch.setattr("reft.store.daemon.Channel", knock)
     ours, theirs = socket.socketpair()
     with theirs:
-        Daemon(job_dir)._serve(ours)
+        Daemon(job_dir).serve(ours)
     assert bounds[0] is not None
     assert bounds[0] <= 10.0
