@@ -122,7 +122,7 @@ class StateHolder(_RendezvousStateHolder):
         self._state = _RendezvousState()
         self._held: bytes | None = None
         self._dirty = False
-        self._synced_at = float("-inf")
+        self.synced_at = float("-inf")
         self._trusts_after = float("-inf")
 
     @property
@@ -146,7 +146,7 @@ class StateHolder(_RendezvousStateHolder):
                 written, self._held = self._store.compare_set(
                     self._key, self._held, encode_state(self._state)
                 )
-            elif now - self._synced_at < _CACHE_SECS:
+            elif now - self.synced_at < _CACHE_SECS:
                 return None
             else:
                 self._held = self._store.peek(self._key)
@@ -155,9 +155,9 @@ class StateHolder(_RendezvousStateHolder):
         self._state = _RendezvousState() if self._held is None else decode_state(self._held)
         self._dirty = False
         now = time.monotonic()
-        if self._alive_secs < now - self._synced_at < float("inf"):
+        if self._alive_secs < now - self.synced_at < float("inf"):
             self._trusts_after = now + self._alive_secs
-        self._synced_at = now
+        self.synced_at = now
         if now >= self._trusts_after:
             self._strike_out_the_silent()
         return written

@@ -155,21 +155,36 @@ def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
 
 
 class Identity:
-    """The fingerprint of the running job, and what it says to stored state. Made collectively.
+    """The fingerprint of the running job, and what it says to stored state.
 
     Args:
-        engine: the DeepSpeed engine.
+        fingerprint: the same on all ranks.
         config: the block, with the job's name in it.
-        at: coordinate of this rank.
-        degrees: of the job.
         control: to agree by.
+        restarted: whether any rank was started again.
     """
 
     def __init__(
-        self, engine: Any, config: ReftConfig, *, at: Coordinate, degrees: Degrees, control: ControlGroup
+        self, fingerprint: Fingerprint, config: ReftConfig, control: ControlGroup, *, restarted: bool
     ) -> None:
+        self.fingerprint = fingerprint
         self._config = config
         self._control = control
+        self._restarted = restarted
+
+    @classmethod
+    def of_engine(
+        cls, engine: Any, config: ReftConfig, *, at: Coordinate, degrees: Degrees, control: ControlGroup
+    ) -> Identity:
+        """Of a DeepSpeed engine: rank 0's settings, everybody's shapes. Collective.
+
+        Args:
+            engine: the engine.
+            config: as above.
+            at: coordinate of this rank.
+            degrees: of the job.
+            control: as above.
+        """
         mine = encode([str(at), _shapes(engine), _restarts()])
         told = [decode(data) for data in allgather_bytes(mine, control.group)]
         facts = {**_settings(engine), **_layout(degrees)}
@@ -177,9 +192,8 @@ class Identity:
             f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
         }
         common = allgather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"", control.group)[0]
-        self.fingerprint = Fingerprint.decode(common)
-        """The same on all ranks: rank 0's settings, everybody's shapes."""
-        self._restarted = any(restarts for _, _, restarts in told)
+        restarted = any(restarts for _, _, restarts in told)
+        return cls(Fingerprint.decode(common), config, control, restarted=restarted)
 
     def require_same(self, was: Fingerprint, of: str) -> None:
         """Refuse stored state of another job, or of this one with other settings.

@@ -87,7 +87,9 @@ class Session:
         log.set_place(self.job_id, str(self.coordinate), int(engine.global_steps))
         self.topology, self._places = gather_topology(self.control, self.coordinate, degrees)
         self.node = self.topology.nodes[self.control.rank]
-        self.identity = Identity(engine, config, at=self.coordinate, degrees=degrees, control=self.control)
+        self.identity = Identity.of_engine(
+            engine, config, at=self.coordinate, degrees=degrees, control=self.control
+        )
         self._lock = hold_memory(config, self.job_id, self.control)
         try:
             self._prepare(config)

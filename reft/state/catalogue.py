@@ -237,7 +237,7 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
         if name in seen:
             raise ValueError(f"the tensor name {name!r} appears twice; names must be unique in a section")
         seen.add(name)
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
     sized = [(i, t) for i, (_, t) in enumerate(tensors) if t.numel()]
     # By address; of those that start together the longest first, then the earliest.
     sized.sort(key=lambda p: (str(p[1].device), p[1].data_ptr(), -_extent_bytes(p[1]), p[0]))
@@ -257,7 +257,7 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
     return [t for i, t in enumerate(tensors) if i not in dropped]
 
 
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
+def check_dense(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnsupportedStateError(
             f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}; expected a "

@@ -33,12 +33,12 @@ def shard_dims(module: torch.nn.Module) -> dict[str, int]:
 def run(case: dict, out: Path) -> None:
     options = parse(case["argv"])
     config = options.model_config()
-    layout: Layout = train._choose_layout(
+    layout: Layout = train.choose_layout(
         options, degrees_for(dist.get_world_size(), options.pp, options.tp, options.dp)
     )
-    samples = train._open_samples(options, config)
+    samples = train.training_samples(options, config)
     engine = train.build_engine(options, config, layout)
-    data = train._iterator(engine, options, config, layout, samples)
+    data = train.micro_batch_iterator(engine, options, config, layout, samples)
     result = {
         "at": layout.coordinate(dist.get_rank()),
         "order": layout.order,
@@ -52,12 +52,12 @@ def run(case: dict, out: Path) -> None:
     if case.get("resume_from"):
         # The same job stopped half-way, saved, built anew and loaded.
         half = train.build_engine(options, config, layout)
-        again = train._iterator(half, options, config, layout, samples)
+        again = train.micro_batch_iterator(half, options, config, layout, samples)
         first = [float(half.train_batch(again)) for _ in range(case["resume_from"])]
-        train._save(half, again, out / case["name"])
+        train.save_checkpoint(half, again, out / case["name"])
         resumed = train.build_engine(options, config, layout)
         path, state = resumed.load_checkpoint(str(out / case["name"]))
-        last = train._iterator(resumed, options, config, layout, samples)
+        last = train.micro_batch_iterator(resumed, options, config, layout, samples)
         last.sampler.seek(resumed.global_samples)
         rest = [float(resumed.train_batch(last)) for _ in range(case["steps"] - resumed.global_steps)]
         result |= {"resumed_losses": first + rest, "resumed_final": weights(resumed.module)}
@@ -68,10 +68,10 @@ def run(case: dict, out: Path) -> None:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    train._import_deepspeed(verbose=False)
+    train.import_deepspeed(verbose=False)
     options = parse(cases[0]["argv"])
-    samples = train._open_samples(options, options.model_config())
-    train._init_processes(options, samples)
+    samples = train.training_samples(options, options.model_config())
+    train.init_processes(options, samples)
     for case in cases:
         try:
             run(case, out)

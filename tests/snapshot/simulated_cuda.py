@@ -62,7 +62,7 @@ class _Point:
 
 class SimulatedEvent:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self._timed = enable_timing
+        self.timed = enable_timing
         self.point: _Point | None = None
 
     def record(self, stream: SimulatedStream) -> None:
@@ -77,7 +77,7 @@ class SimulatedEvent:
             self.point.wait()
 
     def elapsed_time(self, other: SimulatedEvent) -> float:
-        if not (self._timed and other._timed and self.point and other.point):
+        if not (self.timed and other.timed and self.point and other.point):
             raise ValueError("both events must be timed and recorded")
         if not (self.query() and other.query()):
             raise RuntimeError("device not ready")

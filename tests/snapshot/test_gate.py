@@ -319,7 +319,7 @@ def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again(
 
 def test_training_that_hands_a_version_over_is_not_silent(gate: HostGate) -> None:
     gate.patience_secs = LONG
-    gate._alive_at -= LONG  # no version was wanted, and no window opened
+    gate.alive_at -= LONG  # no version was wanted, and no window opened
     gate.enter()
     asking = threading.Thread(target=gate.admit, daemon=True)
     asking.start()
@@ -351,7 +351,7 @@ def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_trainin
     threading.Thread(target=copy, daemon=True).start()
     assert rested.wait(LONG)
     core, until = min(allowed), time.monotonic() + LONG
-    while not gate._core._active and time.monotonic() < until:
+    while not gate.asks and time.monotonic() < until:
         time.sleep(0.01)  # it asks again
     os.sched_setaffinity(0, {core})
     try:

@@ -12,13 +12,13 @@ from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.instructions import waits, window_kind
 from reft.snapshot.scheduling.pacing import Observed, PaceOptions, Pacer, Wait, WindowMeter
 from reft.snapshot.scheduling.trace import ChunkRecord
-from reft.snapshot.scheduling.windows import WindowKind, _instructions
+from reft.snapshot.scheduling.windows import WindowKind, instructions
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
 
 
 def stream(stage: int) -> list[str]:
-    return [name for name, _ in _instructions(STAGES, MICRO_BATCHES, stage)]
+    return [name for name, _ in instructions(STAGES, MICRO_BATCHES, stage)]
 
 
 def observed(
@@ -109,11 +109,11 @@ def test_tier_3_opens_in_communication_where_links_are_separate_and_the_rest_doe
             waits = name.startswith(("Recv", "Send", "Reduce"))
             if waits:
                 pacer.open(position, name.startswith("Recv"))
-                tiers[position] = gate._open.tier if gate._open is not None else -1
+                tiers[position] = gate.opened.tier if gate.opened is not None else -1
             clock.now += {"SendGrad": 0.0001, "ReduceGrads": 0.2}.get(name, 0.1)
             if waits:
                 pacer.close()
-                assert gate._open is None
+                assert gate.opened is None
         pacer.end_step("step", names)
         pacer.version_done({"replicated": nbytes}, ())
         return tiers
@@ -179,7 +179,7 @@ def run_step(pacer: Pacer, clock: Clock, names: list[str], wait_secs: float) -> 
         receives = name.startswith("Recv")
         if receives:
             pacer.open(position, receives=True)
-            opened.append(pacer.gate._open is not None)
+            opened.append(pacer.gate.opened is not None)
         clock.now += wait_secs if receives else 0.1
         if receives:
             pacer.close()

@@ -44,5 +44,5 @@ def test_p6_a_median_is_asked_for_while_the_newest_sample_is_away() -> None:
 
     samples = Samples()
     samples.append(3.0)
-    samples._sorted = Raced(samples._sorted)
+    samples.by_size = Raced(samples.by_size)
     assert samples.median in (3.0, None)

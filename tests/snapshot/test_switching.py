@@ -24,13 +24,13 @@ from reft.store.protection import (
     write_record,
 )
 from tests.machine import free_port
-from tests.snapshot.test_worker import _launch, _versions
+from tests.snapshot.test_worker import launch, versions_in
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
 from tests.spawn import RankError, spawn
 
 
 def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(tmp_path: Path) -> None:
-    results = _launch(tmp_path, "switch")
+    results = launch(tmp_path, "switch")
     assert all(result["records"] == results[0]["records"] for result in results)
     for rank, result in enumerate(results):
         assert set(result["outcome"].values()) == {True}, "no version is lost where training waits for each"
@@ -59,8 +59,8 @@ def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(
 
 
 def _check_content_of_parity(root: Path, rank: int) -> None:
-    assert set(_versions(root, rank)) == {11, 12}
-    arena = _versions(root, rank)[12]
+    assert set(versions_in(root, rank)) == {11, 12}
+    arena = versions_in(root, rank)[12]
     header = arena.header()
     assert header is not None
     assert header.coding.startswith("aec")
@@ -128,7 +128,7 @@ def test_the_block_counts_again_once_it_is_edited() -> None:
 
 
 def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_path: Path) -> None:
-    results = _launch(tmp_path, "pressure")
+    results = launch(tmp_path, "pressure")
     assert all(result["records"] == results[0]["records"] for result in results)
     records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
     assert {r.scheme for r in records} == {"arc"}
@@ -155,7 +155,7 @@ def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_
 
 
 def test_p9_nodes_that_leave_different_margins_free_decide_alike(tmp_path: Path) -> None:
-    results = _launch(tmp_path, "margins")
+    results = launch(tmp_path, "margins")
     assert all(result == results[0] for result in results)
     assert results[0]["committed"] == [True, True]
     (record,) = [ProtectionRecord.from_json(record) for record in results[0]["records"]]

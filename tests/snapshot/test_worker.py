@@ -15,12 +15,12 @@ from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 from tests.spawn import spawn
 
 
-def _launch(root: Path, scenario: str) -> list[dict]:
+def launch(root: Path, scenario: str) -> list[dict]:
     spawn(run, str(root), free_port(), scenario, nprocs=4)
     return [json.loads((root / f"result-{r}.json").read_text()) for r in range(4)]
 
 
-def _versions(root: Path, rank: int) -> dict[int, Arena]:
+def versions_in(root: Path, rank: int) -> dict[int, Arena]:
     found = {}
     for _, arena in scan(root / f"node{rank}", SECRET):
         assert isinstance(arena, Arena), arena
@@ -31,7 +31,7 @@ def _versions(root: Path, rank: int) -> dict[int, Arena]:
 
 
 def test_p3_a_version_is_committed_by_all_ranks_or_by_none(tmp_path: Path) -> None:
-    results = _launch(tmp_path, "protocol")
+    results = launch(tmp_path, "protocol")
     for result in results:
         assert result["outcome"] == {
             "1": True,
@@ -46,7 +46,7 @@ def test_p3_a_version_is_committed_by_all_ranks_or_by_none(tmp_path: Path) -> No
         assert result["stats"]["stale_since_step"] is None
         assert result["stats"]["taken"] == 5  # version 5 was copied by all, sealed by all but one
     for rank in range(4):
-        versions = _versions(tmp_path, rank)
+        versions = versions_in(tmp_path, rank)
         assert set(versions) == {6, 7}
         assert not (tmp_path / f"node{rank}" / "rank0-slot5.arena").exists()
         _check_content(versions[7], rank, 7)
@@ -77,7 +77,7 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
 
 
 def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> None:
-    results = _launch(tmp_path, "memory")
+    results = launch(tmp_path, "memory")
     for result in results:
         outcome = result["outcome"]
         assert not any(outcome[s] for s in ("1", "2", "3"))
@@ -88,35 +88,35 @@ def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> Non
 
 
 def test_p6_a_rank_that_cannot_seal_takes_part_in_the_exchange_and_holds_nobody_up(tmp_path: Path) -> None:
-    results = _launch(tmp_path, "unsealed")
+    results = launch(tmp_path, "unsealed")
     for result in results:
         assert result["outcome"] == [True, False, True]
     assert (2, "KeyError") in map(tuple, results[1]["skips"])
 
 
 def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(tmp_path: Path) -> None:
-    for result in _launch(tmp_path, "fence"):
+    for result in launch(tmp_path, "fence"):
         assert result == {"approached": True, "waited": True, "held": True, "late": False, "copied": True}
 
 
 def test_p2_a_version_that_the_next_one_has_overtaken_is_dropped(tmp_path: Path) -> None:
-    for rank, result in enumerate(_launch(tmp_path, "overtaken")):
+    for rank, result in enumerate(launch(tmp_path, "overtaken")):
         assert result == {"outcome": [True, False, True]}
-        versions = _versions(tmp_path, rank)
+        versions = versions_in(tmp_path, rank)
         assert set(versions) == {2, 4}
         _check_content(versions[2], rank, 2)
         _check_content(versions[4], rank, 4)
 
 
 def test_ranks_agree_to_take_versions_less_often_where_one_cannot_keep_up(tmp_path: Path) -> None:
-    for result in _launch(tmp_path, "interval"):
+    for result in launch(tmp_path, "interval"):
         # Step 3 carries the wish; it holds from step 5 on, everywhere.
         assert result["taken"] == [1, 2, 3, 4, 6, 9]
         assert result["committed"] == 6
 
 
 def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(tmp_path: Path) -> None:
-    for rank, result in enumerate(_launch(tmp_path, "staging")):
+    for rank, result in enumerate(launch(tmp_path, "staging")):
         assert result == {
             "late": True,  # on every rank: votes may lag behind training
             "staged": int(rank == 2),
@@ -126,7 +126,7 @@ def test_p2_what_one_rank_stages_is_committed_by_all_later_and_holds_nobody_up(t
             "stop": 6,
             "late_at_last": False,
         }
-        versions = _versions(tmp_path, rank)
+        versions = versions_in(tmp_path, rank)
         assert set(versions) == {2, 4}
         _check_content(versions[2], rank, 2)
         _check_content(versions[4], rank, 4)

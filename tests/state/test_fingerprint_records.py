@@ -26,10 +26,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for directory, known in ((here, {1: OLD, 3: NEW}), (back, {1: OLD})):
         for incarnation, fingerprint in known.items():
             record_fingerprint(directory.path, incarnation, fingerprint)
-    job = Identity.__new__(Identity)
-    job.fingerprint, job._restarted = NEW, False
-    job._config = SimpleNamespace(job_id="job", accept_changes=[])  # type: ignore[assignment]
-    job._control = SimpleNamespace(rank=0, group=None)  # type: ignore[assignment]
+    config: Any = SimpleNamespace(job_id="job", accept_changes=[])
+    control: Any = SimpleNamespace(rank=0, group=None)
+    job = Identity(NEW, config, control, restarted=False)
 
     def compare(incarnation: int) -> None:
         told: list[bytes] = []

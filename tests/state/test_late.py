@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reft.state import blob as blob_module
 from reft.state import late
 from reft.state.blob import DecodedBlob, HostBlob
 from reft.state.catalogue import SectionImage
@@ -23,7 +22,7 @@ BUFFERS = {
 
 
 def encode(state: dict, monkeypatch: pytest.MonkeyPatch) -> bytes | LateBlob:
-    monkeypatch.setattr(blob_module, "_template", lambda *_: b"")
+    monkeypatch.setattr("reft.state.deepspeed_format.capture_template", lambda *_: b"")
     images = (SectionImage([]), SectionImage([]))
     rest = {"rng": None, "adapter": {"layout": [], "state": []}}
     return HostBlob().prepare(None, images, "signature", {**rest, **state})()

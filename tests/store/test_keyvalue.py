@@ -6,12 +6,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
 
-from reft.store.door import listen
-from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from reft.store.door import knock, listen
+from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.store.wire import Channel
 from tests.machine import free_port
 
@@ -75,11 +76,15 @@ def test_waiting_ends_with_the_key_or_with_the_time(store: KeyValueStore) -> Non
     setter.join()
 
 
-def test_what_is_no_request_is_refused_and_the_line_goes_on(store: KeyValueStore) -> None:
+def test_what_is_no_request_is_refused_and_the_line_goes_on(
+    server: KeyValueServer, store: KeyValueStore
+) -> None:
+    with closing(knock(f"127.0.0.1:{server.port}", SECRET, PURPOSE, WAIT_SECS)) as channel:
+        for request in (["nonsense"], ["get"], "x", []):
+            channel.send(request)
+            assert channel.receive()[0] is False
     with pytest.raises(StoreError, match="refuses set"):
         store.set("key", 5)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="refuses nonsense"):
-        store._line.ask("nonsense")
     with pytest.raises(StoreError, match="refuses add"):
         store.add("key", "x")  # type: ignore[arg-type]
     assert not store.check(["key"])

@@ -130,13 +130,24 @@ class HostGate:
         self._begun = False
         self._next_beside = 0.0
         self._burst_secs = 0.0
-        self._alive_at = time.perf_counter()
+        self.alive_at = time.perf_counter()
+        """When training was last heard of."""
         self._permits: dict[int, Permit] = {}
         """By window, to be made once."""
 
     @property
     def wanted(self) -> bool:
         return self._wanted
+
+    @property
+    def opened(self) -> Permit | None:
+        """What chunks may run with now; None while the gate is closed."""
+        return self._open
+
+    @property
+    def asks(self) -> bool:
+        """Whether the copying thread has something to copy, and follows training to its core."""
+        return self._core.active
 
     # -- training thread: every line here is paid by training ---------------------------------------
 
@@ -160,7 +171,7 @@ class HostGate:
         if self._open is None:
             return 0.0
         self._open = None
-        self._alive_at = time.perf_counter()
+        self.alive_at = time.perf_counter()
         if not self._wanted:
             return 0.0
         if not self._hurrying:
@@ -168,7 +179,7 @@ class HostGate:
         self._closing = True
         with self._in_flight:
             self._closing = False
-            return time.perf_counter() - self._alive_at
+            return time.perf_counter() - self.alive_at
 
     def hurry(self) -> None:
         self._hurrying = True
@@ -176,7 +187,7 @@ class HostGate:
 
     def relax(self) -> None:
         self._hurrying = self._wanted = False
-        self._alive_at = time.perf_counter()
+        self.alive_at = time.perf_counter()
         self._changed.clear()
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
@@ -185,7 +196,7 @@ class HostGate:
     def enter(self, draining: bool = False) -> None:
         self._wanted = True
         self._next_beside = 0.0
-        self._alive_at = time.perf_counter()
+        self.alive_at = time.perf_counter()
 
     def begin(self) -> None: ...
 
@@ -219,7 +230,7 @@ class HostGate:
 
     def _until_beside(self) -> float:
         now = time.perf_counter()
-        silent_at = self._alive_at + self.patience_secs
+        silent_at = self.alive_at + self.patience_secs
         if now >= silent_at:
             return 0.0
         if self._share <= 0:
@@ -247,7 +258,7 @@ class _CoreOfTraining:
 
     def __init__(self) -> None:
         self._thread = 0
-        self._active = False
+        self.active = False
         self._allowed: set[int] = set()
         self._placing = threading.Lock()
         self._core: int | None = None
@@ -255,16 +266,16 @@ class _CoreOfTraining:
 
     def register(self) -> None:
         """W: this is the copying thread, and it has something to copy."""
-        if not self._active and _current_core is not None:
+        if not self.active and _current_core is not None:
             found = os.sched_getaffinity(0)
             if self._core is None or found != {self._core}:  # else it is our own doing
                 self._allowed = found
             self._thread = threading.get_native_id()
-            self._active = True
+            self.active = True
 
     def follow(self) -> None:
         """T: let the copying thread run on the core where this one does."""
-        if self._active and _current_core is not None:
+        if self.active and _current_core is not None:
             core = _current_core()
             with self._placing:
                 if core != self._core and core in self._allowed:
@@ -273,7 +284,7 @@ class _CoreOfTraining:
 
     def release(self) -> None:
         """W: run anywhere, whatever training does, until :meth:`register`."""
-        self._active = False
+        self.active = False
         self.leave()
 
     def leave(self) -> None:
@@ -328,7 +339,7 @@ class StreamGate:
         """None: a version was handed over here."""
         self._hurrying = False
         self._wanted = False
-        self._alive_at = time.perf_counter()
+        self.alive_at = time.perf_counter()
         self._beside_bytes, self._beside_rate = 0, math.inf
         self._beside_left, self._next_beside = 0, 0.0
 
@@ -337,7 +348,7 @@ class StreamGate:
         return self._wanted
 
     def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
-        self._alive_at = time.perf_counter()
+        self.alive_at = time.perf_counter()
         if nbytes and mark is not None and self._wanted:
             with self._changed:
                 self._windows.append(Permit(3 if window is None else 1, window, nbytes, mark))
@@ -355,7 +366,7 @@ class StreamGate:
         with self._changed:
             self._hurrying = self._wanted = False
             self._windows.clear()
-            self._alive_at = time.perf_counter()
+            self.alive_at = time.perf_counter()
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
         with self._changed:
@@ -391,7 +402,7 @@ class StreamGate:
                 if self._hurrying:
                     return Permit(0, nbytes=UNLIMITED)
                 now = time.perf_counter()
-                left = self._alive_at + self.patience_secs - now
+                left = self.alive_at + self.patience_secs - now
                 if left <= 0:
                     return Permit(2, nbytes=UNLIMITED)
                 if self._beside_left > 0:

@@ -18,14 +18,15 @@ class Samples:
     def __init__(self, most: int = 4096) -> None:
         self._most = most
         self._arrived: deque[float] = deque()
-        self._sorted: list[float] = []
+        self.by_size: list[float] = []
+        """The samples kept, the smallest first."""
 
     def append(self, value: float) -> None:
         """Add a sample; the oldest one goes if there are too many."""
         if len(self._arrived) == self._most:
             self._forget(self._arrived.popleft())
         self._arrived.append(value)
-        insort(self._sorted, value)
+        insort(self.by_size, value)
 
     def add_to_newest(self, value: float) -> None:
         """More of the newest sample has become known; nothing if there is none."""
@@ -33,10 +34,10 @@ class Samples:
             newest = self._arrived.pop()
             self._forget(newest)
             self._arrived.append(newest + value)
-            insort(self._sorted, newest + value)
+            insort(self.by_size, newest + value)
 
     def _forget(self, value: float) -> None:
-        del self._sorted[bisect_left(self._sorted, value)]
+        del self.by_size[bisect_left(self.by_size, value)]
 
     @property
     def newest(self) -> float | None:
@@ -45,7 +46,7 @@ class Samples:
     @property
     def median(self) -> float | None:
         """Of the samples kept; None if there are none. Any thread may ask."""
-        values = self._sorted.copy()  # another thread may be adding to the newest one
+        values = self.by_size.copy()  # another thread may be adding to the newest one
         if not values:
             return None
         middle = len(values) // 2

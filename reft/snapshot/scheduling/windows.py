@@ -276,15 +276,15 @@ def tail_position(stages: int, micro_batches: int, stage_id: int) -> int:
 
 def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[str, ...]:
     """Class names of the instructions of ``TrainSchedule``, in order."""
-    return tuple(name for name, _ in _instructions(stages, micro_batches, stage_id))
+    return tuple(name for name, _ in instructions(stages, micro_batches, stage_id))
 
 
 def _train_schedule(stages: int, m: int, stage_id: int) -> Iterator[tuple[int, str, int | None]]:
     """(position, class name, micro-batch) of every instruction, as DeepSpeed's TrainSchedule has it."""
-    return ((i, *instruction) for i, instruction in enumerate(_instructions(stages, m, stage_id)))
+    return ((i, *instruction) for i, instruction in enumerate(instructions(stages, m, stage_id)))
 
 
-def _instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]]:
+def instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]]:
     before, after, previous = s > 0, s < stages - 1, -1
     for step in range(2 * (m + stages - 1)):
         is_forward = (step + s) % 2 == 0

@@ -66,17 +66,17 @@ def train(options: Options) -> None:
     degrees = degrees_for(world_size, options.pp, options.tp, options.dp)
     check_model(config, degrees)
     phases = _Phases()
-    samples = _open_samples(options, config)
+    samples = training_samples(options, config)
     phases.done("data")
-    _import_deepspeed(options.verbose)
+    import_deepspeed(options.verbose)
     phases.done("import")
     events = EventLog(rank, writer="rank")
-    _init_processes(options, samples)
-    layout = _choose_layout(options, degrees_for(world_size, options.pp, options.tp, options.dp))
+    init_processes(options, samples)
+    layout = choose_layout(options, degrees_for(world_size, options.pp, options.tp, options.dp))
     phases.done("processes")
     engine = build_engine(options, config, layout)
     phases.done("engine")
-    data = _iterator(engine, options, config, layout, samples)
+    data = micro_batch_iterator(engine, options, config, layout, samples)
     engine.load_checkpoint(str(options.load_dir or options.save_dir))
     # The engine counts consumed samples on every rank, also where no data is read.
     data.sampler.seek(engine.global_samples)
@@ -112,7 +112,7 @@ def _default_environment() -> None:
     )
 
 
-def _open_samples(options: Options, config: LlamaConfig) -> SampleDataset:
+def training_samples(options: Options, config: LlamaConfig) -> SampleDataset:
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _open_samples(options: Options, config: LlamaConfig) -> SampleDataset:
         return open_samples(options.data, tokenizer, cache, config.seq_length, progress)
 
 
-def _import_deepspeed(verbose: bool) -> None:
+def import_deepspeed(verbose: bool) -> None:
     if not verbose:
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     import deepspeed  # noqa: F401
@@ -141,7 +141,7 @@ def _quiet(verbose: bool) -> Iterator[None]:
         yield
 
 
-def _init_processes(options: Options, samples: SampleDataset) -> None:
+def init_processes(options: Options, samples: SampleDataset) -> None:
     import deepspeed
 
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -176,7 +176,7 @@ def _gather_ids(text: str) -> list[int]:
     return [int(value.item()) for value in everyone]
 
 
-def _choose_layout(options: Options, degrees: Any) -> Layout:
+def choose_layout(options: Options, degrees: Any) -> Layout:
     if options.rank_order != "auto":
         return Layout(degrees, parse_order(options.rank_order))
     # GROUP_RANK numbers the launchers of TorchElastic; each is one node, also on a shared host.
@@ -243,7 +243,7 @@ def _tensor_parallel(layout: Layout, seed: int) -> TensorParallel:
     return mine
 
 
-def _iterator(
+def micro_batch_iterator(
     engine: Engine, options: Options, config: LlamaConfig, layout: Layout, samples: SampleDataset
 ) -> MicroBatchIterator:
     sampler = ResumableSampler(
@@ -273,8 +273,8 @@ def _train_steps(
             events.write("step", step=step)
         display.step(step, value, engine.get_lr()[0])
         if options.save_interval and (step % options.save_interval == 0 or step == options.steps):
-            _save(engine, data, options.save_dir)
+            save_checkpoint(engine, data, options.save_dir)
 
 
-def _save(engine: Engine, data: MicroBatchIterator, folder: Path) -> None:
+def save_checkpoint(engine: Engine, data: MicroBatchIterator, folder: Path) -> None:
     engine.save_checkpoint(str(folder), client_state={"data": data.state_dict()})
