@@ -76,7 +76,7 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     job = parse(argv)
     # Denormals would make a CPU's backward pass several times slower (trap 19).
     torch.set_flush_denormal(True)
-    train._import_deepspeed(options.verbose)
+    train.import_deepspeed(options.verbose)
     with train._quiet(options.verbose):
         import deepspeed
 
