@@ -1,4 +1,7 @@
-"""How long to leave alone what has failed: the one rule for all of reft. Standard library only."""
+"""How long to leave alone what has failed: the one rule for all of reft.
+
+Packages such as tenacity call a function again and again; here the caller goes on with other work meanwhile.
+"""
 
 from __future__ import annotations
 

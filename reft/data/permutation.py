@@ -1,7 +1,8 @@
 """A pseudo-random permutation that needs no memory and never changes with a library's version.
 
-A Feistel network over the smallest even number of bits that holds ``n`` values, walked until the
-value falls below ``n``; each round mixes one half with a key.
+A Feistel network over the smallest even number of bits that holds ``n`` values, walked until the value falls
+below ``n``; each round mixes one half with a key. NumPy's and torch's permutations take memory for all of
+``n``, and may give another order in another version.
 """
 
 from __future__ import annotations

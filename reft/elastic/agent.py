@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
+from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
 from reft.elastic.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
 from reft.elastic.trainer_store import LOOPBACK, TrainerStore
 from reft.env import ENV_EXIT_DIR
@@ -61,7 +61,7 @@ _FORM_ATTEMPTS = 10
 
 _PROGRESS_SECS = 600.0
 """Trainers that ran so long have made progress, also where nothing is committed."""
-_GOODBYE_SECS = 5.0
+_SEEN_SECS = 5.0
 
 
 class JobEndedError(ReftError, RuntimeError):
@@ -88,7 +88,7 @@ class ReftAgent(LocalElasticAgent):
     Args:
         spec: what to run; see TorchElastic.
         reconnect: waits for a lost store to come back.
-        card: this node, as it introduces itself to the others.
+        info: this node, as it introduces itself to the others.
         secret: the user's, for what nodes say to each other.
         observer: told of what happens.
         exits_dir: directory where trainers may leave why they ended.
@@ -104,7 +104,7 @@ class ReftAgent(LocalElasticAgent):
         spec: WorkerSpec,
         *,
         reconnect: Callable[[], None],
-        card: Card,
+        info: NodeInfo,
         secret: bytes,
         observer: Observer,
         exits_dir: Path,
@@ -116,7 +116,7 @@ class ReftAgent(LocalElasticAgent):
         super().__init__(spec, **options)
         self._spec = spec
         self._reconnect = reconnect
-        self._card = card
+        self._info = info
         self._secret = secret
         self._observer = observer
         self._free_restarts = free_restarts
@@ -176,8 +176,8 @@ class ReftAgent(LocalElasticAgent):
                 reason=f"{failure.reason} (after {self._free_restarts} free restarts without progress)",
             )
         self.failure = failure
-        self._card = replace(self._card, cause=failure.cause)
-        used, allowed = self._card.restarts_used, self._spec.max_restarts
+        self._info = replace(self._info, cause=failure.cause)
+        used, allowed = self._info.restarts_used, self._spec.max_restarts
         if failure.cause is Cause.OWN and used >= allowed:
             logger.error(
                 "%s; restarts used: %d of %d (--max-restarts): the job ends", failure.reason, used, allowed
@@ -232,7 +232,7 @@ class ReftAgent(LocalElasticAgent):
             except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError):
                 raise
             except DuplicateNodeError as error:
-                if self._card.agent in error.refused or attempt == _FORM_ATTEMPTS:
+                if self._info.agent in error.refused or attempt == _FORM_ATTEMPTS:
                     raise
                 logger.warning("a node was refused: %s", error)
             except (RendezvousError, RuntimeError, TimeoutError) as error:
@@ -258,21 +258,21 @@ class ReftAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: KeyValueStore, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Exchange cards with the other agents, number the trainers, and say where they meet."""
+        """Exchange node infos with the other agents, number the trainers, and say where they meet."""
         # A static rendezvous gives every round the same store; its agents restart in step.
         is_static = spec.rdzv_handler.get_backend() == "static"
         table = store.with_prefix(f"reft/round/{self._joined if is_static else 0}")
-        table.set(f"card/{group_rank}", self._card.to_json())
-        keys = [f"card/{i}" for i in range(group_world_size)]
+        table.set(f"node/{group_rank}", self._info.to_json())
+        keys = [f"node/{i}" for i in range(group_world_size)]
         table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        agreement = agree([Card.from_json(table.get(k)) for k in keys])
+        agreement = agree([NodeInfo.from_json(table.get(k)) for k in keys])
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
             table, self._secret, group_rank, group_world_size, spec.local_addr
         )
         self._joined += 1
         self.agreement = agreement
-        self._card = self._card.after(agreement)
+        self._info = self._info.after(agreement)
         first = agreement.first_ranks[group_rank]
         return [
             Worker(
@@ -396,7 +396,7 @@ class ReftAgent(LocalElasticAgent):
                     return
                 time.sleep(max(0.1, self._spec.monitor_interval))
             self.all_ended_well = True
-            _wait_for_goodbyes(store, f"{prefix}/seen", size)
+            _wait_until_all_have_seen(store, f"{prefix}/seen", size)
         except RuntimeError as error:
             if not self.all_ended_well:
                 logger.warning("cannot ask whether all nodes ended well: %s", _first_line(error))
@@ -416,9 +416,9 @@ def new_agent_id() -> str:
     return uuid.uuid4().hex
 
 
-def _wait_for_goodbyes(store: Any, key: str, size: int) -> None:
+def _wait_until_all_have_seen(store: Any, key: str, size: int) -> None:
     """The store may live in this process: others read first that all is well."""
-    deadline = time.monotonic() + _GOODBYE_SECS
+    deadline = time.monotonic() + _SEEN_SECS
     seen = store.add(key, 1)
     while seen < size and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""What the agents of a round agree on, worked out by each from the same cards.
+"""What the agents of a round agree on, worked out by each from the same node infos.
 
-Every agent lays a :class:`Card` into the store of a new rendezvous round and reads all others. The
-rest is a pure function of the cards, so there is no counter in the store that a crash could leave
+Every agent lays a :class:`NodeInfo` into the store of a new rendezvous round and reads all others. The
+rest is a pure function of them, so there is no counter in the store that a crash could leave
 half done, and a store that was lost and came back empty takes nothing along.
 """
 
@@ -32,7 +32,7 @@ class DuplicateNodeError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Card:
+class NodeInfo:
     """What one agent brings into a round.
 
     Attributes:
@@ -57,15 +57,15 @@ class Card:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Card:
+    def from_json(cls, text: str | bytes) -> NodeInfo:
         fields = json.loads(text)
         cause = fields.pop("cause")
         return cls(
             **{**fields, "members": tuple(fields["members"]), "cause": Cause(cause) if cause else None}
         )
 
-    def after(self, agreement: Agreement) -> Card:
-        """The card for the next round, if the trainers of this one do not fail."""
+    def after(self, agreement: Agreement) -> NodeInfo:
+        """What this node brings into the next round, if the trainers of this one do not fail."""
         return replace(
             self,
             round=agreement.round,
@@ -96,44 +96,44 @@ class Agreement:
     restarts_used: int
 
 
-def agree(cards: Sequence[Card]) -> Agreement:
-    """Work out a round from the cards of its agents.
+def agree(infos: Sequence[NodeInfo]) -> Agreement:
+    """Work out a round from what its agents bring.
 
     A round that ended with at least one failure by own cause uses one restart of the job, however
     many nodes failed in it; a round that ended because a node vanished, or because somebody joined,
     uses none.
 
     Args:
-        cards: one per agent, by group rank.
+        infos: one per agent, by group rank.
 
     Raises:
         DuplicateNodeError: two nodes have the same id.
     """
-    _refuse_doubles(cards)
-    last_round = max(c.round for c in cards)
-    last = [c for c in cards if c.round == last_round and last_round]
+    _refuse_doubles(infos)
+    last_round = max(c.round for c in infos)
+    last = [c for c in infos if c.round == last_round and last_round]
     used = max((c.restarts_used for c in last), default=0)
-    first_ranks = tuple(sum(c.workers for c in cards[:i]) for i in range(len(cards)))
+    first_ranks = tuple(sum(c.workers for c in infos[:i]) for i in range(len(infos)))
     return Agreement(
         round=last_round + 1,
-        members=tuple(c.agent for c in cards),
-        nodes=tuple(c.node for c in cards),
+        members=tuple(c.agent for c in infos),
+        nodes=tuple(c.node for c in infos),
         first_ranks=first_ranks,
-        world_size=sum(c.workers for c in cards),
+        world_size=sum(c.workers for c in infos),
         restarts_used=used + _uses_restart(last),
     )
 
 
-def _refuse_doubles(cards: Sequence[Card]) -> None:
-    for node, times in Counter(c.node for c in cards).items():
+def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:
+    for node, times in Counter(c.node for c in infos).items():
         if times > 1:
-            same = sorted((c for c in cards if c.node == node), key=lambda c: -c.round)
+            same = sorted((c for c in infos if c.node == node), key=lambda c: -c.round)
             # Whoever is new has to go; the one that trains already keeps its name.
             keeps = same[:1] if same[0].round > same[1].round else []
             raise DuplicateNodeError(node, tuple(c.agent for c in same if c not in keeps))
 
 
-def _uses_restart(last: Sequence[Card]) -> bool:
+def _uses_restart(last: Sequence[NodeInfo]) -> bool:
     """Whether the round that ``last`` took part in ended by the job's own fault."""
     causes = {c.cause for c in last}
     if Cause.OWN in causes:

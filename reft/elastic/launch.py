@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous.api import (
 from reft import log
 from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
-from reft.elastic.agreement import Agreement, Card
-from reft.elastic.meeting import Meeting
+from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
+from reft.elastic.rendezvous_client import RendezvousClient
 from reft.env import (
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,
@@ -112,7 +112,7 @@ class Launcher(Observer):
         self._options = options
         self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self._meeting = Meeting(options, self._secret)
+        self._rendezvous = RendezvousClient(options, self._secret)
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
@@ -123,7 +123,7 @@ class Launcher(Observer):
 
     def round_formed(self, agreement: Agreement) -> None:
         self._memory.make_again(self._secret)
-        os.environ.update({ENV_STORE: self._meeting.store_endpoint(), ENV_ROUND: str(agreement.round)})
+        os.environ.update({ENV_STORE: self._rendezvous.store_endpoint(), ENV_ROUND: str(agreement.round)})
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
             self._daemon = DaemonKeeper(self._memory.job_dir)
@@ -186,8 +186,8 @@ class Launcher(Observer):
                 ENV_SECRET: self._secret.hex(),
             }
         )
-        card = Card(node=options.node, agent=new_agent_id(), workers=options.config.nproc_per_node)
-        agent = self._agent = self._make_agent(self._meeting.connect(), card)
+        info = NodeInfo(node=options.node, agent=new_agent_id(), workers=options.config.nproc_per_node)
+        agent = self._agent = self._make_agent(self._rendezvous.connect(), info)
         self._signals.agent = agent
         try:
             return self._judge(agent.run())
@@ -199,10 +199,10 @@ class Launcher(Observer):
                 f"{options.config.run_id!r}; without --rdzv-id it is made of user, directory, program and "
                 f"arguments"
             )
-            self._meeting.close(message)
+            self._rendezvous.close(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
-            outcome = self._meeting.outcome() or "the job ended on another node"
+            outcome = self._rendezvous.outcome() or "the job ended on another node"
             if outcome == _ENDED_WELL and agent.agreement is not None:
                 # This node was cut off, and the job went on to its end with another in its place.
                 self._ended_well = True
@@ -215,7 +215,7 @@ class Launcher(Observer):
         except RendezvousGracefulExitError:
             return 0
         except JobEndedError as error:
-            self._meeting.close(str(error))
+            self._rendezvous.close(str(error))
             raise
 
     def _judge(self, result: RunResult | None) -> int:
@@ -223,23 +223,23 @@ class Launcher(Observer):
         assert agent is not None
         if result is None:
             # A spare that was not needed: TorchElastic ends it when the job ends.
-            self._ended_well = self._meeting.outcome() == _ENDED_WELL
+            self._ended_well = self._rendezvous.outcome() == _ENDED_WELL
             return 0
         if not result.is_failed():
             self._ended_well = agent.all_ended_well
             if self._ended_well and not self._options.keep_memory:
-                self._meeting.forget_commits()
-            self._meeting.close(_ENDED_WELL)
+                self._rendezvous.forget_commits()
+            self._rendezvous.close(_ENDED_WELL)
             if not agent.all_ended_well:
                 logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
             return 0
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
-        self._meeting.close(f"node {self._options.node} gave up: {reason}")
+        self._rendezvous.close(f"node {self._options.node} gave up: {reason}")
         logger.error("%s", ChildFailedError(self._name(), result.failures))
         return failure.exit_code if failure else 1
 
-    def _make_agent(self, handler: RendezvousHandler, card: Card) -> ReftAgent:
+    def _make_agent(self, handler: RendezvousHandler, info: NodeInfo) -> ReftAgent:
         options, config = self._options, self._options.config
         known = {f.name for f in fields(WorkerSpec)}
         same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
@@ -256,8 +256,8 @@ class Launcher(Observer):
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
         return ReftAgent(
             spec,
-            reconnect=self._meeting.reconnect,
-            card=card,
+            reconnect=self._rendezvous.reconnect,
+            info=info,
             secret=self._secret,
             observer=self,
             free_restarts=options.free_restarts,
@@ -281,7 +281,7 @@ class Launcher(Observer):
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
-        self._meeting.leave()
+        self._rendezvous.leave()
         if self._daemon is not None:
             self._daemon.end(0.0 if self._ended_well else self._flush_secs())
         self._memory.write_state(state="ended well" if self._ended_well else "ended")

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 
 import psutil
 
-from reft.elastic.node import LAUNCHER_FILE
 from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ReftError
 from reft.store.jobdir import STATUS_FILE, read_json
@@ -293,10 +292,6 @@ class LocalCluster:
     def status(self, index: int) -> dict[str, Any] | None:
         """What the node's daemon says of itself."""
         return read_json(self.job_dir(index) / STATUS_FILE)
-
-    def launcher_state(self, index: int) -> dict[str, Any] | None:
-        """What the node's launcher does: ``state``, and ``round`` when it runs."""
-        return read_json(self.job_dir(index) / LAUNCHER_FILE)
 
     def survivors(self) -> list[psutil.Process]:
         """Every process of this cluster that still runs, the rendezvous included."""

@@ -1,4 +1,8 @@
-"""Options of ``reft launch``: torchrun's own, and where reft keeps what."""
+"""Options of ``reft launch``: torchrun's own, and where reft keeps what.
+
+The parser is the one that torch makes for torchrun, with one group added: argparse, not typer, because what
+torchrun accepts has to be accepted here in every version of torch.
+"""
 
 from __future__ import annotations
 

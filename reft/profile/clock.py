@@ -40,21 +40,6 @@ class Clock(Protocol):
         """``time.perf_counter()`` seconds of marks of completed steps; may wait for the device."""
 
 
-class HostClock:
-    """Calls are over when they return: CPU, or a device whose calls block."""
-
-    name = "host"
-
-    def begin(self) -> None:
-        pass
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def resolve(self, marks: Sequence[float]) -> list[float]:
-        return list(marks)
-
-
 class _Anchor(NamedTuple):
     """An event whose host time is known."""
 
@@ -78,7 +63,7 @@ class DeviceClock:
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError("a device clock needs a CUDA or ROCm device; use HostClock on a CPU")
+            raise RuntimeError("a device clock needs a CUDA or ROCm device; a CPU needs none")
         # torch.cuda.Event is not typed.
         self._new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
         self._synchronize = torch.cuda.synchronize

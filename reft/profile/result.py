@@ -193,10 +193,6 @@ class SnapshotUse:
         return self.fence_secs.p50 + (self.capture_secs.p50 if self.nbytes else 0.0)
 
     @property
-    def secs_in_idle(self) -> float:
-        return self.secs_beside.get(Beside.IDLE, 0.0)
-
-    @property
     def nbytes(self) -> float:
         return math.fsum(self.bytes_by_tier.values())
 

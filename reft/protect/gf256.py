@@ -70,12 +70,6 @@ TABLE = _table()
 """Products: ``TABLE[a, b]``; shape (256, 256), uint8."""
 
 
-def matmul(a: Matrix, b: Matrix) -> Matrix:
-    """Product of two matrices; shapes (n, m) and (m, p), uint8."""
-    product: Matrix = np.bitwise_xor.reduce(TABLE[a[:, :, None], b[None, :, :]], axis=1)
-    return product
-
-
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
     """Reduced row echelon form.
 

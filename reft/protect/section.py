@@ -54,11 +54,6 @@ class CodedSection:
         start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
         return min(start, self.nbytes), min(stop, self.nbytes)
 
-    def shard_of(self, member: int) -> tuple[int, int]:
-        """The bytes [start, stop) of a member's shard."""
-        first = member * self.code.splits
-        return self.range_of(first)[0], self.range_of(first + self.code.splits - 1)[1]
-
     def piece_bytes(self, piece: Piece) -> int:
         """Length of a stored piece: true for data, padded to the alignment for a parity."""
         longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))

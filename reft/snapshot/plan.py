@@ -119,10 +119,6 @@ class MemberPlan:
                 found[placed.key.section.value] += placed.block.nbytes
         return dict(found)
 
-    @cached_property
-    def by_key(self) -> dict[BlockKey, PlacedBlock]:
-        return {b.key: b for b in self.blocks}
-
     @property
     def own_bytes(self) -> int:
         return sum(b.block.nbytes for b in self.own)

@@ -1,8 +1,9 @@
 """Host state as bytes: msgpack with extension types, never pickle.
 
-What goes in comes out with the same types and the same bits (NaN payloads, negative zero, 16-bit
-floats, integers of any size). Only a closed list of types is encoded, and decoding calls nothing but
-their constructors: bytes from another host can build data, not run code (P11).
+What goes in comes out with the same types and the same bits (NaN payloads, negative zero, 16-bit floats,
+integers of any size). Only a closed list of types is encoded, and decoding calls nothing but their
+constructors: bytes from another host can build data, not run code (P11). (safetensors holds tensors only;
+``torch.load(weights_only=True)`` still runs an unpickler, and refuses most of what client state may hold.)
 
 Tensors and arrays are copied on both ways and land on the CPU; autograd state, memory format and the
 identity of objects that are referred to twice are not kept. torch and numpy are imported only where a

@@ -131,12 +131,8 @@ class JobDir:
                     newest = max(newest, header.label.incarnation if header else 0)
         return newest
 
-    def write_status(self, status: dict[str, Any]) -> None:
-        """Replace ``status.json`` in one step: a reader sees the old or the new one, whole."""
-        write_json(self.path / STATUS_FILE, status)
-
     def read_status(self) -> dict[str, Any] | None:
-        """The last status written, or None."""
+        """What the node's daemon last wrote, or None."""
         return read_json(self.path / STATUS_FILE)
 
     def record_daemon(self) -> None:

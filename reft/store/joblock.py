@@ -1,7 +1,8 @@
 """A live job's lock on its memory: nobody else reads or writes it while the job lives (P7).
 
 ``<job directory>/job.lock`` is held with ``flock``, so that the kernel releases it however its holder ends:
-exclusively by ``reft launch``, or shared by all trainers of one start under plain ``torchrun``.
+exclusively by ``reft launch``, or shared by all trainers of one start under plain ``torchrun``. The kernel
+does the locking; what a package like filelock would add is the waiting, which is a few lines here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The rendezvous store: a table of bytes behind a door (P11).
 
-It takes the place of torch's TCPStore, which serves whoever reaches its port. One request, one answer:
-``[operation, arguments...]`` and ``[True, result]`` or ``[False, why not]``.
+It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to ask for a
+secret. etcd would do, but is one more server to install and to keep; this one lives in a launcher. One
+request, one answer: ``[operation, arguments...]`` and ``[True, result]`` or ``[False, why not]``.
 """
 
 from __future__ import annotations

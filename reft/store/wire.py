@@ -1,8 +1,12 @@
 """Messages between processes: msgpack frames with a keyed MAC (P11).
 
-Both sides prove that they know the job's secret by answering the other's challenge, before anything
-else is read. Every later frame carries a MAC over its direction, its number and its bytes, so that it
-can be neither forged nor replayed nor reordered. Nothing is unpickled. Frames are not encrypted.
+Both sides prove that they know the job's secret by answering the other's challenge, before anything else is
+read. Every later frame carries a MAC over its direction, its number and its bytes, so that it can be neither
+forged nor replayed nor reordered. Nothing is unpickled. Frames are not encrypted.
+
+The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles what comes after
+it and does not authenticate it. TLS needs certificates, or pre-shared keys, which ``ssl`` offers from Python
+3.13 on.
 """
 
 from __future__ import annotations

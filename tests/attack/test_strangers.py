@@ -285,7 +285,7 @@ def held_by(job: WatchedCluster, secret: bytes) -> dict[str, bytes]:
     keys = [f"rendezvous/{job.job_id}"]
     for current in range(4):
         table = f"run/{job.job_id}/{current}/reft/round/0"
-        keys += [f"{table}/card/{i}" for i in range(2)] + [f"{table}/trainers"]
+        keys += [f"{table}/node/{i}" for i in range(2)] + [f"{table}/trainers"]
     return {key: value for key in keys if (value := store.peek(key)) is not None}
 
 

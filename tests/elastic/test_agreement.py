@@ -1,4 +1,4 @@
-"""What the agents of a round work out from the same cards."""
+"""What the agents of a round work out from the same node infos."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from reft.elastic.agreement import Agreement, Card, DuplicateNodeError, agree
+from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
 from reft.elastic.exits import Cause
 
 
-def card(name: str, **fields: object) -> Card:
-    return replace(Card(node=f"node-{name}", agent=name, workers=2), **fields)
+def info(name: str, **fields: object) -> NodeInfo:
+    return replace(NodeInfo(node=f"node-{name}", agent=name, workers=2), **fields)
 
 
 def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agreement:
     """A round of a, b, c is followed by one without ``lost`` and with ``joined``."""
-    first = [card(n) for n in "abc"]
+    first = [info(n) for n in "abc"]
     agreement = agree(first)
-    cards = [replace(c.after(agreement), cause=cause) for c, cause in zip(first, causes, strict=True)]
-    return agree([c for c in cards if c.agent not in lost] + [card(n) for n in joined])
+    infos = [replace(c.after(agreement), cause=cause) for c, cause in zip(first, causes, strict=True)]
+    return agree([c for c in infos if c.agent not in lost] + [info(n) for n in joined])
 
 
 def test_the_first_round() -> None:
-    agreement = agree([card("a"), card("b", workers=3), card("c")])
+    agreement = agree([info("a"), info("b", workers=3), info("c")])
     assert agreement == Agreement(
         round=1,
         members=("a", "b", "c"),
@@ -60,34 +60,34 @@ def test_only_own_failures_use_restarts(
 
 def test_a_replacement_learns_the_count_and_the_round() -> None:
     agreement = second_round(OWN, PEER, None, lost="c", joined="d")
-    newcomer = card("e")
-    survivors = [card("a").after(agreement), card("d").after(agreement)]
+    newcomer = info("e")
+    survivors = [info("a").after(agreement), info("d").after(agreement)]
     third = agree([newcomer, *survivors])
     assert (third.round, third.restarts_used) == (3, 1)
 
 
 def test_who_missed_a_round_does_not_decide() -> None:
     """An agent that was cut off comes back with an older count and an older failure."""
-    old = replace(card("z"), round=1, members=("z", "a"), restarts_used=5, cause=OWN)
-    current = replace(card("a"), round=4, members=("a", "b"), restarts_used=1)
+    old = replace(info("z"), round=1, members=("z", "a"), restarts_used=5, cause=OWN)
+    current = replace(info("a"), round=4, members=("a", "b"), restarts_used=1)
     agreement = agree([old, current])
     assert (agreement.round, agreement.restarts_used) == (5, 1)
 
 
 def test_two_nodes_of_one_name_are_refused() -> None:
     with pytest.raises(DuplicateNodeError, match="--node-id") as caught:
-        agree([card("a", node="x"), card("b", node="x"), card("c")])
+        agree([info("a", node="x"), info("b", node="x"), info("c")])
     assert set(caught.value.refused) == {"a", "b"}
 
 
 def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
-    running = replace(card("a", node="x"), round=3, members=("a",))
+    running = replace(info("a", node="x"), round=3, members=("a",))
     with pytest.raises(DuplicateNodeError) as caught:
-        agree([card("b", node="x"), running])
+        agree([info("b", node="x"), running])
     assert caught.value.refused == ("b",)
 
 
 def test_cards_survive_the_way_through_the_store() -> None:
-    full = replace(card("a"), round=2, members=("a", "b"), cause=UNCLEAR)
-    assert Card.from_json(full.to_json()) == full
-    assert Card.from_json(card("b").to_json().encode()) == card("b")
+    full = replace(info("a"), round=2, members=("a", "b"), cause=UNCLEAR)
+    assert NodeInfo.from_json(full.to_json()) == full
+    assert NodeInfo.from_json(info("b").to_json().encode()) == info("b")

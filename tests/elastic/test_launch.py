@@ -16,9 +16,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.elastic.agent import JobEndedError
 from reft.elastic.launch import Launcher, main
-from reft.elastic.meeting import Meeting
 from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
+from reft.elastic.rendezvous_client import RendezvousClient
 from reft.errors import ConfigError
 from reft.naming import safe_name
 from reft.store.keyvalue import KeyValueStore
@@ -124,16 +124,16 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server = RendezvousServer("127.0.0.1", 0, secret)
     endpoint = server.info.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    meeting = Meeting(options, secret)
-    meeting.connect()
-    assert meeting.store_endpoint() == endpoint
-    meeting.close("node a gave up: local rank 0: ValueError")
-    late = Meeting(options, secret)
+    rendezvous = RendezvousClient(options, secret)
+    rendezvous.connect()
+    assert rendezvous.store_endpoint() == endpoint
+    rendezvous.close("node a gave up: local rank 0: ValueError")
+    late = RendezvousClient(options, secret)
     late.connect()
     assert late.outcome() == "node a gave up: local rank 0: ValueError"
     server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
-        meeting.reconnect()
+        rendezvous.reconnect()
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
@@ -146,13 +146,13 @@ def test_a_good_end_clears_the_note_of_what_was_committed(
     try:
         where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint)
         launcher = Launcher(parse(*where, "--job-id", "job", *options))
-        launcher._meeting.connect()
+        launcher._rendezvous.connect()
         store = KeyValueStore(server.info.endpoint, secret)
         store.set("reft/job/committed", "1:7")
         launcher._agent = SimpleNamespace(all_ended_well=True)  # type: ignore[assignment]
         assert launcher._judge(RunResult(state=WorkerState.SUCCEEDED)) == 0
         assert store.check(["reft/job/committed"]) is stays
-        assert launcher._meeting.outcome() == "the job ended well"
+        assert launcher._rendezvous.outcome() == "the job ended well"
     finally:
         server.close()
 

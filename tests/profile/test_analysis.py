@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reft.profile.activity import Activity
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.gather import decode, encode
-from reft.profile.result import ProfileError, ProfileResult
+from reft.profile.result import Beside, ProfileError, ProfileResult
 from reft.profile.traces import ClockOffset, only_group_calls
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.scheduling.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
@@ -278,7 +278,7 @@ def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():
     first, second = result.stages
     assert first.snapshots.bytes_by_tier == {1: 4_000_000}
     assert second.snapshots.bytes_by_tier == {2: 1_000_000}
-    assert first.snapshots.secs_in_idle == pytest.approx(1.8e-3, rel=0.2)
+    assert first.snapshots.secs_beside[Beside.IDLE] == pytest.approx(1.8e-3, rel=0.2)
 
 
 def test_a_profile_survives_json():

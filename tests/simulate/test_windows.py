@@ -17,7 +17,6 @@ from reft.snapshot.scheduling.windows import (
     PaperEstimator,
     ProfiledEstimator,
     Window,
-    WindowEstimator,
     WindowKind,
 )
 from reft.tools.simulate.costs import Costs
@@ -119,9 +118,9 @@ def test_one_stage_never_waits():
     assert simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0)).stages[0].windows == ()
 
 
-def test_every_estimator_keeps_the_protocol():
+def test_every_estimator_has_a_name_and_windows():
     measured = {0: (Window(WindowKind.MID, 1.0, 2.0, 3),)}
-    estimators: list[WindowEstimator] = [
+    estimators = [
         AnalyticEstimator(2, 2, 1.0, 2.0),
         PaperEstimator(2, 2, 1.0, 2.0),
         ProfiledEstimator.of(measured),

@@ -100,7 +100,7 @@ def test_what_fits_the_bubbles_touches_nothing_else() -> None:
     assert plan.fits_bubbles
     assert plan.tier_bytes == {1: 100 * MIB, 2: 0, 3: 0, 0: 0}
     assert plan.windows[0].kind == "fill"
-    assert plan.budgets()[0] == 100_000_000
+    assert {w.position: w.nbytes for w in plan.windows}[0] == 100_000_000
     assert "everything fits" in str(plan)
 
 

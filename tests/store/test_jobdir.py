@@ -19,6 +19,7 @@ from reft.store.arena import Arena
 from reft.store.jobdir import (
     JOB_FILE,
     SECRET_FILE,
+    STATUS_FILE,
     JobDir,
     find_jobs,
     is_running,
@@ -175,11 +176,11 @@ def test_status_is_replaced_in_one_step(tmp_path: Path) -> None:
             assert status is not None
             seen.append(status)
 
-    job.write_status({"a": 0, "b": 0})
+    write_json(job.path / STATUS_FILE, {"a": 0, "b": 0})
     thread = threading.Thread(target=read)
     thread.start()
     for value in range(300):
-        job.write_status({"a": value, "b": value})
+        write_json(job.path / STATUS_FILE, {"a": value, "b": value})
     done.set()
     thread.join()
     assert seen

@@ -172,10 +172,6 @@ class HasSchedule:
         secs = sum(p.length_secs for p in self.computing)
         return min(1.0, self.tier_bytes[2] / bytes_per_sec / secs) if secs else 0.0
 
-    def budgets(self) -> dict[int, int]:
-        """Bytes by position of the instruction that opens the window."""
-        return {p.position: p.nbytes for p in self.windows if p.position is not None}
-
     def beside_communication(self) -> dict[int, int]:
         """Bytes by position of the communication instruction; none where tiers 1 and 2 suffice."""
         return {p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes}

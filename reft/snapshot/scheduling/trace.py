@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,3 @@ class StepTrace:
         fields["instructions"] = tuple(InstructionRecord(**i) for i in data["instructions"])
         fields["chunks"] = tuple(ChunkRecord(**c) for c in data["chunks"])
         return cls(**fields)
-
-
-class TraceSink(Protocol):
-    """Takes the traces of a running session."""
-
-    def add(self, trace: StepTrace) -> None:
-        """Called on the training thread after each step; has to return at once."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from reft.errors import ConfigError
 
@@ -90,16 +90,6 @@ class Window:
             f"{self.kind} {self.start_secs:.6g} to {self.stop_secs:.6g} s "
             f"({self.length_secs:.6g} s, before instruction {self.position})"
         )
-
-
-class WindowEstimator(Protocol):
-    """Knows the windows of every stage of one step."""
-
-    name: str
-
-    def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """The windows of a stage, in order of time, not overlapping; empty ones are left out."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""The command line of ``reft demo``: what is not given is derived, what is impossible is refused."""
+"""The command line of ``reft demo``: what is not given is derived, what is impossible is refused.
+
+argparse, not typer as in :mod:`reft.cli`: the parser only collects what was given; degrees and nodes are
+derived from each other afterwards, which no parser of annotated functions does.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Outlook:
     """Survival of a job under one alternative.
 
     Attributes:
-        nodes: of the job. domain_nodes: of each independent set of groups.
+        nodes: of the job.
         survived: of every number of lost nodes of a domain, how many sets are survived.
         exact: False for a lower bound.
         causes: why nodes fail.
@@ -47,7 +47,6 @@ class Outlook:
     """
 
     nodes: int
-    domain_nodes: int
     survived: tuple[int, ...]
     exact: bool
     causes: tuple[Weibull, ...]
@@ -99,7 +98,6 @@ def outlook(
         survived, exact = _counted(topology.group_nodes(*topology.groups()[0]), alternative.scheme), True
     return Outlook(
         nodes=nodes,
-        domain_nodes=size,
         survived=survived,
         exact=exact,
         causes=tuple(causes),

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from reft.errors import ConfigError
-
-VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,3 @@ def _read(name: str) -> str:
     raise ConfigError(
         f"no model named {name!r}; {hint}known: {', '.join(known)}, or the path of a .json file"
     )
-
-
-def as_dict(config: LlamaConfig) -> dict[str, Any]:
-    """The shape as plain values, with its parameter count."""
-    return {**asdict(config), "parameters": config.parameters}

@@ -1,6 +1,8 @@
 """The command line of ``python -m reft.pretrain`` and the DeepSpeed configuration it means.
 
 Later wins: defaults, then ``--deepspeed-config``, then options that were really given, then ``--reft``.
+argparse, because it tells options that were given from defaults (``SUPPRESS``), and because the script shall
+look like those that it stands for: Megatron's and DeepSpeed's are argparse too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The timelines as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
 One process per rank, named after its stage; a track for instructions, one for snapshot chunks. Events on
-one track never overlap.
+one track never overlap. The format is a list of JSON objects; no library is needed to write it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The stages run their instruction streams independently; they meet in transfers and reductions. A
 stage moves on until it must wait for another one; when none can move and not all are at the end,
 the schedule deadlocks, and the error says who waits for what. The outcome does not depend on the
-order in which the stages are tried.
+order in which the stages are tried. (simpy would bring a clock and generators; what makes this code long is
+what the streams mean, and simulating thousands of schedules per plan is quicker without them.)
 
 Data-parallel peers are taken to behave alike, so one pipeline stands for all.
 """

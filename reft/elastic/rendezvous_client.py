@@ -28,7 +28,7 @@ _STATIC_CONTACT_SECS = 900
 _ASK_SECS = 0.5
 
 
-class Meeting:
+class RendezvousClient:
     """The rendezvous of one job, seen from one node.
 
     Args:
