@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.errors import PersistError, ReftError
 from reft.state.codec import decode, encode
@@ -388,7 +387,7 @@ class DiskRung:
         """Read the checkpoint's files, each by one rank, and this rank's host state if ``whole``."""
         look = self._look(checkpoint, whole)
         mine = encode([[str(p) for p in look.problems], look.host_state is not None])
-        told = [decode(data) for data in allgather_bytes(mine, self._control.group)]
+        told = [decode(data) for data in self._control.gather_bytes(mine)]
         problems = tuple(dict.fromkeys(problem for problems, _ in told for problem in problems))
         complete = all(present for _, present in told)
         if not complete and any(present for _, present in told) and self._control.rank == 0:
@@ -401,7 +400,7 @@ class DiskRung:
 
     def _from_rank_zero(self, look: Callable[[], Found]) -> Found:
         mine = look().encode() if self._control.rank == 0 else b""
-        return Found.decode(allgather_bytes(mine, self._control.group)[0])
+        return Found.decode(self._control.gather_bytes(mine)[0])
 
     def _look(self, checkpoint: DiskCheckpoint, whole: bool) -> _Look:
         """Never raises: the verdict of this rank is waited for."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
 from reft.env import ENV_LAUNCHER_PID
@@ -64,9 +63,9 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
     Raises:
         ConfigError: the ranks were given different names.
     """
-    given = [g.decode() for g in allgather_bytes((config.job_id or "").encode(), control.group)]
+    given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
     own = own_name_of_process() if control.rank == 0 and not given[0] else ""
-    derived = allgather_bytes(own.encode(), control.group)[0].decode()
+    derived = control.gather_bytes(own.encode())[0].decode()
     names = {name or derived for name in given}
     if len(names) > 1 or "" in names:
         found = ", ".join(sorted(name or "none" for name in names))
@@ -109,7 +108,7 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
     """
     path = config.memory_dir / job_id
     place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
-    first = allgather_bytes(place, control.group).index(place) == control.rank
+    first = control.gather_bytes(place).index(place) == control.rank
     lock: JobLock | None = None
 
     def lead() -> None:
@@ -147,7 +146,7 @@ def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
         attempt()
     except (ReftError, OSError) as error:
         own = error
-    told = allgather_bytes(b"" if own is None else str(own).encode(), control.group)
+    told = control.gather_bytes(b"" if own is None else str(own).encode())
     if own is not None:
         raise own
     if failed := [t.decode() for t in told if t]:
@@ -186,12 +185,12 @@ class Identity:
             control: as above.
         """
         mine = encode([str(at), _shapes(engine), _restarts()])
-        told = [decode(data) for data in allgather_bytes(mine, control.group)]
+        told = [decode(data) for data in control.gather_bytes(mine)]
         facts = {**_settings(engine), **_layout(degrees)}
         facts |= {
             f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
         }
-        common = allgather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"", control.group)[0]
+        common = control.gather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"")[0]
         restarted = any(restarts for _, _, restarts in told)
         return cls(Fingerprint.decode(common), config, control, restarted=restarted)
 
@@ -227,7 +226,7 @@ class Identity:
             FingerprintError: no; on all ranks.
         """
         record = newest_record(job_dir, label.incarnation) if reads else None
-        told = allgather_bytes(encode(record and list(record)), self._control.group)
+        told = self._control.gather_bytes(encode(record and list(record)))
         records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
         # A node that was away has not recorded what came after.
         newest = max((number for number, _ in records), default=0)

@@ -6,7 +6,6 @@ import json
 import logging
 import time
 
-from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.errors import AuthenticationError, TransferError, UnrecoverableError
 from reft.store.keyvalue import KeyValueStore, StoreError
@@ -100,7 +99,7 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
             told = {"note": str(record.newest_commit() or "")}
         except TransferError as error:
             told = {"error": str(error)}
-    answer = json.loads(allgather_bytes(json.dumps(told).encode(), control.group)[0])
+    answer = json.loads(control.gather_bytes(json.dumps(told).encode())[0])
     if "error" in answer:
         raise UnrecoverableError(
             f"no version of job {job_id} is in memory or on disk, and it is not known whether it had "

@@ -8,7 +8,6 @@ import secrets
 from dataclasses import astuple
 from pathlib import Path
 
-from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
 from reft.env import ENV_SECRET
@@ -16,11 +15,16 @@ from reft.errors import ReftError
 from reft.hook.coordinates import Place, hosts_of
 from reft.hook.job import JobRecord
 from reft.state.codec import decode, encode
-from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret
+from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, secret_of_environment
 from reft.store.persisted import job_directory, newest_incarnation
 from reft.topology import Coordinate, Degrees, Topology
 
 logger = logging.getLogger(__name__)
+
+
+def open_control(config: ReftConfig) -> ControlGroup:
+    """Connect this rank with the others. Collective."""
+    return ControlGroup(config.commit_timeout_secs, node=Place.here().node, secret=secret_of_environment())
 
 
 def gather_topology(
@@ -33,7 +37,7 @@ def gather_topology(
     """
     at = (coordinate.pp, coordinate.dp, coordinate.tp)
     mine = encode([list(at), list(astuple(Place.here()))])
-    facts = [decode(data) for data in allgather_bytes(mine, control.group)]
+    facts = [decode(data) for data in control.gather_bytes(mine)]
     places = tuple(Place(*place) for _, place in facts)
     topology = Topology(
         degrees=degrees,
@@ -54,8 +58,8 @@ def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGro
     if not os.environ.get(ENV_SECRET):
         path = config.job_memory_dir
         known = read_secret(path) if (path / SECRET_FILE).exists() else b""
-        gathered = allgather_bytes(known, control.group)
-        fresh = allgather_bytes(secrets.token_bytes(SECRET_BYTES), control.group)[0]
+        gathered = control.gather_bytes(known)
+        fresh = control.gather_bytes(secrets.token_bytes(SECRET_BYTES))[0]
         secret = next((s for s in gathered if s), fresh)
     return JobDir.open_or_create(config.memory_dir, job_id, node=node, secret=secret)
 

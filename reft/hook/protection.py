@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from reft.comm.collectives import allgather_bytes
 from reft.comm.control import ControlGroup, WorkerControl
 from reft.config import ReftConfig
 from reft.events import EventLog
@@ -74,7 +73,7 @@ class Protection:
         what the block says."""
         mine = read_record(self._job_dir)
         data = b"" if mine is None else json.dumps(mine.to_json()).encode()
-        gathered = [json.loads(d) for d in allgather_bytes(data, self._control.group) if d]
+        gathered = [json.loads(d) for d in self._control.gather_bytes(data) if d]
         found = resume(map(ProtectionRecord.from_json, gathered), configured, scheme)
         parsed = found.parsed
         return replace(found, tolerance=tolerance(self._topology, parsed.copies, parsed.parities))

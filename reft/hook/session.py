@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reft import log
-from reft.comm.control import ControlGroup
 from reft.config import AUTO, FaultPoint, ReftConfig, Variant
 from reft.env import ENV_NODE_ID, ENV_STORE
 from reft.errors import ReftError
@@ -19,7 +18,7 @@ from reft.hook.coordinates import coordinate_of, declared_on_one_host, local_ran
 from reft.hook.data import DataPosition
 from reft.hook.identity import Identity, hold_memory, name_job
 from reft.hook.job import JobRecord
-from reft.hook.joining import agree_on_incarnation, gather_topology, open_job_dir
+from reft.hook.joining import agree_on_incarnation, gather_topology, open_control, open_job_dir
 from reft.hook.living import note_session
 from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
@@ -82,7 +81,7 @@ class Session:
         """Client state of the version that was restored, until the script trains on."""
         self.adapter = adapter_for(engine)
         self.coordinate, degrees = coordinate_of(engine)
-        self.control = ControlGroup(config.commit_timeout_secs)
+        self.control = open_control(config)
         self.config = config = name_job(config, self.control)
         log.set_place(self.job_id, str(self.coordinate), int(engine.global_steps))
         self.topology, self._places = gather_topology(self.control, self.coordinate, degrees)
@@ -97,6 +96,7 @@ class Session:
             # Whoever goes on with another engine may have the memory.
             if self._lock is not None:
                 self._lock.close()
+            self.control.leave()
             raise
         note_session(config.memory_dir / self.job_id, self)
 
@@ -293,7 +293,7 @@ class Session:
             engine=self.copy_engine,
             remake=self._remake_job_dir,
         )
-        control = self.control.for_worker()
+        control = self.control.for_worker(self.job_dir.secret)
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
@@ -338,6 +338,7 @@ class Session:
         self.daemon.close()
         if self._lock is not None:
             self._lock.close()
+        self.control.leave()
         self.events.write("closed", **self.stats.to_json())
 
     def _remake_job_dir(self) -> None:
@@ -445,12 +446,7 @@ class Session:
             known = self._images
             images = self._current_images()
             must = must or images is not known
-            state = capture_host_state(
-                self.engine,
-                self.adapter,
-                self._client(),
-                self.data.state(),
-            )
+            state = capture_host_state(self.engine, self.adapter, self._client(), self.data.state())
             encode = self._blob.prepare(
                 self.engine, (images.replicated, images.owned), images.signature, state
             )

@@ -194,6 +194,8 @@ class SnapshotWorker:
         self._handover.drain(timeout_secs)
         self._handover.close()
         self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self.control.leave()
         self.copier.close()
         self.arenas.close()
 

@@ -1,4 +1,5 @@
-"""TCP doors between hosts: who does not prove that it knows the secret gets nothing (P11).
+"""Doors between hosts (TCP) and processes of a host (Unix): who does not prove that it knows the secret gets
+nothing (P11).
 
 A door listens on one address and speaks :class:`reft.store.wire.Channel`: before both sides have
 proved the secret, exactly one challenge and one proof, 64 bytes, are read from a connection.
@@ -88,11 +89,20 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
         ) from error
 
 
+def listen_locally(name: str) -> socket.socket:
+    """Listen on the abstract Unix socket ``name``, which processes of this network namespace can reach;
+    :func:`knock` calls it ``@name``."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen(_BACKLOG)
+    return listener
+
+
 def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Channel:
     """Connect to a door and prove the secret.
 
     Args:
-        endpoint: ``host:port``.
+        endpoint: ``host:port``, or ``@name`` of a Unix socket.
         secret: the user's secret.
         purpose: what the door is for; doors for something else do not open.
         timeout_secs: bounds connecting, the handshake, and later every read and write.
@@ -101,7 +111,7 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
         AuthenticationError: it is no door of ours, or has another secret.
         OSError: nothing answers.
     """
-    connection = socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
+    connection = _dial(endpoint, timeout_secs)
     try:
         _keep_alive(connection)
         return Channel(
@@ -126,6 +136,19 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
         raise
 
 
+def _dial(endpoint: str, timeout_secs: float) -> socket.socket:
+    if not endpoint.startswith("@"):
+        return socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_secs)
+        connection.connect(f"\0{endpoint[1:]}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 class Door:
     """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
 
@@ -134,11 +157,11 @@ class Door:
         secret: the user's secret.
         purpose: as in :func:`knock`.
         serve: talks to one peer until it returns or raises EOFError or OSError; the channel is closed
-            after it.
+            after it, unless it returns True: then it belongs to whoever it gave it to.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], None]
+        self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], bool | None]
     ) -> None:
         self._listener = listener
         self._secret = door_key(secret, purpose)
@@ -149,8 +172,12 @@ class Door:
         self._strangers = 0
         self._told: set[str] = set()
         self._closed = False
-        host, port = listener.getsockname()[:2]
-        self.host, self.port = str(host), int(port)
+        if listener.family == socket.AF_UNIX:
+            self.host, self.port = "", 0
+            self.endpoint = f"@{listener.getsockname()[1:].decode()}"
+        else:
+            self.host, self.port = listener.getsockname()[:2]
+            self.endpoint = format_endpoint(self.host, self.port)
         self._thread = threading.Thread(target=self._accept, name=f"door of the {purpose}", daemon=True)
         self._thread.start()
 
@@ -185,7 +212,7 @@ class Door:
                 troubled = True
                 time.sleep(_TROUBLE_SECS)
 
-    def _let_in(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
+    def _let_in(self, connection: socket.socket, address: tuple[Any, ...] | str) -> None:
         with self._lock:
             if self._closed or self._strangers >= _MOST_STRANGERS:
                 connection.close()
@@ -193,7 +220,10 @@ class Door:
             self._strangers += 1
             self._connections.add(connection)
         talk = threading.Thread(
-            target=self._talk, args=(connection, str(address[0])), name=self._purpose, daemon=True
+            target=self._talk,
+            args=(connection, str(address[0]) if address else "this host"),
+            name=self._purpose,
+            daemon=True,
         )
         try:
             talk.start()
@@ -205,10 +235,11 @@ class Door:
             raise
 
     def _talk(self, connection: socket.socket, address: str) -> None:
+        kept = None
         try:
             channel = self._admit(connection, address)
             if channel is not None:
-                self._serve(channel)
+                kept = self._serve(channel)
         except AuthenticationError as error:
             logger.warning("%s: %s; the connection is closed", address, error)
         except (EOFError, OSError):
@@ -216,7 +247,8 @@ class Door:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-            connection.close()
+            if not kept:
+                connection.close()
 
     def _admit(self, connection: socket.socket, address: str) -> Channel | None:
         try:
@@ -242,6 +274,8 @@ def door_key(secret: bytes, purpose: str) -> bytes:
 
 def _keep_alive(connection: socket.socket) -> None:
     """Notice peers whose host is gone, on connections that are silent for hours."""
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -77,7 +77,7 @@ class JobDir:
             ConfigError: if the job id is no name of a directory.
         """
         path = make_job_directory(memory_dir, job_id)
-        _ensure_secret(path, secret if secret is not None else _secret_of_environment())
+        _ensure_secret(path, secret if secret is not None else secret_of_environment())
         found = read_json(path / JOB_FILE) or {}
         if found.get("job_id", job_id) != job_id:
             raise ArenaError(
@@ -356,7 +356,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         file.write(json.dumps(value, default=str).encode())
 
 
-def _secret_of_environment() -> bytes | None:
+def secret_of_environment() -> bytes | None:
+    """The job's secret as the launcher hands it out; None where nobody does."""
     text = os.environ.get(ENV_SECRET)
     return parse_secret(text, ENV_SECRET) if text else None
 

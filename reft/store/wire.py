@@ -97,8 +97,8 @@ class Channel:
             raise AuthenticationError(
                 f"frame of {length} bytes announced; at most {MAX_FRAME_BYTES} are read"
             )
-        mac = self._read_exactly(_MAC_BYTES)
-        body = self._read_exactly(length)
+        frame = self._read_exactly(_MAC_BYTES + length)
+        mac, body = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(self._key, self._incoming, _NUMBER.pack(self._received), body)):
             raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
         self._received += 1
@@ -124,6 +124,14 @@ class Channel:
     def settimeout(self, secs: float | None) -> None:
         """Bound every later read and write; None: wait for ever."""
         self._socket.settimeout(secs)
+
+    def fileno(self) -> int:
+        """For ``select`` and ``poll``: nothing that was received is kept back here."""
+        return self._socket.fileno()
+
+    def detach(self) -> socket.socket:
+        """The connection itself, for bytes that are checked in another way. The channel is of no use then."""
+        return self._socket
 
     def shutdown(self) -> None:
         """End the connection; a thread that receives sees its end."""

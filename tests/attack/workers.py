@@ -287,7 +287,7 @@ def scenario_dead(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1's worker ends for good. Training goes on, on both; closing takes no time worth speaking of."""
     me = Rank(rank, root)
     assert me.take(1)
-    me.worker.control._timeout_secs = 1.0  # that the other one is waited for
+    me.worker.control.timeout_secs = 1.0  # that the other one is waited for
     if rank == 1:
         me.worker.control.rejoin = _raising(_LOST)  # type: ignore[method-assign]
         me.worker.votes.cast = _raising(_LOST)  # type: ignore[method-assign]

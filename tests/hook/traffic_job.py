@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def train(engine: Any) -> list[str]:
 def count_moves(session: Any) -> dict[str, Counter[int]]:
     """Count, version by version, what really is copied and sent from now on."""
     moved: dict[str, Counter[int]] = {"copied": Counter(), "tensors": Counter(), "sent": Counter()}
-    engine, wire = session.worker.copier.engine, session.worker.control._exchange
-    copy, stats = engine.copy, session.stats
+    engine, wire = session.worker.copier.engine, session.worker.control
+    copy, exchange, stats = engine.copy, wire.exchange, session.stats
 
     def counting_copy(pieces: Any, after: Any = None, encode: Any = None) -> Any:
         nbytes = sum(target.numel() for _, target in pieces)
@@ -78,16 +79,12 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
         moved["tensors"][stats.committed] += len(pieces)
         return copy(pieces, after, encode)
 
-    class Wire:
-        def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-            moved["sent"][stats.committed] += sum(t.numel() * t.element_size() for t in tensors)
-            return wire.send(tensors, peer, tag)
-
-        def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-            return wire.recv(tensors, peer, tag)
+    def counting_exchange(sends: Mapping[int, Sequence[torch.Tensor]], receives: Any) -> None:
+        moved["sent"][stats.committed] += sum(t.nbytes for tensors in sends.values() for t in tensors)
+        exchange(sends, receives)
 
     engine.copy = counting_copy
-    session.worker.control._exchange = Wire()
+    wire.exchange = counting_exchange
     return moved
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from reft.errors import FingerprintError
-from reft.hook import identity
 from reft.hook.identity import Identity
 from reft.state.fingerprint import Fingerprint
 from reft.store.fingerprints import record_fingerprint
@@ -20,24 +19,24 @@ OLD, NEW = Fingerprint({"seed": 1}), Fingerprint({"seed": 2})
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def check(tmp_path: Path) -> Any:
     """Compare the version of an incarnation with what two nodes have recorded."""
     here, back = (JobDir.open_or_create(tmp_path / n, "job", n) for n in ("here", "back"))
     for directory, known in ((here, {1: OLD, 3: NEW}), (back, {1: OLD})):
         for incarnation, fingerprint in known.items():
             record_fingerprint(directory.path, incarnation, fingerprint)
     config: Any = SimpleNamespace(job_id="job", accept_changes=[])
-    control: Any = SimpleNamespace(rank=0, group=None)
+    control: Any = SimpleNamespace(rank=0)
     job = Identity(NEW, config, control, restarted=False)
 
     def compare(incarnation: int) -> None:
         told: list[bytes] = []
 
-        def gather(mine: bytes, _: object) -> list[bytes]:
+        def gather(mine: bytes) -> list[bytes]:
             told.append(mine)
             return list(told)
 
-        monkeypatch.setattr(identity, "allgather_bytes", gather)
+        control.gather_bytes = gather
         label = Label(incarnation, 9)
         try:
             job.check_memory(back.path, label, reads=True)

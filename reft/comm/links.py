@@ -1,0 +1,163 @@
+"""Connections between the ranks of a job: a Unix socket within a node, TCP between nodes, behind doors that
+open to who knows the secret alone (P11). No torch: light processes use it too."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgpack
+import psutil
+
+from reft.errors import ConfigError
+from reft.store.door import Door, knock, listen, listen_locally
+from reft.store.wire import Channel
+
+PURPOSE = "control plane"
+ENV_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface, here as for torch's gloo."""
+PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+"""What ``poll`` says of a connection that the other side has closed, read or not."""
+_LOOK_SECS = 0.05
+
+GoOn = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank takes connections.
+
+    Attributes:
+        rank: whose it is.
+        node: equal where a Unix socket leads there: one node, one network namespace.
+        local: ``@name`` of the Unix socket.
+        remote: ``host:port``.
+    """
+
+    rank: int
+    node: str
+    local: str
+    remote: str
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb([self.rank, self.node, self.local, self.remote])
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Endpoint:
+        return cls(*msgpack.unpackb(data))
+
+
+class Reception:
+    """Takes in the connections of other ranks until it is closed.
+
+    Args:
+        rank: this rank.
+        node: the node that it runs on.
+        secret: what both sides prove.
+
+    Raises:
+        ConfigError: no address can be listened on.
+    """
+
+    def __init__(self, rank: int, node: str, secret: bytes) -> None:
+        self._secret = secret
+        self._arrived: dict[tuple[str, int], Channel] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        listeners = (listen_locally(f"reft-{secrets.token_hex(16)}"), _listen_remotely())
+        self._doors = [Door(listener, secret, PURPOSE, self._admit) for listener in listeners]
+        self.endpoint = Endpoint(rank, _reach(node), *(door.endpoint for door in self._doors))
+
+    def _admit(self, channel: Channel) -> bool:
+        kind, rank = channel.receive()
+        with self._changed:
+            if not self._closed:
+                self._arrived[str(kind), int(rank)] = channel
+                self._changed.notify_all()
+            return not self._closed
+
+    def await_call(self, kind: str, rank: int, deadline: float, go_on: GoOn) -> Channel:
+        """The connection that ``rank`` makes for ``kind``.
+
+        Args:
+            kind: what it is for.
+            rank: who calls.
+            deadline: of ``time.monotonic()``.
+            go_on: asked now and then; the wait ends when it says no.
+
+        Raises:
+            TimeoutError: it did not come.
+            InterruptedError: the wait was ended.
+        """
+        with self._changed:
+            while (kind, rank) not in self._arrived:
+                if not go_on():
+                    raise InterruptedError(f"nobody waits for rank {rank} any more")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} did not connect")
+                self._changed.wait(_LOOK_SECS)
+            return self._arrived.pop((kind, rank))
+
+    def call(self, other: Endpoint, kind: str, deadline: float) -> Channel:
+        """Connect to another rank.
+
+        Raises:
+            AuthenticationError: it has another secret.
+            OSError: it does not answer.
+        """
+        near = other.node == self.endpoint.node
+        secs = max(0.001, deadline - time.monotonic())
+        channel = knock(other.local if near else other.remote, self._secret, PURPOSE, secs)
+        channel.send([kind, self.endpoint.rank])
+        return channel
+
+    def close(self) -> None:
+        """Take no connection any more; those that were taken stay."""
+        with self._changed:
+            self._closed = True
+            for channel in self._arrived.values():
+                channel.close()
+            self._arrived.clear()
+        for door in self._doors:
+            door.close()
+
+
+def ended(channels: Iterable[Channel]) -> bool:
+    """Whether the other side of any of these connections has closed it."""
+    poller = select.poll()
+    for channel in channels:
+        poller.register(channel, PEER_ENDED)
+    return bool(poller.poll(0))
+
+
+def _reach(node: str) -> str:
+    """``node``, and within it what abstract Unix sockets are seen from: the network namespace."""
+    try:
+        return f"{node} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return node
+
+
+def _listen_remotely() -> socket.socket:
+    """Listen where gloo would: on the interface that is named, else on the host name's address, else, where
+    that is no address of this machine, on loopback."""
+    named = os.environ.get(ENV_INTERFACE, "").split(",")[0]
+    if named:
+        for address in psutil.net_if_addrs().get(named, ()):
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                return listen(address.address, 0, ENV_INTERFACE)
+        raise ConfigError(
+            f"{ENV_INTERFACE} is {named!r}; expected an interface of this host with an address, one of "
+            f"{', '.join(sorted(psutil.net_if_addrs()))}"
+        )
+    try:
+        return listen(socket.gethostname(), 0, ENV_INTERFACE)
+    except ConfigError:
+        return listen("127.0.0.1", 0, ENV_INTERFACE)

@@ -1,0 +1,198 @@
+"""How the ranks of a job find each other and connect: in a tree, and with whom they exchange bytes.
+
+Endpoints are found through a store (torch's, or :class:`reft.store.keyvalue.KeyValueStore`). A rank asks it a
+fixed number of questions, however many ranks there are. Places in the tree are taken in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from reft.comm.links import Endpoint, GoOn, Reception, ended
+from reft.comm.peers import Peers
+from reft.comm.tree import Tree, children_of, parent_of
+from reft.errors import AuthenticationError, TransferError
+from reft.store.wire import Channel
+
+_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
+_TREE = "tree"
+
+
+class Store(Protocol):
+    """What is needed of ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str) -> object: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Overlay:
+    """One rank's connections to the others.
+
+    Attributes:
+        tree: for collectives.
+        peers: for bytes between pairs.
+    """
+
+    def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
+        self.tree = tree
+        self.peers = peers
+        self._reception = reception
+        _OPEN.add(self)
+
+    def take_no_more(self) -> None:
+        """Stop to listen: no pair has bytes to exchange."""
+        self._reception.close()
+
+    def forget(self) -> None:
+        """Close a forked child's copies of the connections, which stay open here and on the other side."""
+        for channel in (*self.tree.links, *self.peers.links):
+            channel.close()
+
+    def close(self) -> None:
+        """End all connections and take no more."""
+        self._reception.close()
+        self.peers.close()
+        self.tree.close()
+
+
+_OPEN: weakref.WeakSet[Overlay] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # Loaders fork their workers: copies of the connections would hide from the others that a rank died.
+    for overlay in list(_OPEN):
+        overlay.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _always() -> bool:
+    return True
+
+
+def connect(
+    store: Store,
+    prefix: str,
+    *,
+    rank: int,
+    world_size: int,
+    node: str,
+    secret: bytes,
+    timeout_secs: float,
+    go_on: GoOn = _always,
+) -> Overlay:
+    """Connect this rank with the others. Collective.
+
+    Args:
+        store: the same on all ranks.
+        prefix: of all keys; of this overlay alone.
+        rank: this rank.
+        world_size: all ranks.
+        node: the node that this rank runs on; ranks of a node meet over Unix sockets.
+        secret: the same on all ranks.
+        timeout_secs: to connect, and later for each collective and each exchange.
+        go_on: asked now and then; the wait ends when it says no.
+
+    Raises:
+        TransferError: a rank did not come in time, or cannot be reached.
+        AuthenticationError: a rank has another secret.
+    """
+    reception = Reception(rank, node, secret)
+    joining = _Joining(store, prefix, reception, time.monotonic() + timeout_secs, go_on)
+    links: list[Channel] = []
+    try:
+        callers, called = joining.places(rank, world_size, node)
+        parent = None
+        if called is not None:
+            parent = reception.call(called, _TREE, joining.deadline)
+            links.append(parent)
+        for caller in callers:
+            links.append(
+                reception.await_call(_TREE, caller, joining.deadline, lambda: go_on() and not ended(links))
+            )
+    except BaseException as error:
+        reception.close()
+        for link in links:
+            link.close()
+        if isinstance(error, AuthenticationError | TransferError):
+            raise
+        if isinstance(error, OSError | EOFError | RuntimeError):
+            raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
+        raise
+    tree = Tree(rank, world_size, parent, links[parent is not None :], timeout_secs)
+    return Overlay(tree, Peers(reception, joining.endpoint_of, lambda: tree.links, timeout_secs), reception)
+
+
+class _Joining:
+    """What one rank writes to the store, and reads there."""
+
+    def __init__(self, store: Store, prefix: str, reception: Reception, deadline: float, go_on: GoOn) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._reception = reception
+        self.deadline = deadline
+        self._go_on = go_on
+
+    def places(self, rank: int, world_size: int, node: str) -> tuple[Sequence[int], Endpoint | None]:
+        """Take a place; the ranks that will call this one, and where this one calls. Waits for all ranks."""
+        if world_size == 1:
+            return (), None
+        index = self._take(f"node/{node}")
+        leader = self._take("nodes") if index == 0 else None
+        mine = self._reception.endpoint.pack().hex()
+        self._set(f"rank/{rank}", mine)
+        self._set(f"at/{node}/{index}", str(rank))
+        if leader is not None:
+            self._set(f"leader/{leader}", str(rank))
+        if self._take("came") + 1 == world_size:
+            self._set("whole", "1")
+        self._await_all(world_size)
+        callers = [self._rank(f"at/{node}/{i}") for i in children_of(index, self._count(f"node/{node}"))]
+        if leader is None:
+            return callers, self.endpoint_of(self._rank(f"at/{node}/{parent_of(index)}"))
+        callers += [self._rank(f"leader/{i}") for i in children_of(leader, self._count("nodes"))]
+        return callers, self.endpoint_of(self._rank(f"leader/{parent_of(leader)}")) if leader else None
+
+    def endpoint_of(self, rank: int) -> Endpoint:
+        return Endpoint.unpack(bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode()))
+
+    def _await_all(self, world_size: int) -> None:
+        # Asked again and again: a blocking wait would keep the process's other threads from the store.
+        pause = _FIRST_LOOK_SECS
+        while not self._store.check([self._key("whole")]):
+            if not self._go_on() or time.monotonic() > self.deadline:
+                came = self._count("came")
+                raise TransferError(f"only {came} of {world_size} ranks came to connect with each other")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_LOOK_SECS)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _set(self, name: str, value: str) -> None:
+        self._store.set(self._key(name), value)
+
+    def _rank(self, name: str) -> int:
+        return int(self._store.get(self._key(name)))
+
+    def _count(self, name: str) -> int:
+        return self._store.add(self._key(name), 0)
+
+    def _take(self, name: str) -> int:
+        """The next number under this name, from 0."""
+        return self._store.add(self._key(name), 1) - 1
+
+
+def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
+    """Bytes that the first who asks makes and the others read. For where the ranks share none yet: whoever
+    can read the store can take part, as in torch's own groups."""
+    if store.add(f"{key}/first", 1) == 1:
+        store.set(key, make().hex())
+    return bytes.fromhex(store.get(key).decode())
