@@ -177,3 +177,29 @@ def processes_mentioning(folder: Path) -> list[str]:
             if str(folder) in line and int(pid) != os.getpid():
                 found.append(line)
     return found
+
+
+def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
+    sizes = ["--ranks", "4", "9", "--gloo-ranks", "3", "--per-node", "4", "--rounds", "2", "--plans", "0"]
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "control_plane.py"), "--json", *sizes],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECS,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
+    assert [row["ranks"] for row in result["tree"]] == [4, 9]
+    for row in (*result["tree"], *result["gloo"]):
+        assert "failed" not in row
+        assert row["vote_secs"] > 0
+        assert row["agree_secs"] > 0
+    # Three children on the node, and two ring peers; of three nodes, whoever came first has two children more.
+    assert result["tree"][0]["most_connections"] == 5
+    assert result["tree"][1]["most_connections"] in (6, 7)
+    assert set(result["tree_fits"]) == {"vote_secs", "agree_secs", "connect_secs"}
+    largest = result["computed"][-1]
+    assert largest["ranks"] == 16384
+    assert largest["most_connections_of_the_tree"] <= 64
