@@ -22,7 +22,7 @@ from reft.errors import AuthenticationError, TransferError
 from reft.store.wire import Channel
 
 FANOUT = 16
-_PART_BYTES = 8 * 2**20
+PART_BYTES = 8 * 2**20
 """Longer messages are sent in parts: a frame has a limit."""
 
 
@@ -160,10 +160,10 @@ class Tree:
 
     def _send(self, channel: Channel, body: bytes, deadline: float) -> None:
         channel.settimeout(max(0.001, deadline - time.monotonic()))
-        starts = range(0, max(1, len(body)), _PART_BYTES)
-        channel.send([len(starts), body[:_PART_BYTES]])
+        starts = range(0, max(1, len(body)), PART_BYTES)
+        channel.send([len(starts), body[:PART_BYTES]])
         for start in starts[1:]:
-            channel.send(body[start : start + _PART_BYTES])
+            channel.send(body[start : start + PART_BYTES])
 
     def close(self) -> None:
         """End all connections: the neighbours hear of it now, the others through them."""

@@ -136,7 +136,7 @@ def test_a_rank_asks_the_store_a_fixed_number_of_questions() -> None:
 def test_messages_longer_than_a_frame_arrive(
     overlays: list[Overlay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "_PART_BYTES", 1000)
+    monkeypatch.setattr(tree, "PART_BYTES", 1000)
     long = random.Random(1).randbytes(123_456)
     found = on_all(lambda r: overlays[r].tree.gather(long if r == 1 else b""), 4)
     assert found == [[b"", long, b"", b""]] * 4
