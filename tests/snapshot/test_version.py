@@ -1,0 +1,273 @@
+"""A version's life, rule by rule: the slots as properties, and what training and the worker meet."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.snapshot.committing.protocol import (
+    Abort,
+    Begin,
+    Broke,
+    Cause,
+    Closing,
+    Commit,
+    Copied,
+    CopyFailed,
+    Drained,
+    DropStaged,
+    EnterGate,
+    Event,
+    FenceNear,
+    GiveUp,
+    HandedOver,
+    LaidOut,
+    LeaveGate,
+    Met,
+    Parted,
+    Released,
+    Sealed,
+    SealFailed,
+    SlotTaken,
+    Stage,
+    Switched,
+    Task,
+    TensorsChange,
+    Turn,
+    Unfit,
+    Version,
+    Voted,
+)
+from reft.snapshot.committing.version import NOT_STARTED, OVERRUN, PEER_SKIPPED, Slots, State, step
+from reft.store.commit import preferred_label
+from reft.store.header import ArenaState
+from reft.store.label import Label
+
+
+def take(
+    slots: Slots, number: int, outcome: str = "committed", pinned: tuple[int, ...] = ()
+) -> tuple[int | None, Slots]:
+    slot = slots.choose(pinned)
+    if slot is None:
+        return None, slots
+    slots = slots.began(slot, Label(1, number))
+    if outcome != "not copied":
+        slots = slots.sealed(slot)
+    if outcome == "committed":
+        slots = slots.committed(slot)
+    elif outcome in ("aborted", "not copied"):
+        slots = slots.aborted(slot)
+    return slot, slots
+
+
+def taken(slots: Slots, *versions: tuple[int, str]) -> tuple[list[int | None], Slots]:
+    chosen = []
+    for number, outcome in versions:
+        slot, slots = take(slots, number, outcome)
+        chosen.append(slot)
+    return chosen, slots
+
+
+def test_two_slots_alternate() -> None:
+    chosen, slots = taken(Slots.make(2), *((number, "committed") for number in range(1, 6)))
+    assert chosen == [0, 1, 0, 1, 0]
+    assert slots.committed_label == Label(1, 5)
+
+
+def test_an_aborted_slot_is_written_again_and_the_committed_one_is_not() -> None:
+    chosen, slots = taken(Slots.make(2), (1, "committed"), (2, "aborted"), (3, "aborted"), (4, "not copied"))
+    assert chosen == [0, 1, 1, 1]
+    assert slots.committed_slot == 0
+
+
+def test_a_version_whose_fate_is_unknown_blocks_its_slot() -> None:
+    chosen, slots = taken(Slots.make(2), (1, "committed"), (2, "unknown"))
+    assert (chosen, slots.open_slot, slots.choose()) == ([0, 1], 1, None)
+    assert slots.committed(1).choose() == 0  # the answer came after all
+
+
+def test_three_slots_leave_room_for_a_pinned_reader() -> None:
+    _, slots = taken(Slots.make(3), (1, "committed"), (2, "committed"), (3, "committed"))
+    slot, slots = take(slots, 4, pinned=(0,))
+    assert slot == 1
+    slot, slots = take(slots, 5, pinned=(0,))
+    assert slot == 2
+    assert take(slots, 6, pinned=(0, 1))[0] is None
+    assert Slots.make(2).choose(pinned=(0, 1)) is None
+
+
+def test_frozen_slots_are_kept_until_something_newer_is_committed() -> None:
+    chosen, slots = taken(Slots.make(2, {1: Label(1, 7)}), (7, "aborted"), (8, "aborted"))
+    assert chosen == [0, 0]
+    with pytest.raises(ValueError, match="being recovered"):
+        slots.began(1, Label(2, 9))
+    chosen, slots = taken(slots, (9, "committed"), (10, "committed"))
+    assert (chosen, slots.frozen) == ([0, 1], ())
+    assert Slots.make(2, {5: Label(1, 7)}).choose() == 0  # a file of an incarnation with more slots
+
+
+def test_wrong_orders_are_refused() -> None:
+    slots = Slots.make(2)
+    for change in (slots.sealed, slots.committed, slots.aborted):
+        with pytest.raises(ValueError, match="slot 0 cannot"):
+            change(0)
+    _, slots = take(slots, 1)
+    with pytest.raises(ValueError, match="must not be written"):
+        slots.began(0, Label(1, 2))
+    slots = slots.began(1, Label(1, 2))
+    with pytest.raises(ValueError, match="cannot become committed"):
+        slots.committed(1)
+    with pytest.raises(ValueError, match="at least 1"):
+        Slots.make(0)
+
+
+@given(
+    slots=st.integers(1, 4),
+    frozen=st.booleans(),
+    history=st.lists(
+        st.tuples(st.sampled_from(["committed", "aborted", "not copied"]), st.sets(st.integers(0, 3))),
+        max_size=30,
+    ),
+)
+def test_p3_the_newest_committed_frozen_or_pinned_slot_is_never_chosen(
+    slots: int, frozen: bool, history: list[tuple[str, set[int]]]
+) -> None:
+    table = Slots.make(slots, {0: Label(1, 0)} if frozen else {})
+    protected = 0 if frozen else None
+    for number, (outcome, pinned) in enumerate(history, start=1):
+        slot, table = take(table, number, outcome, tuple(pinned))
+        free = set(range(slots)) - pinned - {protected}
+        assert (slot is None) == (not free)
+        assert slot is None or slot in free
+        if outcome == "committed" and slot is not None:
+            protected = slot
+            assert table.held[slot].state is ArenaState.COMMITTED
+        assert table.committed_slot is None or table.committed_slot == protected
+
+
+def test_what_every_holder_of_something_older_holds_is_preferred() -> None:
+    old, new, later = Label(1, 4), Label(1, 5), Label(2, 4)
+    assert preferred_label({}, None) is None
+    assert preferred_label({old: "abc", new: "abc"}, None) == new
+    assert preferred_label({old: "abc", new: "ab"}, None) == old
+    assert preferred_label({old: "abc", new: "ab"}, old) == old
+    assert preferred_label({old: "ab", new: "abc"}, None) == new
+    assert preferred_label({old: "abc", new: "ab"}, new) == new  # known to be committed: nothing older
+    assert preferred_label({old: "abc"}, new) == old  # beyond the tolerance: better than nothing
+    assert preferred_label({old: "bc", later: "ac"}, None) == old
+    assert preferred_label({old: "bc", later: "abc"}, None) == later
+
+
+# -- versions ----
+
+
+def told(*events: Event, slots: Slots | None = None) -> tuple[State, list[object]]:
+    """The state after some events, and all effects."""
+    state, effects = State(slots or Slots.make(2)), list[object]()
+    for event in events:
+        state, more = step(state, event)
+        effects += more
+    return state, effects
+
+
+FIRST, SECOND = Label(1, 1), Label(1, 2)
+COPY = (Turn(), Begin(), SlotTaken(0), Released(), Copied())
+
+
+def test_a_version_goes_from_the_hand_over_to_its_commit() -> None:
+    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(True), Sealed(), Voted(True))
+    assert (state.task, state.head.stage, effects) == (Task.SWITCH, Stage.COMMITTED, [Commit(0, FIRST)])
+    state, _ = step(state, Switched())
+    assert (state.task, state.versions, state.slots.committed_label) == (Task.WAIT, (), FIRST)
+
+
+def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_wait_for_it() -> None:
+    state, _ = told(HandedOver(Version(FIRST)), FenceNear())
+    assert not state.holds_training
+    assert state.head.cause == NOT_STARTED
+    state, _ = step(state, Turn())
+    assert (state.task, state.approves) == (Task.VOTE_COPIED, False)
+
+
+def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_approved() -> None:
+    state, _ = told(HandedOver(Version(FIRST, must=True)), FenceNear())
+    assert state.holds_training
+    state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], FenceNear(), TensorsChange(), *COPY[3:])
+    assert (state.task, state.approves, state.head.cause) == (Task.VOTE_COPIED, False, OVERRUN)
+    state, effects = step(state, Voted(False))
+    assert effects == (Abort(0, FIRST), GiveUp(FIRST, OVERRUN))
+
+
+def test_p6_whoever_fails_votes_no_and_says_why_once() -> None:
+    cause = Cause("OSError", "no space left on device")
+    state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(cause))
+    assert (state.task, state.approves, state.holds_training) == (Task.VOTE_COPIED, False, False)
+    state, effects = told(
+        HandedOver(Version(FIRST)), *COPY, Voted(True), SealFailed(cause), Voted(False), Switched()
+    )
+    assert effects == [Abort(0, FIRST), GiveUp(FIRST, cause)]
+    _, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False))
+    assert effects == [Abort(0, FIRST), GiveUp(FIRST, PEER_SKIPPED)]
+
+
+def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_training_has_left() -> None:
+    state, _ = told(HandedOver(Version(FIRST)), Turn(), Unfit())
+    assert (state.wants_layout, state.holds_training) == (True, True)
+    state, _ = step(step(state, Voted(False, relayout=True))[0], LaidOut())
+    assert (state.task, state.holds_training) == (Task.COPY, True)
+    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), LaidOut())
+    assert (state.task, state.approves, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
+
+
+def test_the_gate_is_held_until_nothing_paced_is_left_to_copy() -> None:
+    paced, later = Version(FIRST, paced=True), Version(SECOND, paced=True)
+    staged = (Turn(), Begin(), SlotTaken(0), Released(staged=True), Copied())
+    state, effects = told(HandedOver(paced), *staged, Voted(True))
+    assert effects == [EnterGate(draining=False)]
+    assert step(state, Drained())[1] == (DropStaged(), LeaveGate())
+    state, effects = told(HandedOver(paced), *staged, Voted(True), HandedOver(later), Drained())
+    assert effects == [EnterGate(draining=False), EnterGate(draining=True), DropStaged()]
+
+
+@pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
+def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: Label | None, then: object) -> None:
+    """What one of them knows to be committed is committed by all."""
+    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(True), Sealed(), Broke("a peer vanished"))
+    assert (state.task, state.slots.open_slot) == (Task.MEET, 0)
+    assert effects == [GiveUp(FIRST, Cause("interrupted", "a peer vanished"))]
+    state, _ = step(state, HandedOver(Version(SECOND)))
+    assert not state.holds_training
+    state, effects = step(state, Met(SECOND, known))
+    assert (state.task, effects, state.slots.committed_label) == (Task.WAIT, (then,), known)
+    state, effects = step(state, Turn())  # all ranks have given it up: no vote
+    assert (state.versions, effects) == ((), (GiveUp(SECOND, Cause("interrupted")),))
+
+
+def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
+    assert told(Closing())[0].task is Task.END
+    state, _ = told(HandedOver(Version(FIRST)), Closing())
+    assert state.task is Task.WAIT
+    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("closed")),)
+    state, effects = told(
+        HandedOver(Version(FIRST)), Turn(), Broke("x"), HandedOver(Version(SECOND)), Parted("y")
+    )
+    assert (state.task, state.broken, state.versions) == (Task.END, "y", ())
+    assert effects == [GiveUp(FIRST, Cause("interrupted", "x")), GiveUp(SECOND, Cause("broken", "y"))]
+    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("broken", "y")),)
+
+
+def test_ranks_that_only_vote_count_no_version_as_skipped() -> None:
+    state, effects = told(
+        HandedOver(Version(FIRST, idle=True)), FenceNear(), Turn(), Voted(False), Switched()
+    )
+    assert (state.task, state.versions, effects) == (Task.WAIT, (), [])
+
+
+def test_an_event_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="while the worker is at"):
+        told(Copied())
+    with pytest.raises(ValueError, match="cannot happen"):
+        told(HandedOver(Version(FIRST)), Turn(), Copied())
+    with pytest.raises(ValueError, match="cannot happen"):
+        told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(Cause("x")), Voted(True))

@@ -1,0 +1,203 @@
+"""P2, P3 and P6, explored: every order of events of the production transition system, with an error at every task
+and effect, an interruption at every point, and a crash after every transition.
+
+What is exhaustive and what is bounded, in 3 groups x 4 ranks with one redundant copy:
+
+- 3 versions, any number of errors on any ranks, up to 2 interruptions after which all ranks meet again; training
+  up to 2 versions ahead; every crash, and with it the loss of any one node per group. A rank has 24,616 states,
+  which make 466 windows; in the widest a rank may be at 1,188 of them, the job of 12 ranks at 1,188^12
+  (``long``: 4 versions, and training 3 ahead).
+- A crash at every transition of the restart: 2 groups x 3 ranks, 3 versions, any errors, no interruption.
+- Three crashes in a row: one group of 3 ranks, 2 versions.
+
+Each wrong rule has a counterexample, which is printed (``pytest -s`` shows them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from reft.snapshot.committing.protocol import (
+    Broke,
+    CopyFailed,
+    Event,
+    GiveUp,
+    Met,
+    Sealed,
+    SealFailed,
+    Stage,
+    Task,
+    TensorsChange,
+    Voted,
+)
+from reft.snapshot.committing.version import Next, Slot, Slots, State, step
+from reft.store.header import ArenaState
+from reft.store.label import Label
+from tests.snapshot.restart_model import LOSSES, Crash, SecondCrash, crash_memories, crashes_in_a_row
+from tests.snapshot.version_model import Explorer, PromiseError, Rules, leaves, whole_jobs
+
+
+class OverwritingSlots(Slots):
+    """With one arena, the only way to take a second version: over the first."""
+
+    def choose(self, pinned: Collection[int] = ()) -> int | None:
+        return 0 if 0 not in pinned and not self.held[0].is_open else None
+
+
+def retire_before_commit(state: State, event: Event) -> Next:
+    """Gives the older version up as soon as the newer one is sealed *here*."""
+    after, effects = step(state, event)
+    if isinstance(event, Sealed):
+        held = tuple(Slot() if s.state is ArenaState.COMMITTED else s for s in after.slots.held)
+        after = replace(after, slots=replace(after.slots, held=held))
+    return after, effects
+
+
+def fence_skipped(state: State, event: Event) -> Next:
+    """The optimizer writes, and what is being copied counts nevertheless."""
+    if isinstance(event, TensorsChange):
+        return replace(state, fence_near=False), ()
+    return step(state, event)
+
+
+def silent_rank(state: State, event: Event) -> Next:
+    """Who cannot copy a version says nothing, and goes on."""
+    after, effects = step(state, event)
+    if isinstance(event, CopyFailed):
+        given_up = GiveUp(after.head.label, event.cause)
+        return replace(after, task=Task.WAIT, versions=after.versions[1:]), (*effects, given_up)
+    return after, effects
+
+
+def stale_parity(state: State, event: Event) -> Next:
+    """Approves a version whose redundant part did not arrive: what is there is of an older one."""
+    if isinstance(event, SealFailed):
+        return step(state, Sealed())
+    return step(state, event)
+
+
+def vote_lost(state: State, event: Event) -> Next:
+    """Who does not learn the result of a vote takes it for a no."""
+    after, effects = step(state, event)
+    slot = after.slots.open_slot
+    if isinstance(event, Broke) and slot is not None:
+        after = replace(after, slots=after.slots.aborted(slot))
+    return after, effects
+
+
+def copied_twice(state: State, event: Event) -> Next:
+    """After a new layout, copies a version again whose tensors training may have changed."""
+    again = isinstance(event, Voted) and event.relayout and state.head.stage is Stage.COPIED
+    after, effects = step(state, event)
+    if again and state.head.cause is None:
+        head = replace(after.head, stage=Stage.QUEUED, cause=None)
+        after = replace(after, versions=(head, *after.versions[1:]))
+    return after, effects
+
+
+def peers_not_heard(state: State, event: Event) -> Next:
+    """Gives a sealed version up when the ranks meet, though one of them knows that it is committed."""
+    return step(state, Met(event.after, None) if isinstance(event, Met) else event)
+
+
+def newest_whole(held_by: dict[Label, list[tuple[int, int]]], committed: Label | None) -> Label | None:
+    """Restore the newest version that is whole, whoever lacks it."""
+    return max(held_by, default=None)
+
+
+WRONG: dict[str, tuple[str, Rules]] = {
+    "one arena fewer": ("P3", Rules(slots=OverwritingSlots.make(1), meetings=0)),
+    "retire before commit": ("P3", Rules(step=retire_before_commit, meetings=0)),
+    "fence skipped": ("P2", Rules(step=fence_skipped)),
+    "silent rank": ("P6", Rules(step=silent_rank)),
+    "stale parity": ("P2", Rules(step=stale_parity)),
+    "vote lost": ("P3", Rules(step=vote_lost, meetings=1)),
+    "copied twice": ("P2", Rules(step=copied_twice)),
+    "peers not heard": ("P3", Rules(step=peers_not_heard, meetings=1)),
+}
+
+
+def explored(rules: Rules, groups: int = 3, members: int = 4) -> Explorer:
+    explorer = Explorer(rules, groups, members)
+    violation = explorer.run()
+    assert violation is None, f"\n{violation}"
+    return explorer
+
+
+def test_p2_p3_p6_hold_for_3_groups_of_4_ranks_whatever_fails_wherever() -> None:
+    explorer = explored(Rules())
+    assert explorer.deepest_commit == 3
+    assert explorer.states > 100_000
+
+
+@pytest.mark.long
+def test_p2_p3_p6_hold_over_4_versions_and_further_ahead() -> None:
+    assert explored(Rules(steps=4)).deepest_commit == 4
+    assert explored(Rules(ahead=3)).deepest_commit == 3
+
+
+def test_they_hold_with_three_arenas_and_with_steps_at_which_ranks_only_vote() -> None:
+    assert explored(Rules(slots=Slots.make(3), meetings=0)).deepest_commit == 3
+    assert explored(Rules(idle=frozenset({2}), meetings=1)).deepest_commit == 3
+
+
+def test_without_errors_every_version_that_is_not_overtaken_is_committed() -> None:
+    assert explored(Rules(errors=False)).deepest_commit == 3
+
+
+def test_one_arena_never_commits_again_rather_than_break_the_promise() -> None:
+    explored(Rules(slots=Slots.make(1), meetings=0))
+    assert explored(Rules(slots=Slots.make(1), errors=False)).deepest_commit == 1
+
+
+@pytest.mark.parametrize(
+    "rules", [Rules(steps=2, errors=False), Rules(steps=1, meetings=0)], ids=["well", "errors"]
+)
+def test_the_windows_hold_all_that_a_search_over_whole_jobs_finds(rules: Rules) -> None:
+    explorer = explored(rules, groups=1, members=2)
+    together = [set(map(leaves, window.ranks)) for window in explorer.windows]
+    combined = {pair for window in together for pair in product(window, repeat=2)}
+    found = whole_jobs(rules, 2)
+    assert found <= combined
+    if not rules.errors:
+        assert found == combined
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
+    promise, rules = WRONG[name]
+    violation = Explorer(rules).run()
+    assert isinstance(violation, PromiseError), f"{name} was not found"
+    print(f"\n{name}:\n{violation}")
+    assert violation.promise == promise, str(violation)
+
+
+def test_p3_holds_when_the_restart_crashes_too() -> None:
+    second = SecondCrash()
+    for memory, committed in crash_memories(explored(Rules(meetings=0), 2, 3), groups=2):
+        violation = second.check(memory, committed)
+        assert violation is None, f"\n{violation}"
+    assert second.restarts > 10_000
+
+
+def test_p3_holds_through_three_crashes_in_a_row() -> None:
+    seen: set[Crash] = set()
+    for (memory,), committed in crash_memories(explored(Rules(steps=2, meetings=0), 1, 3), groups=1):
+        for lost in LOSSES:
+            crash = Crash(memory, lost, lost, committed, incarnation=1)
+            violation = next(crashes_in_a_row(crash, 3, seen), None)
+            assert violation is None, f"\n{violation}"
+    assert len(seen) > 1000
+
+
+def test_restoring_the_newest_whole_version_has_a_counterexample_in_a_restart_too() -> None:
+    rules: Rules = Rules(steps=2, meetings=0)
+    second = SecondCrash(newest_whole)
+    found = (second.check(m, c) for m, c in crash_memories(explored(rules, 2, 3), groups=2))
+    violation = next((v for v in found if v is not None), None)
+    assert violation is not None
+    assert violation.restored is None or violation.restored < violation.committed
