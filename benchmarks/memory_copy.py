@@ -122,7 +122,7 @@ class Rank:
     def _watch_stages(self) -> None:
         """Where the seconds go, at a small cost of its own."""
         from reft.hook import session as session_module
-        from reft.snapshot.copying.copier import Copier
+        from reft.snapshot import taking
         from reft.snapshot.filling import Filling
         from reft.store.arena import Arena
 
@@ -130,16 +130,13 @@ class Rank:
         watch.watch(self.session, "submit", "training: submit")
         watch.watch(session_module, "capture_host_state", "training: capture")
         watch.watch(worker, "fence", "training: fence")
-        watch.watch(worker, "_process", "worker: all")
-        watch.watch(worker, "_try_copy", "worker: copy and prepare")
-        watch.watch(Copier, "copy", "worker: copy")
+        watch.watch(taking, "encode", "worker: encode host state")
+        watch.watch(worker.copier, "copy", "worker: copy and hash")
         watch.watch(Filling, "hash_rest", "worker: hash rest")
-        watch.watch(worker._sealer, "_exchange", "worker: exchange")
-        watch.watch(worker, "_vote", "worker: votes")
-        for name in ("begin", "seal", "commit", "lost"):
+        watch.watch(worker.sealer, "exchange", "worker: exchange")
+        watch.watch(worker.votes, "cast", "worker: votes")
+        for name in ("begin", "seal", "lost", "commit"):
             watch.watch(Arena, name, f"worker: arena {name}")
-        watch.watch(worker, "_on_commit", "worker: tell of the commit")
-        watch.watch(worker, "_learn", "worker: plan")
 
     def unit(self, saver: Saver) -> dict[str, Any]:
         """A few steps, with or without saving before each."""

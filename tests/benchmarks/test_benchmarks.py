@@ -87,7 +87,7 @@ def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
     assert savers["copy"]["bytes_per_rank"] >= state_bytes
     assert 0 <= savers["reft"]["bytes_per_rank"] - savers["copy"]["bytes_per_rank"] < 3 * 2**20
     assert result["snapshots"]["committed"] > 0
-    assert savers["reft"]["stages"]["worker: copy"][1] > 0
+    assert savers["reft"]["stages"]["worker: copy and hash"][1] > 0
 
 
 def test_save_stall_compares_every_way_within_one_run(tmp_path: Path) -> None:

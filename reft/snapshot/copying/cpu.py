@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -53,8 +53,7 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
         copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
 
 
-@dataclass(frozen=True)
-class _Copied:
+class _Copied(NamedTuple):
     """A copy that has ended."""
 
     nbytes: int

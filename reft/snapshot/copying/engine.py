@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -325,6 +325,22 @@ class _Phase(Enum):
     CLOSED = "closed"
 
 
+class _Copying(AbstractContextManager[int]):
+    """See :meth:`CallOrder.copying`. A generator would cost a chunk as much as all the rest."""
+
+    __slots__ = ("_after", "_order")
+
+    def __init__(self, order: CallOrder, after: Mark | None) -> None:
+        self._order = order
+        self._after = after
+
+    def __enter__(self) -> int:
+        return self._order.enter(self._after)
+
+    def __exit__(self, *_: object) -> None:
+        self._order.leave()
+
+
 class CallOrder:
     """Keeps the order of an engine's calls; knows which copies are inside :meth:`CopyEngine.copy`."""
 
@@ -365,9 +381,12 @@ class CallOrder:
             raise CopyOrderError(f"{what}: {state}; expected it between begin() and fence()")
         return self._version
 
-    @contextmanager
-    def copying(self, after: Mark | None) -> Iterator[int]:
+    def copying(self, after: Mark | None) -> AbstractContextManager[int]:
         """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
+        return _Copying(self, after)
+
+    def enter(self, after: Mark | None) -> int:
+        """A copy begins. Returns the version's number."""
         with self._changed:
             version = self.open_version("copy")
             if after is not None and after.version != version:
@@ -376,11 +395,13 @@ class CallOrder:
                     f"mark taken since its begin()"
                 )
             self._active += 1
-        try:
-            yield version
-        finally:
-            with self._changed:
-                self._active -= 1
+        return version
+
+    def leave(self) -> None:
+        """A copy has ended."""
+        with self._changed:
+            self._active -= 1
+            if self._phase is not _Phase.OPEN:  # somebody waits
                 self._changed.notify_all()
 
     @contextmanager
