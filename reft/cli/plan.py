@@ -162,14 +162,14 @@ def _show(plan: JobPlan, figure: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     order, rate = "-".join(plan.job.layout.order), plan.stages[0].bytes_per_sec
     console.print(
-        f"{plan.job.training.name}, {plan.outlook.nodes} nodes, rank order {order}: a step takes "
+        f"{plan.job.training.name}, {plan.survival.nodes} nodes, rank order {order}: a step takes "
         f"{plan.pace.step_secs:.3g} s, bubble {plan.bubble_fraction:.0%}, copies run at "
         f"{rate / 1e9:.3g} GB/s ({plan.source})",
         markup=False,
     )
     for table in (_alternatives(plan), _stages(plan), _survival(plan)):
         console.print(table, markup=False)
-    seen = plan.outlook
+    seen = plan.survival
     console.print(
         f"A node of the job fails after about {duration(seen.job_failure_secs)}. For a survival of "
         f"{seen.target:g} persist every {duration(seen.persist_secs)} ({plan.persist_steps:,} steps); "
@@ -275,8 +275,8 @@ def _lengths(lengths: list[str]) -> str:
 def _survival(plan: JobPlan) -> Table:
     from reft.tools.planning.plan import duration
 
-    points = plan.outlook.curve()
-    kind = "" if plan.outlook.exact else ", lower bound"
+    points = plan.survival.curve()
+    kind = "" if plan.survival.exact else ", lower bound"
     table = Table(title="probability that no state is lost, living on memory alone", title_justify="left")
     table.add_column("after")
     for point in points:

@@ -240,7 +240,7 @@ class ReftAgent(LocalElasticAgent):
                     raise
                 self._store_lost = isinstance(error, (RendezvousConnectionError, StoreError))
                 logger.warning(
-                    "a node vanished while the job was forming (%s); once more", _first_line(error)
+                    "a node was lost while the round formed (%s); it is formed again", _first_line(error)
                 )
         agreement = self.agreement
         assert agreement is not None
@@ -296,7 +296,7 @@ class ReftAgent(LocalElasticAgent):
             self._exit_root.mkdir(mode=0o700, exist_ok=True)
             self._exit_dir.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            logger.warning("trainers cannot leave why they end: %s", error)
+            logger.warning("trainers cannot record why they end: %s", error)
         os.environ[ENV_EXIT_DIR] = str(self._exit_dir)
         # TORCHELASTIC_RESTART_COUNT is computed from this, and must be the same on all nodes: older
         # versions of torch make it part of the keys under which trainers find each other.

@@ -103,7 +103,7 @@ class NodeMemory:
             if isinstance(arena, Arena):
                 arena.close()
                 continue
-            logger.warning("%s: memory under a secret that is lost is removed", path)
+            logger.warning("%s: its secret is lost, so that nobody can read this memory; it is removed", path)
             path.unlink(missing_ok=True)
 
     def make_again(self, secret: bytes) -> None:

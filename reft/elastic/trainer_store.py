@@ -138,7 +138,7 @@ def _accept(listener: socket.socket, endpoint: str, secret: bytes, closed: threa
             if closed.is_set():
                 return
             if not troubled:
-                logger.warning("the trainers' relay cannot let anybody in: %s", error)
+                logger.warning("the trainers' relay cannot accept connections: %s", error)
             troubled = True
             time.sleep(_TROUBLE_SECS)
 

@@ -19,8 +19,9 @@ that of the alignment of the clocks (:mod:`reft.profile.offsets`); shorter waits
 lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for longer than
 the fastest of them took in all. This is an upper bound of the transfer: idle time is never overstated.
 
-An optimizer step is a meeting point only for some optimizers (the gradient norm spans the pipeline).
-That is read from the times: where ranks meet, a rank that comes earlier by x seconds takes x longer.
+In an optimizer step ranks wait for each other with some optimizers only (the gradient norm spans the
+pipeline). That is read from the times: where they wait, a rank that comes earlier by x seconds takes x
+longer.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def split(ranks: Sequence[RankTraces]) -> Split:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _Exchange:
     """What a call shares with one of another rank.
 
     Attributes:
@@ -131,7 +132,7 @@ class _Meeting:
     call: InstructionRecord
 
 
-_Meetings = dict[int, list[_Meeting]]
+_Exchanges = dict[int, list[_Exchange]]
 """By index of the call in the trace."""
 
 
@@ -148,16 +149,16 @@ class _Pairs:
     def run(self) -> None:
         if not self._ranks:
             return
-        meetings: dict[int, list[_Meetings]] = {
+        exchanges: dict[int, list[_Exchanges]] = {
             r.rank: [defaultdict(list) for _ in r.traces] for r in self._ranks
         }
         for pipeline in {r.pipeline for r in self._ranks}:
             for what, towards in (("Activation", 1), ("Grad", -1)):
                 for number in range(len(self._ranks[0].traces)):
-                    self._match(pipeline, what, towards, number, meetings)
+                    self._match(pipeline, what, towards, number, exchanges)
         for rank in self._ranks:
-            buffered = _buffered(rank, meetings[rank.rank])
-            for number, of_step in enumerate(meetings[rank.rank]):
+            buffered = _buffered(rank, exchanges[rank.rank])
+            for number, of_step in enumerate(exchanges[rank.rank]):
                 self._split(rank, number, of_step, buffered)
 
     def _match(
@@ -166,7 +167,7 @@ class _Pairs:
         what: str,
         towards: int,
         number: int,
-        meetings: dict[int, list[_Meetings]],
+        exchanges: dict[int, list[_Exchanges]],
     ) -> None:
         """Pair all sends of a kind in a step with their receives, or none: where the numbers of any two
         neighbours differ, the schedule sends both ways (DualPipeV), and order does not tell who meets."""
@@ -184,20 +185,20 @@ class _Pairs:
                 pairs.append((sender, sent, receiver, received))
         for sender, sent, receiver, received in pairs:
             for (_, at, call), (_, other_at, other_call) in zip(sent, received, strict=True):
-                meetings[sender.rank][number][at].append(_Meeting("Send" + what, receiver, other_call))
-                meetings[receiver.rank][number][other_at].append(_Meeting("Recv" + what, sender, call))
+                exchanges[sender.rank][number][at].append(_Exchange("Send" + what, receiver, other_call))
+                exchanges[receiver.rank][number][other_at].append(_Exchange("Recv" + what, sender, call))
 
     def _is_vague(self, one: RankTraces, other: RankTraces) -> bool:
         """Whether their clocks say less than the fastest observation does."""
         fastest = min((*self._fastest[one.rank].values(), *self._fastest[other.rank].values()), default=0.0)
         return one.offset.error_to(other.offset) > fastest
 
-    def _split(self, rank: RankTraces, number: int, meetings: _Meetings, buffered: set[str]) -> None:
+    def _split(self, rank: RankTraces, number: int, exchanges: _Exchanges, buffered: set[str]) -> None:
         result, instructions = self._result, rank.traces[number].instructions
         for index, kind in _transfers(instructions):
             record, place = instructions[index], (rank.rank, number, index)
             secs = record.end_secs - record.begin_secs
-            met = meetings.get(index, [])
+            met = exchanges.get(index, [])
             if not met:
                 result.unmatched_secs += secs
                 ready = record.end_secs - self._fastest[rank.rank][kind]
@@ -215,17 +216,17 @@ class _Pairs:
             if ready > record.begin_secs:
                 result.ready_secs[place] = ready
 
-    def _note_causality(self, record: InstructionRecord, met: Sequence[_Meeting]) -> None:
-        for meeting in met:
-            if is_receive(meeting.name):
-                late = meeting.call.begin_secs - record.end_secs
+    def _note_causality(self, record: InstructionRecord, met: Sequence[_Exchange]) -> None:
+        for exchange in met:
+            if is_receive(exchange.name):
+                late = exchange.call.begin_secs - record.end_secs
                 self._result.causality_secs = max(self._result.causality_secs, late)
 
 
-def _buffered(rank: RankTraces, meetings: Sequence[_Meetings]) -> set[str]:
+def _buffered(rank: RankTraces, exchanges: Sequence[_Exchanges]) -> set[str]:
     """Kinds of sends that wait for nobody: one of them was over before its receiver came."""
     found = set()
-    for trace, of_step in zip(rank.traces, meetings, strict=True):
+    for trace, of_step in zip(rank.traces, exchanges, strict=True):
         for index, met in of_step.items():
             for m in met:
                 late = m.call.begin_secs - trace.instructions[index].end_secs

@@ -208,7 +208,7 @@ class Door:
                 if self._is_closed():
                     return
                 if not troubled:
-                    logger.warning("the door of the %s cannot let anybody in: %s", self._purpose, error)
+                    logger.warning("the door of the %s cannot accept connections: %s", self._purpose, error)
                 troubled = True
                 time.sleep(_TROUBLE_SECS)
 

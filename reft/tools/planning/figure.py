@@ -8,8 +8,8 @@ from typing import Any
 
 from reft.policy.choose import GIB, Alternative
 from reft.policy.loads import Load
-from reft.tools.planning.outlook import DAY, HOUR
 from reft.tools.planning.plan import JobPlan, duration
+from reft.tools.planning.survival import DAY, HOUR
 from reft.tools.simulate.figures import new_figure, save_figure
 
 _PARTS: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
@@ -40,7 +40,7 @@ def draw_plan(plan: JobPlan, path: Path) -> None:
     _draw_survival(survival, plan)
     training = plan.job.training
     figure.suptitle(
-        f"{training.name}, {plan.outlook.nodes} nodes: planned {plan.planned.name}; "
+        f"{training.name}, {plan.survival.nodes} nodes: planned {plan.planned.name}; "
         + ("simulated, nothing was measured" if plan.pace.measured is None else plan.source)
     )
     save_figure(figure, path)
@@ -139,7 +139,7 @@ def _draw_windows(axes: Any, plan: JobPlan) -> None:
 
 
 def _draw_survival(axes: Any, plan: JobPlan) -> None:
-    seen = plan.outlook
+    seen = plan.survival
     points = seen.dense_curve()
     hours = [p.secs / HOUR for p in points]
     bound = "" if seen.exact else ", at least"

@@ -16,9 +16,9 @@ from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
-from reft.tools.planning.forecast import SimulatedPace
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.outlook import HOUR, Outlook, outlook
+from reft.tools.planning.simulated_pace import SimulatedPace
+from reft.tools.planning.survival import HOUR, Survival, survival_of
 from reft.tools.simulate.schedules import Schedule, one_f_one_b
 
 IN_VAIN = (
@@ -66,7 +66,7 @@ class JobPlan:
         planned: the one that the plan is about: as configured, or the choice.
         configured: what the block asks for, or ``auto``.
         pace: the simulated step.
-        outlook: survival under ``planned``.
+        survival: survival under ``planned``.
         max_overhead: part of the step that snapshots may cost.
     """
 
@@ -75,7 +75,7 @@ class JobPlan:
     planned: Alternative
     configured: str
     pace: SimulatedPace
-    outlook: Outlook
+    survival: Survival
     max_overhead: float
 
     @property
@@ -139,7 +139,7 @@ class JobPlan:
             "job": {
                 "model": training.model,
                 "cluster": job.cluster.name,
-                "nodes": self.outlook.nodes,
+                "nodes": self.survival.nodes,
                 "devices": training.devices,
                 "pp": training.stages,
                 "dp": training.data,
@@ -205,7 +205,7 @@ class JobPlan:
         }
 
     def _survival_json(self) -> dict[str, Any]:
-        seen = self.outlook
+        seen = self.survival
         return {
             "failures": [asdict(f) for f in self.job.cluster.failures],
             "exact": seen.exact,
@@ -222,7 +222,7 @@ class JobPlan:
         """Steps between two checkpoints on storage: a multiple of the snapshots', as the block wants it."""
         every = self.job.block.interval_steps
         step_secs = self.pace.step_secs * (1 + self.overhead)
-        return max(1, int(self.outlook.persist_secs / step_secs / every)) * every
+        return max(1, int(self.survival.persist_secs / step_secs / every)) * every
 
 
 def make_plan(
@@ -288,7 +288,7 @@ def make_plan(
         planned=planned,
         configured=name,
         pace=pace,
-        outlook=outlook(job.topology, planned, causes, target),
+        survival=survival_of(job.topology, planned, causes, target),
         max_overhead=block.has.max_overhead if max_overhead is None else max_overhead,
     )
 

@@ -34,7 +34,7 @@ _CURVE_POINTS = 60
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Survival:
     """Survival of a job under one alternative.
 
     Attributes:
@@ -70,9 +70,9 @@ class Outlook:
         return self.curve([first * ratio**i for i in range(_CURVE_POINTS)])
 
 
-def outlook(
+def survival_of(
     topology: Topology, alternative: Alternative, causes: Sequence[Weibull], target: float
-) -> Outlook:
+) -> Survival:
     """Survival of the job.
 
     Args:
@@ -96,7 +96,7 @@ def outlook(
     survived, exact = losses_within(size, alternative.tolerance), False
     if alike and size <= _MOST_COUNTED_NODES and _same_inside(topology, domains):
         survived, exact = _counted(topology.group_nodes(*topology.groups()[0]), alternative.scheme), True
-    return Outlook(
+    return Survival(
         nodes=nodes,
         survived=survived,
         exact=exact,
