@@ -35,10 +35,10 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-_HOST_ELEMENTS = 2**14
+HOST_ELEMENTS = 2**14
 """Of a slice on the host: it stays in the second-level cache, and torch computes it in the calling thread,
 whose mode for denormals then is the only one that counts."""
-_DEVICE_ELEMENTS = 2**24
+DEVICE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class _Scalars:
             1 - beta1,
             beta2,
             1 - beta2,
-            1 / math.sqrt(1 - _power(beta2, step)),
+            1 / math.sqrt(1 - power(beta2, step)),
             float(group["eps"]),
-            lr / (1 - _power(beta1, step)),
+            lr / (1 - power(beta1, step)),
             1 - lr * decay if decoupled else 1.0,
             0.0 if decoupled else decay,
         )
@@ -180,7 +180,7 @@ def _update(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, 
     t.mul_(s.rest2)
     v.mul_(s.beta2)
     v.add_(t)
-    _sqrt(v, t)
+    square_root(v, t)
     t.mul_(s.unbias)
     t.add_(s.eps)
     torch.div(m, t, out=t)
@@ -188,7 +188,8 @@ def _update(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, 
     p.sub_(t)
 
 
-def _sqrt(v: torch.Tensor, out: torch.Tensor) -> None:
+def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
+    """Correctly rounded, on the host too."""
     if v.device.type == "cpu":
         np.sqrt(v.numpy(), out=out.numpy())
     else:
@@ -200,7 +201,7 @@ def _slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     if not all(t.is_contiguous() for t in tensors):
         yield list(tensors)
         return
-    elements = _HOST_ELEMENTS if tensors[0].device.type == "cpu" else _DEVICE_ELEMENTS
+    elements = HOST_ELEMENTS if tensors[0].device.type == "cpu" else DEVICE_ELEMENTS
     for start in range(0, tensors[0].numel(), elements):
         yield [t.view(-1)[start : start + elements] for t in tensors]
 
@@ -210,7 +211,7 @@ def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def _power(base: float, exponent: int) -> float:
+def power(base: float, exponent: int) -> float:
     """``base ** exponent`` by squaring: only multiplications, which give the same bits everywhere. Its error
     is far below a rounding to fp32 in what uses it."""
     result = 1.0

@@ -21,7 +21,7 @@ ULP = 2.0**-24
 """Half a unit in the last place of fp32, as a part of the number."""
 STEPS = 120
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.05}
-COUNT = 2 * optim._HOST_ELEMENTS + 1037
+COUNT = 2 * optim.HOST_ELEMENTS + 1037
 """Some whole slices and a rest that no vector width divides."""
 
 Array = np.ndarray[Any, Any]
@@ -167,7 +167,7 @@ def test_every_kernel_makes_one_correctly_rounded_operation(
 ) -> None:
     """Nothing that a compiler could contract (addcmul, addcdiv, lerp, a fused step), and no scalar that a
     kernel would have to round."""
-    monkeypatch.setattr(optim, "_sqrt", lambda v, out: torch.sqrt(v, out=out))  # as on a device
+    monkeypatch.setattr(optim, "square_root", lambda v, out: torch.sqrt(v, out=out))  # as on a device
     param = torch.nn.Parameter(weights())
     optimizer = exact([param], decoupled_weight_decay=decoupled)
     for step in range(3):
@@ -186,7 +186,7 @@ def check_rounding(device: str) -> None:
     b[b == 0] = 1.0
     live_a, live_b = a.to(device), b.to(device)
     root = live_a.abs()
-    optim._sqrt(live_a.abs(), root)
+    optim.square_root(live_a.abs(), root)
     scalar = float(np.float32(0.1))
     found = {
         "add": live_a + live_b,
@@ -221,7 +221,7 @@ def test_the_bits_do_not_depend_on_slices_threads_or_strides(
 ) -> None:
     expected = run(exact, 20)
     for elements in (1000, 10**9):
-        monkeypatch.setattr(optim, "_HOST_ELEMENTS", elements)
+        monkeypatch.setattr(optim, "HOST_ELEMENTS", elements)
         torch.set_num_threads(4 if elements > COUNT else 1)
         assert same_bits(run(exact, 20), expected)
     matrix = weights()[: 128 * 256].reshape(128, 256)
@@ -234,7 +234,7 @@ def test_powers_are_made_by_multiplication_and_near_enough() -> None:
     for base in (0.9, 0.95, 0.98, 0.999, 0.9999):
         for exponent in (1, 2, 3, 10, 100, 1000, 4097):
             true = 1 - Fraction(base) ** exponent
-            found = Fraction(1 - optim._power(base, exponent))
+            found = Fraction(1 - optim.power(base, exponent))
             assert abs(found - true) / true < Fraction(1, 2**36), "far below a rounding to fp32"
 
 

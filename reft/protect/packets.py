@@ -4,9 +4,9 @@ Why no library: ``benchmarks/decoders.py`` compares what PyPI has (docs/measurem
 blocks of a stripe of eight come back at 51 % of a copy's speed by this loop, at 43 % by NumPy, and at 8 %
 and less by zfec, pyeclib (with ISA-L inside), galois and reedsolo, which take and return whole objects or
 compute in Python. Only ISA-L's own loop, without a Python package around it, is faster (90 %, on a
-processor with GFNI). It would be a library of the system that every node needs, for bytes that arrive from
-the network more slowly than either loop decodes them; and its field elements are bytes, while packets let
-every device encode by XOR alone.
+processor with GFNI). It would be a library of the system that every node needs, where a recovery on a quick
+network has a core of every rank to decode on; and its field elements are bytes, while packets let every
+device encode by XOR alone.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ checksums come with every version, and blocks that differ, or could not be recom
 (:mod:`reft.snapshot.committing.exchange`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
-Where device and host kernels cannot agree to the last bit (fused Adam on a GPU), ``drift_ulps`` accepts a
-replica whose cast to the model's type stays that near to a rotating sample of the model's own weights, and
-``resync_steps`` bounds how long it goes without a copy from its owner.
+Where device and host kernels do not agree to the last bit (fused Adam on a GPU; not :mod:`reft.optim`),
+``drift_ulps`` accepts a replica whose cast to the model's type stays that near to a rotating sample of the
+model's own weights, and ``resync_steps`` bounds how long it goes without a copy from its owner.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class PeerOptimizers:
         logger.warning(
             "recomputing is in vain at step %d: the partition of member %d was copied from its owner %d "
             'times in a row (%s). Leave "+aor" out of reft.protection; or, if the owner runs other kernels '
-            "than this host, say with reft.aor.drift_ulps how far a replica may be from it",
+            "than this host, train with reft.ExactAdam, or say with reft.aor.drift_ulps how far a replica "
+            "may be from it",
             filling.label.step,
             member,
             _IN_VAIN,
