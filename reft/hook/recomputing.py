@@ -50,7 +50,7 @@ class Recomputing:
         self._scheme = scheme
         self._member = at.dp
         self._nodes = topology.group_nodes(at.pp, at.tp)
-        self._capture: GradientCapture | None = None
+        self.capture: GradientCapture | None = None
         self.paused = False
         """Set: partitions are sent by their owners, as without AOR, from the next version on."""
         if not config.recompute:
@@ -64,8 +64,8 @@ class Recomputing:
                 )
             return
         sampled = config.aor.drift_ulps > 0
-        self._capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
-        inexact = why_inexact(self._capture.recipe, config.aor.drift_ulps)
+        self.capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
+        inexact = why_inexact(self.capture.recipe, config.aor.drift_ulps)
         if inexact and topology.coordinates[0] == at:
             logger.warning("%s", inexact)
 
@@ -78,37 +78,37 @@ class Recomputing:
 
     def peer_optimizers(self, stats: RecomputeStats) -> PeerOptimizers | None:
         """For the snapshot worker."""
-        if self._capture is None:
+        if self.capture is None:
             return None
-        options = RecomputeOptions(self._capture.recipe, self._options.drift_ulps, self._options.resync_steps)
+        options = RecomputeOptions(self.capture.recipe, self._options.drift_ulps, self._options.resync_steps)
         return PeerOptimizers(options, stats)
 
     def follow(self) -> bool:
         """Capture for those members that are kept now. Returns whether they are others than before."""
-        return self._capture is not None and self._capture.follow(self._kept_members())
+        return self.capture is not None and self.capture.follow(self._kept_members())
 
     @property
     def images(self) -> Mapping[int, SectionImage]:
         """What is captured, by member."""
-        return {} if self._capture is None else self._capture.images
+        return {} if self.capture is None else self.capture.images
 
     @property
     def partition_bytes(self) -> int:
         """Of what is captured for one member; 0 where nothing is ever recomputed."""
-        return 0 if self._capture is None else self._capture.partition_bytes
+        return 0 if self.capture is None else self.capture.partition_bytes
 
     def close(self) -> None:
         """Leave nothing in the optimizer. No version is being copied any more."""
-        if self._capture is not None:
-            self._capture.close()
+        if self.capture is not None:
+            self.capture.close()
 
     def take(self, step: int) -> OptimizerStep | None:
         """What is known of the step that was just made."""
-        taken = self._capture.take(step) if self._capture is not None else None
-        if self._capture is None or taken is None:
+        taken = self.capture.take(step) if self.capture is not None else None
+        if self.capture is None or taken is None:
             return None
         # Torch's kernels for devices keep denormals, whatever this thread's processor does.
-        flush = not self._capture.recipe.on_device and _flushes_denormals()
+        flush = not self.capture.recipe.on_device and _flushes_denormals()
         return OptimizerStep(*taken, flush_denormal=flush)
 
 

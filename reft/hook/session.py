@@ -146,12 +146,12 @@ class Session:
         )
         self._stopping = self._alone = False
         self._fence_secs = 0.0
-        self._fence_within = False
+        self.fence_within = False
         """Whether :meth:`before_write` is known to come before anything is written."""
         self._writes_seen = False
         self._images: LiveImages | None = None
         self._blob = HostBlob()
-        self._recomputing = Recomputing(
+        self.recomputing = Recomputing(
             config,
             adapter=self.adapter,
             at=self.coordinate,
@@ -193,7 +193,7 @@ class Session:
     def pause_recomputing(self, paused: bool) -> None:
         """Have partitions sent instead of recomputed (AOR) from the next version on, or recomputed again.
         Call it between steps, on all ranks."""
-        self._recomputing.paused = paused
+        self.recomputing.paused = paused
 
     def woven(self, weaver: Weaver) -> None:
         """The engine's schedules are woven: windows are known from there."""
@@ -312,7 +312,7 @@ class Session:
             pacer=self.pacer,
             switch=self.protection.switch(control),
             staging=self.staging,
-            peer_optimizers=self._recomputing.peer_optimizers(self.stats.recompute),
+            peer_optimizers=self.recomputing.peer_optimizers(self.stats.recompute),
         )
         self.daemon.configure(self.config)
         self.tracer.profile(self)
@@ -333,7 +333,7 @@ class Session:
         self.preemption.uninstall()
         if self.worker is not None:
             self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
-        self._recomputing.close()
+        self.recomputing.close()
         self.data.close()
         self.daemon.close()
         if self._lock is not None:
@@ -361,7 +361,7 @@ class Session:
         self._writes_seen = False
         if self.variant is not Variant.NONE:
             self.pacer.begin_optimizer()
-        if self._fence_within and self.worker is not None:
+        if self.fence_within and self.worker is not None:
             self.worker.approach()
         else:
             self._fence()
@@ -375,7 +375,7 @@ class Session:
         """Nothing may have been written, on overflow: the fence comes here, and next time before the step."""
         if not self._writes_seen:
             self._fence()
-        self._fence_within = self._writes_seen
+        self.fence_within = self._writes_seen
         if self.variant is not Variant.NONE:
             self.pacer.end_optimizer()
 
@@ -454,7 +454,7 @@ class Session:
                 label,
                 images,
                 encode=encode,
-                step=self._recomputing.take(step),
+                step=self.recomputing.take(step),
                 must=must,
                 variant=self.variant,
             )
@@ -479,11 +479,11 @@ class Session:
 
     def _current_images(self) -> LiveImages:
         signature = self.adapter.signature()
-        if self._recomputing.follow():
+        if self.recomputing.follow():
             self._images = None
         if self._images is None or self._images.signature != signature:
             replicated, owned = self.adapter.images()
-            gradients, nbytes = self._recomputing.images, self._recomputing.partition_bytes
+            gradients, nbytes = self.recomputing.images, self.recomputing.partition_bytes
             self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
         return self._images
 

@@ -60,11 +60,13 @@ class GradientCapture:
         self._adapter = adapter
         self._wrapper = adapter.wrapper
         self._sampled = sampled
-        self._record: StepRecord | None = None
+        self.record: StepRecord | None = None
+        """Of the step that is being made."""
         self.recipe: AdamRecipe = recipe_of(adapter.state.optimizer)
         self._weights = self._partitioned_weights()
         self._sample_start = [0] * len(self._weights)
-        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}
+        """Where it is captured, by member and name."""
         self.images: dict[int, SectionImage] = {}
         """By member; other objects once other members are followed."""
         self._closed = False
@@ -81,17 +83,17 @@ class GradientCapture:
         self._closed = True
         while self._undo:
             self._undo.pop()()
-        self._staged, self.images, self._record = {}, {}, None
+        self.staged, self.images, self.record = {}, {}, None
 
     def follow(self, members: Sequence[int]) -> bool:
         """Capture for these members from the next step on. Returns whether they are others than before."""
         if self._closed:
             members = ()
-        if tuple(members) == tuple(self._staged):
+        if tuple(members) == tuple(self.staged):
             return False
-        self._staged = {m: self._make_staging(m) for m in members}
-        self.images = {m: SectionImage(list(tensors.items())) for m, tensors in self._staged.items()}
-        self._record = None
+        self.staged = {m: self._make_staging(m) for m in members}
+        self.images = {m: SectionImage(list(tensors.items())) for m, tensors in self.staged.items()}
+        self.record = None
         return True
 
     def take(self, number: int) -> tuple[StepRecord, int | None, tuple[int, ...]] | None:
@@ -104,7 +106,7 @@ class GradientCapture:
             Its record, the t of Adam if the host knows it, and where the samples of the weights begin; None
             if the optimizer stepped in a way that was not seen.
         """
-        record, self._record = self._record, None
+        record, self.record = self.record, None
         optimizer = self._adapter.state.optimizer
         if record is None:
             # Up to 0.18 BF16_Optimizer knows no overflow, and no attribute of that name.
@@ -148,7 +150,7 @@ class GradientCapture:
 
     def _take_samples(self) -> tuple[int, ...]:
         starts = tuple(self._sample_start)
-        for member, tensors in self._staged.items():
+        for member, tensors in self.staged.items():
             for g, start in enumerate(starts):
                 sample = tensors.get(f"sample.{g}")
                 if sample is not None:
@@ -177,11 +179,11 @@ class GradientCapture:
 
     def _before_bf16_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._fence()
-        for member, tensors in self._staged.items():
+        for member, tensors in self.staged.items():
             for g, flat in enumerate(self._wrapper.fp32_groups_gradients_flat):
                 size = self._weights[g][member].numel()
                 tensors[f"gradient.{g}"].copy_(flat.narrow(0, member * size, size))
-        self._record = step_of(optimizer, 0)
+        self.record = step_of(optimizer, 0)
 
     # -- DeepSpeedZeroOptimizer --------------------------------------------------------------------
 
@@ -193,25 +195,25 @@ class GradientCapture:
         self._fence()
         for g, params in enumerate(wrapper.round_robin_bit16_groups):
             size = self._weights[g][0].numel()
-            for member in self._staged:
-                self._staged[member][f"gradient.{g}"].zero_()
+            for member in self.staged:
+                self.staged[member][f"gradient.{g}"].zero_()
             for param, start in zip(params, _offsets(wrapper, g), strict=True):
                 stop = start + param.numel()
                 gradient = wrapper.get_gradient_for_reduction(param)
-                for member in self._staged if gradient is not None else ():
+                for member in self.staged if gradient is not None else ():
                     begin, end = max(start, member * size), min(stop, (member + 1) * size)
                     if begin < end:
-                        target = self._staged[member][f"gradient.{g}"]
+                        target = self.staged[member][f"gradient.{g}"]
                         flat = gradient.reshape(-1)[begin - start : end - start]
                         target[begin - member * size : end - member * size].copy_(flat)
 
     def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
         """What the wrapper multiplies the gradients by, found by letting it do so to a one."""
-        if self._closed or self._record is not None:
+        if self._closed or self.record is not None:
             return  # further groups of the same step
-        factors = [tensors["multiplier"].fill_(1.0) for tensors in self._staged.values()]
+        factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
         type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
-        self._record = step_of(self._adapter.state.optimizer, 0)
+        self.record = step_of(self._adapter.state.optimizer, 0)
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:

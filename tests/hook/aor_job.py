@@ -180,7 +180,7 @@ def long_run(root: Path, number: int, case: dict[str, Any], protection: str) -> 
 def dropped_gradient(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """The capture of one step is lost on rank 0."""
     watched = Watched(root, "dropped", case, protection="arc+aor")
-    capture = watched.session._recomputing._capture
+    capture = watched.session.recomputing.capture
 
     def drop(step: int) -> None:
         original = type(capture).take
@@ -223,13 +223,13 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     session, told = watched.session, Told()
 
     def rename(old: str) -> None:
-        capture = session._recomputing._capture
+        capture = session.recomputing.capture
         assert capture is not None
         capture.images = {
             member: SectionImage([(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()])
-            for member, tensors in capture._staged.items()
+            for member, tensors in capture.staged.items()
         }
-        session._images = None
+        session.restored()
 
     def spoil(step: int) -> None:
         if os.environ["RANK"] != "0":
@@ -274,7 +274,7 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
     watched = Watched(root, f"closed-{number}", case, protection="arc+aor")
     wrapper = watched.engine.optimizer
     inner = watched.session.adapter.state.optimizer
-    capture = watched.session._recomputing._capture
+    capture = watched.session.recomputing.capture
     assert capture is not None
     losses = train(watched.engine, 3)
     hooks = len(inner._optimizer_step_pre_hooks)
@@ -287,7 +287,7 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
         "replaced": replaced,
         "replaced_after": sorted(set(vars(wrapper)) & set(METHODS)),
         "hooks_removed": hooks - len(inner._optimizer_step_pre_hooks),
-        "captured": bool(capture.images or capture._staged or capture._record is not None),
+        "captured": bool(capture.images or capture.staged or capture.record is not None),
         "given_up": dict(watched.session.stats.skipped),
     }
 

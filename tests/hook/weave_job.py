@@ -228,7 +228,7 @@ def traced(
         "evaluated": evaluated,
         "traces": [t.to_json() for t in session.tracer.traces],
         "updates": updates,
-        "fence_within": session._fence_within,
+        "fence_within": session.fence_within,
         "stats": stats,
         "names": [type(c).__name__ for step in expected for c in step],
         "plan": None if plan is None else {str(t): n for t, n in plan.tier_bytes.items()},

@@ -166,7 +166,7 @@ class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
     def _duplicate(self, source: torch.Tensor, place: torch.Tensor) -> None:
         self.simulated.current_stream().put(lambda: place.copy_(source))
 
-    def _device_memory(self, nbytes: int) -> torch.Tensor:
+    def device_memory(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def _pinned_buffer(self) -> torch.Tensor:

@@ -252,7 +252,7 @@ def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
     train(job, 12)
     assert job.staging.capacity_bytes > 0
     release = threading.Event()
-    job.engine._drain.put(lambda: release.wait(WAIT_SECS))  # from here on nothing arrives on the host
+    job.engine.drain_stream.put(lambda: release.wait(WAIT_SECS))  # from here on nothing arrives on the host
     staged = job.stats.staged
     last = 12
     while job.stats.staged == staged:
@@ -299,7 +299,7 @@ def test_p6_a_device_that_refuses_memory_is_asked_again_later(
         raise RuntimeError("out of memory, though there seemed to be some")
 
     job.engine.transfer_secs = 0.002
-    monkeypatch.setattr(job.engine, "_device_memory", refuse)
+    monkeypatch.setattr(job.engine, "device_memory", refuse)
     train(job, 12)
     assert job.stats.staged == 0
     assert job.stats.committed > 2
@@ -317,7 +317,7 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     job.content.clear()
     assert job.staging.capacity_bytes > 0
     release, given_up = threading.Event(), threading.Event()
-    job.engine._drain.put(lambda: release.wait(WAIT_SECS))  # the link is slow now
+    job.engine.drain_stream.put(lambda: release.wait(WAIT_SECS))  # the link is slow now
     drain, calls = job.engine.drain, 0
 
     def fail_in_the_middle(staged: object, after: object = None) -> object:

@@ -136,7 +136,7 @@ def test_a_fence_does_not_wait_for_a_drain(device: Cpu, engine: CopyEngine) -> N
     staged = engine.stage([(live, memory)], engine.staging_buffer(100))
     engine.fence()
     release = threading.Event()
-    engine._drain.put(lambda: release.wait(WAIT_SECS))  # as if the link were slow
+    engine.drain_stream.put(lambda: release.wait(WAIT_SECS))  # as if the link were slow
     engine.drain(staged)
     engine.begin()
     engine.copy([(live, other)])

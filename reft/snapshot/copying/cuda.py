@@ -117,7 +117,7 @@ class CudaCopyEngine:
         self._side = cuda.Stream(self.device, priority=0)
         self._clock = cuda.Stream(self.device, priority=0)
         # Not the side stream: the next fence waits for that.
-        self._drain = cuda.Stream(self.device, priority=0)
+        self.drain_stream = cuda.Stream(self.device, priority=0)
         self._staged: torch.cuda.Event | None = None
         self._order = CallOrder()
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
@@ -161,7 +161,7 @@ class CudaCopyEngine:
         if not self._order.closed:
             self._use_device()
             self._side.synchronize()
-            self._drain.synchronize()
+            self.drain_stream.synchronize()
             self._pinned.remove(memory)
 
     def _pin(self, address: int, nbytes: int) -> None:
@@ -273,11 +273,11 @@ class CudaCopyEngine:
             )
         try:
             with cuda.stream(self._side):
-                return self._device_memory(nbytes)
+                return self.device_memory(nbytes)
         except RuntimeError as error:
             raise StagingMemoryError(f"{self.device}: no memory to stage snapshots: {error}") from error
 
-    def _device_memory(self, nbytes: int) -> torch.Tensor:
+    def device_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def stage(
@@ -294,17 +294,17 @@ class CudaCopyEngine:
         with self._order.draining():
             self._use_device()
             if self._staged is not None:
-                self._drain.wait_event(self._staged)
+                self.drain_stream.wait_event(self._staged)
                 self._staged = None
             if isinstance(after, _CudaMark):
-                self._drain.wait_event(after.event)
-            ticket.began.record(self._drain)
+                self.drain_stream.wait_event(after.event)
+            ticket.began.record(self.drain_stream)
             try:
-                with cuda.stream(self._drain):
+                with cuda.stream(self.drain_stream):
                     for source, target in staged:
-                        self._copy_piece(source, target, self._drain)
+                        self._copy_piece(source, target, self.drain_stream)
             finally:
-                ticket.ended.record(self._drain)
+                ticket.ended.record(self.drain_stream)
                 with self._lock:
                     self._tickets.append(ticket)
         return ticket
@@ -397,7 +397,7 @@ class CudaCopyEngine:
         try:
             self._use_device()
             self._side.synchronize()
-            self._drain.synchronize()
+            self.drain_stream.synchronize()
         except RuntimeError as error:
             self._warn_once("close", f"{self.device}: the device failed while it copied: {error}")
         self._pinned.clear()
