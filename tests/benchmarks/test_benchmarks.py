@@ -136,7 +136,7 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     assert result["ways"]["deepspeed_load_checkpoint"]["times_faster_than_deepspeed"]["ci95"] == [1.0, 1.0]
     for name in ("reft_all_local", "reft_node_lost"):
         way = result["ways"][name]
-        parts = {"inventory", "plan", "host_state", "transfer_and_verify"}
+        parts = {"inventory_and_plan", "host_state", "transfer_and_verify"}
         # Where nothing was lost, the version in memory is as protected as before: nothing is taken.
         assert set(way["parts_secs"]) == (parts | {"protect"} if name == "reft_node_lost" else parts)
         # Both ranks restored the whole image and their host state.
