@@ -55,6 +55,8 @@ _AT_IMPORT = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "LD_PRELOAD", "LD_LIBRARY_PAT
 """Variables that libraries read when they are loaded: a program that wants others is not forked."""
 _ROOM, _ROOM_BYTES = "REFT_TEST_PREFORK_ROOM", 96 * 1024
 """Makes room, when the server is started, for the environment that the kernel shows of a forked process."""
+HAS_DEVICE = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+"""Nothing is forked there: importing DeepSpeed may make a context on the device, which no fork can use."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 2**18
 _prctl = ctypes.CDLL(None).prctl
@@ -159,7 +161,7 @@ _starting = threading.Lock()
 def _server_for(env: Mapping[str, str]) -> Server | None:
     """This process's server, if it can serve a program with that environment; the suite's is started here."""
     global _server
-    if "0" in (os.environ.get(ENV_PREFORK), env.get(ENV_PREFORK)):
+    if HAS_DEVICE or "0" in (os.environ.get(ENV_PREFORK), env.get(ENV_PREFORK)):
         return None
     with _starting:
         if _server is None:
