@@ -150,7 +150,7 @@ class Handover:
                 if not self._changed.wait_for(lambda: not self._state.holds_training, _FENCE_SECS):
                     logger.error(
                         "the copy of step %d has not ended after %.0f s; its version is given up",
-                        *(self._state.head.label.step, _FENCE_SECS),
+                        *(next(v.label.step for v in self._state.versions if v.holds_training), _FENCE_SECS),
                     )
         self.apply(TensorsChange())
         self._copier.fence()

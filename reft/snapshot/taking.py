@@ -168,12 +168,14 @@ class Taker:
 
     def drop(self) -> None:
         """Nothing of the version is kept; nothing of it may arrive in its slot any more (P5)."""
-        self._copier.settle()
-        self._copier.staged = ()
         filling, self.filling = self.filling, None
-        if filling is not None:
-            self._arenas.abort(filling)
-            self._stats.total_traffic.add(filling.traffic)
+        try:
+            self._copier.settle()
+        finally:
+            self._copier.staged = ()
+            if filling is not None:
+                self._arenas.abort(filling)
+                self._stats.total_traffic.add(filling.traffic)
 
     def learn(self, filling: Filling) -> None:
         """Have the pacer plan the next versions; without a new plan the old one stays."""

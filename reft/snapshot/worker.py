@@ -138,6 +138,7 @@ class SnapshotWorker:
         )
         self._complaints = Complaints()
         self._vote_missed = False
+        self._broke_off = ""
         self._handover = Handover(arenas.slots, self.copier, pacer)
         self._taker = Taker(
             self._handover,
@@ -225,6 +226,7 @@ class SnapshotWorker:
                 self._break_off(f"{type(error).__name__}: {error}")
 
     def _break_off(self, cause: str) -> None:
+        self._broke_off = cause
         self._complaints.attempt("a version cannot be given up", lambda: self._apply(Broke(cause)))
 
     def _apply(self, event: Event) -> None:
@@ -334,7 +336,6 @@ class SnapshotWorker:
     def _meet(self) -> Event:
         """After something broke off: meet all ranks in new groups and agree where to go on. If peers are
         gone, the job will be restarted; training itself notices on its own."""
-        cause = "the job ends"
         for _ in range(_REJOIN_ATTEMPTS):
             if self._handover.state.closing:
                 break
@@ -342,14 +343,12 @@ class SnapshotWorker:
                 self.control.rejoin(lambda: not self._handover.state.closing)
                 return self._agree_where_to_go_on()
             except TransferError as error:
-                cause = str(error)
                 logger.warning("the snapshot workers did not come together again: %s", error)
             except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
                 self._complaints.tell("coming together again failed", error)
         self.control.leave()
-        logger.error("the snapshot worker stopped (%s); training goes on without snapshots", cause)
-        return Parted(cause)
+        logger.error("the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off)
+        return Parted(self._broke_off)
 
     def _agree_where_to_go_on(self) -> Met:
         """Collective."""

@@ -167,3 +167,13 @@ def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_pat
         assert set(reached) == {FaultPoint.DURING_COPY, FaultPoint.BEFORE_PARITY, FaultPoint.DURING_PARITY}
         assert 0 < reached[FaultPoint.DURING_COPY] < reached[FaultPoint.BEFORE_PARITY]
         assert reached[FaultPoint.BEFORE_PARITY] < reached[FaultPoint.DURING_PARITY] < total
+
+
+def test_p1_training_may_still_resize_what_was_copied(tmp_path: Path) -> None:
+    """Torch refuses that for a storage that NumPy has seen."""
+    tensors = [random_bytes(n, n) for n in (5000, 3001, 7000)]
+    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=2**12) as (filling, images):
+        copy_all(Copier(CpuCopyEngine(), 1024), filling, images, OpenGate(2, lambda: False))
+        check(filling, images)
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)

@@ -316,7 +316,7 @@ def _take_back(state: State) -> Next:
     """Nothing of the first version is kept; before any vote for it as sealed, or after one that said no."""
     effects: tuple[Effect, ...] = ()
     if state.head.staged:
-        effects = (DropStaged(), *_leave_gate(state))
+        effects = (DropStaged(),)
         state = _head(state, staged=False)
     slot = state.slots.open_slot
     if slot is None:
@@ -328,7 +328,7 @@ def _abandon(state: State, cause: Cause) -> Next:
     """Nobody commits the first version."""
     state, effects = _take_back(state)
     abandoned = _head(state, stage=Stage.ABANDONED, cause=cause)
-    return abandoned, (*effects, GiveUp(state.head.label, cause))
+    return abandoned, (*effects, *_leave_gate(state), GiveUp(state.head.label, cause))
 
 
 def _leave_gate(state: State) -> tuple[Effect, ...]:
@@ -362,7 +362,7 @@ def _handed_over(state: State, event: HandedOver) -> Next:
         return state, (GiveUp(version.label, cause),)
     if state.task is Task.MEET:
         version = replace(version, cause=version.cause or Cause("interrupted"))
-    effects = (EnterGate(state.staged),) if version.paced else ()
+    effects = (EnterGate(state.staged),) if version.paced and version.cause is None else ()
     return replace(state, versions=(*state.versions, version), newest=version.label), effects
 
 
@@ -436,6 +436,7 @@ def _voted(state: State, event: Voted) -> Next:
         if head.stage is Stage.COPIED:
             # Training was let go on: these tensors are no longer the state of this step (P2).
             state, effects = _take_back(_head(state, cause=head.cause or LAID_OUT_ANEW))
+            effects = (*effects, *_leave_gate(state))
         return replace(state, task=Task.LAYOUT), effects
     if head.idle:
         return replace(_head(state, stage=Stage.ABANDONED), task=Task.SWITCH), ()
@@ -489,14 +490,15 @@ def _broke(state: State, event: Broke) -> Next:
     if state.task in (Task.MEET, Task.END):
         return state, ()
     effects: tuple[Effect, ...] = ()
+    paced = any(version.paced for version in state.versions)
     if state.versions and state.task is not Task.WAIT:
         if state.staged:
-            effects = (DropStaged(), *_leave_gate(state))
+            effects = (DropStaged(),)
         if not state.head.is_over:
             effects = (*effects, GiveUp(state.head.label, Cause("interrupted", event.detail)))
         state = replace(state, versions=state.versions[1:])
     doomed = _doom(state, lambda version: True, Cause("interrupted"))
-    return replace(doomed, task=Task.MEET), effects
+    return replace(doomed, task=Task.MEET), (*effects, LeaveGate()) if paced else effects
 
 
 def _met(state: State, event: Met) -> Next:

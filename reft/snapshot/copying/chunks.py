@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from reft.blocks import Section
-from reft.snapshot.copying.engine import CheckedPieces, Piece
+from reft.snapshot.copying.engine import CheckedPieces, Piece, host_bytes
 from reft.snapshot.copying.parity import Encoding, ParityEncoder
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
@@ -123,7 +123,7 @@ def _at_sources(pieces: Sequence[Piece], part: torch.Tensor, memory: memoryview)
         if source.device.type != "cpu":
             return ()
         begin = target.data_ptr() - part.data_ptr()
-        found += [memory[end:begin], source.numpy().data]
+        found += [memory[end:begin], host_bytes(source)]
         end = begin + len(target)
     return tuple(view for view in (*found, memory[end:]) if view)
 

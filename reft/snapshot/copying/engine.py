@@ -34,6 +34,7 @@ byte with its source (trap 21). The CUDA engine makes its device the current one
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -264,6 +265,12 @@ class CheckedPieces(tuple[Piece, ...]):
     def addresses(self) -> tuple[tuple[int, int, int], ...]:
         """``(target, source, bytes)`` of each."""
         return tuple((target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self)
+
+
+def host_bytes(view: torch.Tensor) -> memoryview:
+    """The bytes of a live 1-D uint8 tensor in host memory, which the caller keeps. Not through NumPy: torch
+    refuses to resize a storage that was handed out to it, and this one is training's."""
+    return memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())).cast("B")
 
 
 def byte_views(pieces: Sequence[Piece]) -> list[Piece]:

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from reft.blocks import ALIGNMENT_BYTES, BlockKey
 from reft.protect.backend import Backend, backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, needs_packets
-from reft.snapshot.copying.engine import Piece
+from reft.snapshot.copying.engine import Piece, host_bytes
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
 
@@ -94,7 +95,7 @@ class ParityEncoder:
     def combine(self, row: tuple[int, ...], sources: list[torch.Tensor], target: torch.Tensor) -> list[Piece]:
         """Write the combination to ``target``, or queue it; returns what is left to be copied."""
         if self._device.type == "cpu":
-            return self._combine([row], [s.numpy() for s in sources], target.numpy())
+            return self._combine([row], [np.asarray(host_bytes(s)) for s in sources], target.numpy())
         if self._out is None or len(self._out) < len(target):
             self._out = self._memory(self._most_bytes)
         out = self._out[: len(target)]

@@ -1,0 +1,124 @@
+"""What is left behind where a version does not come to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from reft.errors import TransferError
+from reft.faults import FaultPlan
+from reft.protect.codes import Scheme
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.protocol import (
+    Begin,
+    Broke,
+    Cause,
+    Copied,
+    EnterGate,
+    Event,
+    FenceNear,
+    HandedOver,
+    LaidOut,
+    LeaveGate,
+    Met,
+    Parted,
+    Released,
+    SlotTaken,
+    Switched,
+    TensorsChange,
+    Turn,
+    Unfit,
+    Version,
+    Voted,
+)
+from reft.snapshot.committing.version import Slots, State, step
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.taking import Taker
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.store.label import Label
+from reft.topology import Degrees, Topology
+
+NEXT = Label(1, 2)
+FENCE = (FenceNear(), TensorsChange())
+STAGED = (Turn(), Begin(), SlotTaken(0), Released(staged=True), Copied())
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (*FENCE, Turn(), Voted(False), Switched()),
+        (Turn(), *FENCE, Begin(), Voted(False), Switched()),
+        (Turn(), Unfit(), *FENCE, Voted(False), Switched()),
+        (Turn(), Unfit(), *FENCE, Voted(False, relayout=True), LaidOut(), Voted(False), Switched()),
+        (*STAGED, Voted(False, relayout=True)),
+        (*STAGED, Voted(False), Switched()),
+        (*STAGED, Broke("x")),
+        (*STAGED, HandedOver(Version(NEXT, paced=True)), Broke("x")),
+        (Turn(), Broke("x"), HandedOver(Version(NEXT, paced=True)), Parted("y")),
+        (Turn(), Broke("x"), HandedOver(Version(NEXT, paced=True)), Met(NEXT, None), Turn()),
+    ],
+)
+def test_the_gate_is_not_kept_for_a_version_that_is_given_up(events: Sequence[Event]) -> None:
+    """A device's gate keeps every window from then on, and training takes a mark for each."""
+    state, entered = State(Slots.make(2)), False
+    for event in (HandedOver(Version(Label(1, 1), paced=True)), *events):
+        state, effects = step(state, event)
+        for effect in effects:
+            entered = isinstance(effect, EnterGate) or (entered and not isinstance(effect, LeaveGate))
+    assert not entered
+
+
+def test_p9_nothing_is_kept_of_a_version_whose_copies_cannot_be_waited_for() -> None:
+    arenas, filling = mock.Mock(), SimpleNamespace(traffic=mock.Mock())
+    copier = mock.Mock(settle=mock.Mock(side_effect=OSError("the device is gone")))
+    parts: dict[str, Any] = {
+        name: mock.Mock() for name in ("agreement", "pacer", "stats", "faults", "complaints")
+    }
+    taker = Taker(mock.Mock(), mock.Mock(), arenas=arenas, copier=copier, **parts)
+    taker.filling = filling  # type: ignore[assignment]
+    with pytest.raises(OSError, match="gone"):
+        taker.drop()
+    assert taker.filling is None
+    assert copier.staged == ()
+    arenas.abort.assert_called_once_with(filling)
+
+
+def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_path: Path) -> None:
+    degrees = Degrees(1, 1, 1)
+    topology = Topology(degrees, degrees.coordinates(), ("A",))
+    at = topology.coordinates[0]
+    control = mock.Mock(rank=0, world_size=1)
+    control.vote.side_effect = TransferError("a peer votes on another step")
+    control.rejoin.side_effect = TransferError("nobody came")
+    skips: list[tuple[int, str]] = []
+    worker = SnapshotWorker(
+        control=control,
+        topology=topology,
+        arenas=ArenaSet(
+            job_dir=tmp_path,
+            local_rank=0,
+            count=2,
+            secret=b"s" * 32,
+            identity=ArenaIdentity("job", "A", degrees, at),
+            frozen={},
+            limit_bytes=None,
+        ),
+        options=WorkerOptions(scheme=Scheme(0), block_bytes=65536, host_bytes=4096),
+        stats=SnapshotStats(),
+        faults=FaultPlan((), at),
+        on_commit=lambda label: None,
+        on_skip=lambda step, cause: skips.append((step, cause)),
+    )
+    requests = [SnapshotRequest(Label(1, n), None, cause=Cause("nothing to show")) for n in (1, 2)]
+    for request in requests:
+        worker.submit(request)
+        assert request.done.wait(60)
+    worker.close(10)
+    assert worker.broken == "a peer votes on another step"
+    assert requests[0].given_up == Cause("interrupted", "a peer votes on another step")
+    assert skips[0] == (1, "interrupted")
