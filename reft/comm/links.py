@@ -113,10 +113,19 @@ class Reception:
             OSError: it does not answer.
         """
         near = other.node == self.endpoint.node
-        secs = max(0.001, deadline - time.monotonic())
-        channel = knock(other.local if near else other.remote, self._secret, PURPOSE, secs)
-        channel.send([kind, self.endpoint.rank])
-        return channel
+        while True:
+            secs = max(0.001, deadline - time.monotonic())
+            try:
+                channel = knock(other.local if near else other.remote, self._secret, PURPOSE, secs)
+                channel.send([kind, self.endpoint.rank])
+                return channel
+            except ConnectionRefusedError:
+                raise  # it has left
+            except ConnectionError:
+                # A door ends handshakes that take long, as on a machine with too much to do.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_SECS)
 
     def close(self) -> None:
         """Take no connection any more; those that were taken stay."""
@@ -126,7 +135,7 @@ class Reception:
                 channel.close()
             self._arrived.clear()
         for door in self._doors:
-            door.close()
+            door.stop_listening()
 
 
 def ended(channels: Iterable[Channel]) -> bool:

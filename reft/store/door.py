@@ -181,15 +181,20 @@ class Door:
         self._thread = threading.Thread(target=self._accept, name=f"door of the {purpose}", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop listening and end every connection."""
+    def stop_listening(self) -> None:
+        """Take no connection any more; those that are served go on."""
         with self._lock:
             self._closed = True
-            connections = list(self._connections)
         with suppress(OSError):
             # Wakes the thread that accepts; closing alone would leave the port listening until then.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        self.stop_listening()
+        with self._lock:
+            connections = list(self._connections)
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from reft.comm import tree
-from reft.comm.links import Reception
+from reft.comm.links import Endpoint, Reception
 from reft.comm.overlay import Overlay, connect, shared_secret
 from reft.comm.tree import FANOUT, Tree, children_of, parent_of
 from reft.errors import AuthenticationError, TransferError
@@ -183,7 +184,7 @@ def test_p6_a_rank_that_leaves_is_heard_by_peers_in_an_exchange_that_it_has_no_p
             overlays[rank].close()
         elif rank == 1:
             with pytest.raises((OSError, EOFError)):
-                overlays[rank].peers.exchange({2: [memoryview(bytes(9))]}, {})
+                overlays[rank].peers.exchange({}, {2: [memoryview(bytearray(9))]})
             overlays[rank].close()
         else:
             with pytest.raises(TransferError):
@@ -290,6 +291,32 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
         os.waitpid(child, 0)
 
 
+def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_waited_for() -> None:
+    caller = Reception(0, "a", SECRET)
+    listener = listen_locally(f"reft-test-{random.getrandbits(64)}")
+    name = f"@{listener.getsockname()[1:].decode()}"
+    other = Endpoint(1, caller.endpoint.node, name, "")
+    served: queue.Queue[Any] = queue.Queue()
+
+    def serve(channel: Any) -> bool:
+        served.put(channel)
+        return True
+
+    def cut_off_one() -> Door:
+        listener.accept()[0].close()
+        return Door(listener, SECRET, "control plane", serve)
+
+    with ThreadPoolExecutor(1) as pool:
+        door = pool.submit(cut_off_one)
+        line = caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
+        door.result(DEADLINE_SECS).stop_listening()
+    assert served.get(timeout=DEADLINE_SECS).receive() == ["tree", 0]
+    line.close()
+    with pytest.raises(ConnectionRefusedError):
+        caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
+    caller.close()
+
+
 def test_the_first_who_asks_makes_the_secret() -> None:
     store, numbers = Table(), iter(range(1, 10))
     found = on_all(lambda _: shared_secret(store, "key", lambda: bytes([next(numbers)])), 4)
@@ -297,13 +324,13 @@ def test_the_first_who_asks_makes_the_secret() -> None:
 
 
 def test_a_door_that_serves_a_unix_socket_keeps_what_it_is_told_to_keep() -> None:
-    kept, came = [], threading.Event()
+    kept, came, go_on = [], threading.Event(), threading.Event()
 
     def serve(channel: Any) -> bool:
         if channel.receive() == "keep":
             kept.append(channel)
             came.set()
-            return True
+            return go_on.wait(DEADLINE_SECS)
         return False
 
     door = Door(listen_locally(f"reft-test-{random.getrandbits(64)}"), SECRET, "test", serve)
@@ -319,7 +346,9 @@ def test_a_door_that_serves_a_unix_socket_keeps_what_it_is_told_to_keep() -> Non
         kept[0].send("hello")
         assert line.receive() == "hello"
     finally:
-        door.close()
+        # It has been taken already, though the door does not know it yet.
+        door.stop_listening()
+        go_on.set()
     line.send("still there")
     assert kept[0].receive() == "still there"
 
