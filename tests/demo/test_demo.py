@@ -88,7 +88,9 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     assert len(report["losses"]) == report["steps"] == 10
     assert report["losses"][-1] < report["losses"][0], "it learns"
     assert report["tolerance"] == 1
-    assert [(f["step"], f["node"], f["kind"]) for f in report["failures"]] == [(4, 1, "node")]
+    (failure,) = report["failures"]
+    assert (failure["node"], failure["kind"]) == (1, "node")
+    assert failure["step"] >= 4, "a busy machine kills it later than asked, never earlier"
     (recovery,) = report["recoveries"]
     assert recovery["source"] == "memory"
     assert recovery["lost_steps"] <= 2, "the step under way, and the commit that lagged behind it"
