@@ -108,7 +108,10 @@ class Rank:
         self.engine.train_batch(self.data)
         self.barrier = dist.barrier
         self.daemon = subprocess.Popen(
-            [sys.executable, "-m", "reft.store.daemon", str(self.session.job_dir.path)],
+            [
+                *(sys.executable, "-m", "reft.store.daemon", str(self.session.job_dir.path)),
+                *("--launcher-pid", str(os.getpid())),  # it ends with this rank, however that ends
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
