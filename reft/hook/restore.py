@@ -23,12 +23,15 @@ from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
+from reft.load.complete import Blueprint, Completing, Room
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.recover import Recovery, RecoveryOutcome
+from reft.protect.placement import place_group
+from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob
 from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
-from reft.store.arena_files import coordinates_in_slots, frozen_slots
+from reft.store.arena_files import arena_name, coordinates_in_slots, frozen_slots
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -181,8 +184,35 @@ class Restorer:
             secret=session.job_dir.secret,
             group=session.control.group,
             faults=session.faults,
+            completing=self._completing(),
         )
         return recovery, recovery.survey()
+
+    def _completing(self) -> Completing | None:
+        """How the recovered version is completed on a node that holds nothing of it, in a slot without a
+        file; None where its arena cannot be laid out before the session starts."""
+        session, config = self._session, self._session.config
+        if config.memory_limit_bytes is not None or config.recompute:
+            return None
+        record, at = session.protection.record, session.coordinate
+        slots = (session.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
+
+        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+            scheme, members = record.parsed, len(owned_bytes)
+            plan = make_shard_plan(
+                SectionSizes(replicated_bytes, owned_bytes, (config.host_state_bytes,) * members),
+                place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities),
+                config.block_bytes,
+            )
+            mine = plan.members[at.dp]
+            rooms = {
+                b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset)
+                for b in mine.blocks
+                if b.block.nbytes
+            }
+            return Blueprint(rooms, mine.data_bytes)
+
+        return Completing(record.scheme, next((p for p in slots if not p.exists()), None), blueprint)
 
     def _restore_from_memory(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         session = self._session

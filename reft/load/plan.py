@@ -144,6 +144,7 @@ class RecoveryPlan:
         notes: what else was found and left aside (foreign, torn, other layout; diverged copies).
         rebuilds: what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are
             complete in the plan that is made once the decoded blocks are stored.
+        kept: blocks that members which hold nothing of the version keep for their ring peers, to complete it.
     """
 
     label: Label
@@ -155,6 +156,7 @@ class RecoveryPlan:
     notes: tuple[str, ...] = ()
     job_id: str = ""
     rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
+    kept: Mapping[Coordinate, tuple[Fetch, ...]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
@@ -202,6 +204,14 @@ class RecoveryPlan:
         """The plan of what is read in order to decode."""
         reads = {c: self.rebuilds[c].fetches if c in self.rebuilds else () for c in self.fetches}
         return replace(self, fetches=reads)
+
+    def to_keep(self) -> RecoveryPlan:
+        """The plan of what is kept for ring peers."""
+        return replace(self, fetches={c: self.kept.get(c, ()) for c in self.fetches})
+
+    def with_kept(self) -> RecoveryPlan:
+        """All that is fetched, to restore or to keep."""
+        return replace(self, fetches={c: (*fs, *self.kept.get(c, ())) for c, fs in self.fetches.items()})
 
     def served_bytes(self) -> dict[str, int]:
         """Bytes that every node sends to others."""

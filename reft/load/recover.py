@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from reft.blocks import Section
 from reft.faults import FaultPlan
+from reft.load.complete import Completing, Completion, plan_kept
 from reft.load.decide import (
     Group,
     Verdict,
@@ -84,6 +85,8 @@ class Recovery:
         job_id: the job.
         job_dir: this node's directory of the job.
         secret: the job's secret: every message carries it (P11).
+        completing: how this incarnation stores versions, to complete the version on nodes that hold nothing
+            of it; None: it is not completed. Given on all ranks or on none.
         layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
         group: gloo group of all ranks; the default group if None.
         window_bytes, faults, timeout_secs: see :func:`execute`.
@@ -97,6 +100,7 @@ class Recovery:
         job_id: str,
         job_dir: Path,
         secret: bytes,
+        completing: Completing | None = None,
         layout: LayoutSpec = None,
         group: dist.ProcessGroup | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
@@ -110,6 +114,7 @@ class Recovery:
         self._job_id = job_id
         self._job_dir = job_dir
         self._secret = secret
+        self._completing = completing
         self._layout = layout
         self._faults = faults
         self._exchange = Exchange(topology, rank, secret, group)
@@ -160,7 +165,9 @@ class Recovery:
                 self._courier.take_up(found.plans, found.parts, self._group)
                 if found.decodes:
                     self._courier.rebuild(self._ledger, self._job_dir, self._secret)
-                elif self._courier.carry_out(self._ledger, prepare, sink, self._faults):
+                elif self._courier.carry_out(
+                    self._ledger, prepare, sink, self._faults, self._completion(found)
+                ):
                     plan = found.plans[self._group]
                     repairs = self._ledger.repairs(plan)
                     outcome = RecoveryOutcome(plan, self._courier.stats(), repairs, attempt)
@@ -170,6 +177,14 @@ class Recovery:
                 self._look()
             self._plan()
         raise AssertionError("unreachable")
+
+    def _completion(self, found: _Found) -> Completion | None:
+        if self._completing is None:
+            return None
+        plan, tables = found.plans[self._group], found.tables[self._group]
+        stored = next(r.header for r in tables if r.header.label == plan.label)
+        how, secret = self._completing, self._secret
+        return Completion(plan, self._at, how, node=self._node, stored=stored, secret=secret)
 
     # -- what there is --------------------------------------------------------------------------------
 
@@ -248,11 +263,14 @@ class Recovery:
             return
         found.decodes = decision.decodes
         for group, records in found.tables.items():
-            found.plans[group] = plan_decided(
-                decision, found.sifted, group, sources[group][decision.label], records
-            )
-        held = [r for records in found.tables.values() for r in records if r.node == self._node]
-        used = tuple(r for r in held if r.header.label == decision.label)
+            of_version = sources[group][decision.label]
+            plan = plan_decided(decision, found.sifted, group, of_version, records)
+            if self._completing is not None and not decision.decodes:
+                held = [r for r in records if r.header.label == decision.label]
+                plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
+            found.plans[group] = plan
+        here = [r for records in found.tables.values() for r in records if r.node == self._node]
+        used = tuple(r for r in here if r.header.label == decision.label)
         found.inventory = Inventory(self._node, used)
 
 
@@ -330,34 +348,74 @@ class _Courier:
                 ledger.share(part, self.parts, move, Flaw.IN_TRANSIT)
                 ledger.share(part, self.parts, decoder.store, Flaw.OTHER_DATA)
 
-    def carry_out(self, ledger: Ledger, prepare: Prepare, sink: Sink, faults: FaultPlan | None) -> bool:
+    def carry_out(
+        self,
+        ledger: Ledger,
+        prepare: Prepare,
+        sink: Sink,
+        faults: FaultPlan | None,
+        completion: Completion | None,
+    ) -> bool:
         """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
 
         Every stage ends in an agreement: a rank that fails in one is known to all before the next.
         """
         plans = tuple(self.plans.values())
+        kept = tuple(plan.to_keep() for plan in plans)
         nbytes = self._plan.image_bytes(self.topology.coordinates[self.rank], Section.HOST)
         host = torch.empty(nbytes, dtype=torch.uint8)
 
         def verify() -> frozenset[BlockSource]:
-            return verify_sources(plans, self.topology, self.rank, self.arenas)
+            # In a stage without messages: whoever fails here leaves no peer waiting for one.
+            if completion is not None:
+                completion.reserve()
+            return verify_sources((*plans, *kept), self.topology, self.rank, self.arenas)
+
+        def room_for(fetch: Fetch) -> torch.Tensor | None:
+            return None if completion is None else completion.room_for(fetch)
+
+        def completed(into: Sink) -> Sink:
+            def take(fetch: Fetch, data: torch.Tensor) -> None:
+                into(fetch, data)
+                if completion is not None:
+                    completion.take(fetch, data)
+
+            return take
 
         def move_host() -> frozenset[BlockSource]:
             def keep(fetch: Fetch, data: torch.Tensor) -> None:
                 host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
 
-            return self._move([plan.only(Section.HOST) for plan in plans], keep, None)
+            only = [plan.only(Section.HOST) for plan in plans]
+            return self._move(only, completed(keep), None, room_for=room_for)
 
         def prepare_state() -> frozenset[BlockSource]:
             prepare(host.numpy().tobytes())
             return frozenset()
 
         def move_state() -> frozenset[BlockSource]:
-            return self._move([plan.only(Section.REPLICATED, Section.OWNED) for plan in plans], sink, faults)
+            only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans]
+            return self._move(only, completed(sink), faults, room_for=room_for)
 
-        stages = (verify, move_host, prepare_state, move_state)
+        def move_kept() -> frozenset[BlockSource]:
+            take = completed(lambda fetch, data: None)
+            return self._move(kept, take, None, room_for=room_for, counted=False)
+
+        def seal() -> frozenset[BlockSource]:
+            if completion is not None:
+                completion.seal()
+            return frozenset()
+
+        stages = [verify, move_host, prepare_state, move_state]
+        if completion is not None:
+            stages += [move_kept, seal]
+        known = {group: plan.with_kept() for group, plan in self.plans.items()}
         flaws = {verify: Flaw.STORED}
-        return not any(ledger.share(self.plans, self.parts, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
+        try:
+            return not any(ledger.share(known, self.parts, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
+        finally:
+            if completion is not None:
+                completion.close()
 
     def _move(
         self,

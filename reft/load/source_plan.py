@@ -8,7 +8,7 @@ copy. Blocks that are stored nowhere are decoded first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from reft.blocks import BlockKey, Section
 from reft.load.parity import LostBlock, stripes_of
@@ -31,7 +31,7 @@ def plan_group(
     pp, tp = group
     members = [Coordinate(pp, dp, tp) for dp in range(topology.degrees.dp)]
     return (
-        _choose_sources(members, sources, topology),
+        plan_fetches({c: sources.needed_by(c.dp) for c in members}, topology),
         _choose_decoders(members, sources, topology, layout),
     )
 
@@ -100,8 +100,8 @@ def _rung(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
     return SourceKind.COPY, block.all_nodes
 
 
-def _choose_sources(
-    members: Sequence[Coordinate], sources: GroupSources, topology: Topology
+def plan_fetches(
+    needs: Mapping[Coordinate, Sequence[SourceBlock]], topology: Topology
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """Pick one source per needed block; of equal ones the node that serves the fewest bytes so far.
 
@@ -119,9 +119,8 @@ def _choose_sources(
             made[case] = _fetch(block, coordinate, kind, node)
         return made[case]
 
-    for coordinate in members:
+    for coordinate, blocks in needs.items():
         node = topology.node_of(coordinate)
-        blocks = sources.needed_by(coordinate.dp)
         slots: list[Fetch | None] = [None] * len(blocks)
         chosen[coordinate] = slots
         for at, block in enumerate(blocks):

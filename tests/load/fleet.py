@@ -15,6 +15,7 @@ from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.plan import Fetch, RecoveryPlan
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import pack_checksums
+from reft.protect.codes import Scheme
 from reft.protect.placement import place_group
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 from reft.store.arena import Arena
@@ -130,6 +131,7 @@ class Fleet:
             entries=self.entries(at, label, real) if state.whole else (),
             sealed_unix_secs=1.0,
             layout=f"layout-{at.pp}-{at.tp}",
+            scheme=str(Scheme(self.copies, self.parities)),
             coding=code.describe() if (code := self.shard_plan(at.pp, at.tp).code) else "",
         )
 

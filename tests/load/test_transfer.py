@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from reft.blocks import Section
+from reft.load.decide import plan_recovery
+from reft.load.inventory import take_inventory
+from reft.load.plan import RecoveryPlan
 from tests.prefork import Popen
 
-from .fleet import NEW, OLD
+from .fleet import JOB, NEW, OLD, SECRET
 from .worker import DEAD, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 TESTS = Path(__file__).parents[1]
@@ -24,10 +27,17 @@ ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per scenario what every rank wrote down."""
+def memory(tmp_path_factory):
+    """The memory of all scenarios' jobs."""
     root = tmp_path_factory.mktemp("recovery")
     prepare_memory(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(memory):
+    """Per scenario what every rank wrote down."""
+    root = memory
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -248,6 +258,43 @@ def test_execute_alone_moves_all_sections_and_refuses_what_a_server_cannot_read(
     assert results["whole_plan_executed"][2]["bad"] == ["n1"]
     assert results["whole_plan_executed"][2]["seen"][Section.REPLICATED] > 0  # what others serve arrives
     assert results["whole_plan_executed"][0]["seen"][Section.HOST] > 0
+
+
+@pytest.mark.parametrize("name", ["completed", "completed_again", "corrupt_while_completing"])
+def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
+    """The newcomer's arena holds what its predecessor's held, and all others stay as they were: a second start
+    finds everything at home."""
+    for rank, result in enumerate(restored(results, name)):
+        spoilt = name == "corrupt_while_completing" and rank == 1
+        assert result["stored"] == {"state": "committed", "equal": True, "verified": not spoilt}
+    before = 2 if name == "corrupt_while_completing" else 1
+    assert {result["rounds"] for result in results[name]} == {before}
+    for result in results[name]:
+        after = result["after"]
+        assert after["equal"]
+        assert after["bytes_from"]["copy"] <= (0 if before == 1 else 1024)
+
+
+@pytest.mark.parametrize("name", ["no_room_to_complete", "another_scheme"])
+def test_p6_where_a_version_cannot_be_completed_it_is_restored_all_the_same(results, name):
+    """It is then taken again, as a version of the new incarnation."""
+    found = restored(results, name)
+    assert found[DEAD.dp]["stored"]["state"] in ("none", "empty")
+    assert [r["stored"]["state"] for i, r in enumerate(found) if i != DEAD.dp] == ["committed"] * 3
+
+
+def test_p3_killed_while_it_completes_a_version_a_newcomer_leaves_nothing_that_is_read(results, memory):
+    """Its arena is torn; what the others hold is untouched, and recovers the same version."""
+    scenario = SCENARIOS["peer_killed"]
+    nodes = scenario.placement.nodes
+    inventories = [take_inventory(memory / "peer_killed" / node, node, SECRET) for node in nodes]
+    torn = [r for i in inventories for r in i.arenas if not r.usable]
+    assert [r.header.coordinate for r in torn] == [DEAD]
+    plan = plan_recovery(inventories, scenario.placement, job_id=JOB)
+    assert isinstance(plan, RecoveryPlan)
+    assert plan.label == NEW
+    assert plan.committed
+    assert all(fetch.node != nodes[DEAD.dp] for fetches in plan.fetches.values() for fetch in fetches)
 
 
 def test_a_killed_peer_is_a_transfer_error_on_every_survivor(results):

@@ -24,6 +24,7 @@ from reft.comm.collectives import allgather_bytes
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
+from reft.load.complete import Blueprint, Completing, Room
 from reft.load.exchange import Exchange
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
@@ -34,14 +35,15 @@ from reft.store.arena import Arena
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology
 
-from .fleet import JOB, NEW, OLD, SECRET, Fleet, falsify_parities, place, without
+from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, falsify_parities, place, without
 
 WORLD_SIZE = 4
 RING = Fleet(place(Degrees(1, 4, 1), "single"), scale=50, block_bytes=1024)
 GRID = Fleet(place(Degrees(2, 2, 1), "replica"), scale=20, block_bytes=512)
 AEC = Fleet(RING.topology, copies=0, parities=1, scale=50, block_bytes=1024)
 RS2 = Fleet(RING.topology, copies=0, parities=2, scale=50, block_bytes=1024)
-DEAD = Coordinate(0, 3, 0)
+DEAD = Coordinate(0, 2, 0)
+"""The newcomer, killed while it completes the version."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ SCENARIOS = {
     "no_room_to_decode": Scenario(AEC, lost=("n2",)),
     "injected_raise": Scenario(lost=("n2",)),
     "whole_plan_executed": Scenario(lost=("n2",)),
+    "completed": Scenario(lost=("n2",)),
+    "completed_again": Scenario(GRID, lost=("n1",)),
+    "no_room_to_complete": Scenario(lost=("n2",)),
+    "another_scheme": Scenario(lost=("n2",)),
+    "corrupt_while_completing": Scenario(lost=("n2",)),
     "peer_killed": Scenario(lost=("n2",)),
 }
 
@@ -128,6 +135,35 @@ class Rank:
         defaults = {"window_bytes": 4096, "timeout_secs": 30.0}
         arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, **defaults, **options}
         return Recovery(self.topology, self.rank, **arguments)
+
+    def completing(self, scheme: str = "arc") -> Completing:
+        """As a session would store versions."""
+
+        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+            fleet = self.scenario.fleet
+            plan = fleet.shard_plan(self.at.pp, self.at.tp)
+            assert (replicated_bytes, owned_bytes) == (plan.sizes.replicated_bytes, plan.sizes.owned_bytes)
+            mine = plan.members[self.at.dp]
+            rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
+            return Blueprint(rooms, mine.data_bytes)
+
+        path = self.job_dir / arena_name(self.topology, self.at, 0)
+        self.job_dir.mkdir(parents=True, exist_ok=True)
+        return Completing(scheme, None if path.exists() else path, blueprint)
+
+    def stored(self) -> dict[str, object]:
+        """What its own arena holds now, against what the job had."""
+        path = self.job_dir / arena_name(self.topology, self.at, 0)
+        if not path.exists():
+            return {"state": "none"}
+        with Arena.open(path, SECRET) as arena:
+            header = arena.header()
+            wanted = self.scenario.fleet.entries(self.at, NEW, real=True)
+            return {
+                "state": str(header.state),
+                "equal": set(header.entries) == set(wanted),
+                "verified": all(arena.verify(entry) for entry in header.entries),
+            }
 
     def recover(self, between=lambda: None, prepare=None, sink=None, **options):
         """Survey and restore; ``between``: what happens before anything is read."""
@@ -208,8 +244,8 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
                 (me.job_dir / "rank0-slot0.arena").unlink()
 
         return me.report(me.recover(between=vanish))
-    if name == "whole_plan_executed":
-        return execute_whole(me)
+    if "complet" in name or name == "another_scheme":
+        return run_completion(root, name, rank)
     faults = {
         "injected_raise": FaultConfig(point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=1, action="raise"),
         "peer_killed": FaultConfig(
@@ -218,7 +254,8 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
     }
     if name in faults:
         plan = FaultPlan([faults[name]], me.at)
-        return {**attempt(lambda: me.recover(faults=plan)), "calls": me.calls}
+        how = me.completing() if name == "peer_killed" else None
+        return {**attempt(lambda: me.recover(faults=plan, completing=how)), "calls": me.calls}
 
     def fail(*_: object) -> None:
         raise ValueError("no room for this block")
@@ -230,6 +267,16 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
         with no_room_for_files() if rank == 1 else nullcontext():
             return attempt(me.recover)
     return me.report(me.recover())
+
+
+def run_completion(root: Path, name: str, rank: int) -> dict[str, object]:
+    """Recover with completion; then, as at a second start, once more."""
+    me, again = Rank(root, name, rank), Rank(root, name, rank)
+    how = me.completing("arc:2" if name == "another_scheme" else "arc")
+    with no_room_for_files() if name == "no_room_to_complete" and me.at == DEAD else nullcontext():
+        report = me.report(me.recover(completing=how))
+    stored = me.stored()
+    return {**report, "stored": stored, "after": again.report(again.recover())}
 
 
 @contextmanager
@@ -297,7 +344,12 @@ def main() -> None:
     )
     results: dict[str, object] = {}
     for name in ["messages", *SCENARIOS]:
-        results[name] = messages(rank) if name == "messages" else run_scenario(root, name, rank)
+        if name == "messages":
+            results[name] = messages(rank)
+        elif name == "whole_plan_executed":
+            results[name] = execute_whole(Rank(root, name, rank))
+        else:
+            results[name] = run_scenario(root, name, rank)
         (root / f"result-{rank}.json").write_text(json.dumps(results))
 
 
@@ -318,6 +370,7 @@ def prepare_memory(root: Path) -> None:
     for node in ("n0", "n1", "n3"):
         # The first parity of each stripe, which decoding prefers.
         falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
+    damage(root / "corrupt_while_completing" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_in_a_moved_group" / "n0" / arena, Section.REPLICATED, member=0)
     damage(root / "older_in_one_group" / "n2" / "rank0-slot1.arena", Section.OWNED, member=1)
     # Both sources of a block of the newer version: only the older one is whole.
