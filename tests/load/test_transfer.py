@@ -19,7 +19,7 @@ from reft.load.inventory import take_inventory
 from reft.load.plan import RecoveryPlan
 from tests.prefork import Popen
 
-from .fleet import JOB, NEW, OLD, SECRET
+from .fleet import JOB, NEW, OLD, SECRET, without
 from .worker import DEAD, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 TESTS = Path(__file__).parents[1]
@@ -273,6 +273,17 @@ def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
         after = result["after"]
         assert after["equal"]
         assert after["bytes_from"]["copy"] <= (0 if before == 1 else 1024)
+
+
+@pytest.mark.parametrize("name", ["completed", "completed_again"])
+def test_p3_a_completed_version_survives_the_next_loss(results, memory, name):
+    """Any node, the new one included, before any newer version is committed."""
+    placement = SCENARIOS[name].placement
+    for lost in sorted(set(placement.nodes)):
+        left = [take_inventory(memory / name / n, n, SECRET) for n in placement.nodes if n != lost]
+        plan = plan_recovery(left, without(placement, [lost]), job_id=JOB)
+        assert isinstance(plan, RecoveryPlan), f"{lost} lost: {plan}"
+        assert (plan.label, plan.committed) == (NEW, True)
 
 
 @pytest.mark.parametrize("name", ["no_room_to_complete", "another_scheme"])
