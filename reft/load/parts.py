@@ -24,11 +24,33 @@ def spoken_for(
 
     def speaker(record: ArenaRecord) -> int:
         at = record.header.coordinate
-        if record.header.job_id != job_id or misfit(record, topology, layout):
+        if not _fits(record, topology, job_id, layout):
             return topology.local_ranks(node)[0]
         return topology.readers(node, at.pp, at.tp)[0]
 
     return [record for record in records if speaker(record) == rank]
+
+
+def tables_of(
+    records: Iterable[ArenaRecord],
+    groups: Iterable[Group],
+    topology: Topology,
+    *,
+    job_id: str,
+    layout: LayoutSpec,
+) -> dict[Group, list[ArenaRecord]]:
+    """The whole arenas that may serve each of these sharding groups: of this job, its degrees and its layout,
+    whatever else has the same label (P7)."""
+    tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
+    for record in records:
+        at = record.header.coordinate
+        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, layout):
+            tables[at.pp, at.tp].append(record)
+    return tables
+
+
+def _fits(record: ArenaRecord, topology: Topology, job_id: str, layout: LayoutSpec) -> bool:
+    return record.header.job_id == job_id and not misfit(record, topology, layout)
 
 
 def parts_of(sifted: Sifted, rank: int) -> dict[Group, tuple[int, ...]]:

@@ -37,7 +37,7 @@ from reft.load.exchange import Exchange
 from reft.load.inventory import ArenaRecord, Inventory, take_inventory
 from reft.load.ledger import Flaw, Ledger, Repair
 from reft.load.local import ArenaSet, opened_arenas
-from reft.load.parts import parts_of, spoken_for
+from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.load.rebuild import Decoder
 from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
@@ -220,11 +220,7 @@ class Recovery:
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
         """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
-        tables: dict[Group, list[ArenaRecord]] = {group: [] for group in parts}
-        for record in mine:
-            at = record.header.coordinate
-            if record.usable and (at.pp, at.tp) in tables:
-                tables[at.pp, at.tp].append(record)
+        tables = tables_of(mine, parts, self._topology, job_id=self._job_id, layout=self._layout)
         packed = {group: Inventory(self._node, tuple(records)).pack() for group, records in tables.items()}
         bodies: dict[int, list[bytes]] = {}
         for group in sorted(parts):

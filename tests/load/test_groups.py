@@ -17,7 +17,7 @@ from reft.load.decide import (
     plan_recovery,
 )
 from reft.load.inventory import Inventory
-from reft.load.parts import parts_of, spoken_for
+from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.sift import Summary, sift, summarize
 from reft.load.waves import make_waves, waves_of
@@ -57,7 +57,8 @@ def jobs(draw):
         states = {c: s for c in every if (s := draw(state)) is not None}
         records += fleet.records(label, states, slot)
     if draw(st.booleans()):
-        records += replace(fleet, job_id="another").records(Label(7, 7), {every[0]: COMMITTED}, slot=5)
+        label = draw(st.sampled_from([Label(7, 7), *labels]))
+        records += replace(fleet, job_id="another").records(label, dict.fromkeys(every, COMMITTED), slot=5)
     if draw(st.booleans()):
         record = draw(st.sampled_from(records)) if records else None
         if record is not None:
@@ -80,16 +81,17 @@ def jobs(draw):
 
 def survey(found, topology, bad):
     """Every rank's result, by the messages that it would get."""
+    layout = layouts(topology)
     shares = []
     for rank in range(topology.world_size):
         inventory = next(i for i in found if i.node == topology.nodes[rank])
-        shares.append(spoken_for(inventory.arenas, topology, rank, job_id=JOB, layout=None))
+        shares.append(spoken_for(inventory.arenas, topology, rank, job_id=JOB, layout=layout))
     summaries = []
     for rank, share in enumerate(shares):
         node = topology.nodes[rank]
         first = topology.local_ranks(node)[0] == rank
         problems = next(i for i in found if i.node == node).problems if first else ()
-        summary = summarize(node, share, topology, job_id=JOB, problems=problems)
+        summary = summarize(node, share, topology, job_id=JOB, layout=layout, problems=problems)
         summaries.append(Summary.decode(summary.encode(), topology, {}))
         assert summaries[-1] == summary
     sifted = sift(summaries, topology, job_id=JOB)
@@ -101,7 +103,7 @@ def survey(found, topology, bad):
             sent = [
                 Inventory(
                     topology.nodes[peer],
-                    tuple(r for r in shares[peer] if r.usable and r.header.job_id == JOB and fits(r, group)),
+                    tuple(tables_of(shares[peer], [group], topology, job_id=JOB, layout=layout)[group]),
                 )
                 for peer in peers
             ]
@@ -130,17 +132,15 @@ def survey(found, topology, bad):
     return plans, ranks
 
 
-def fits(record, group):
-    at = record.header.coordinate
-    return (at.pp, at.tp) == group and record.header.layout == f"layout-{at.pp}-{at.tp}"
+def layouts(topology):
+    return {(pp, tp): f"layout-{pp}-{tp}" for pp, tp in topology.groups()}
 
 
 @settings(max_examples=200, deadline=None)
 @given(jobs())
 def test_p3_summaries_decide_what_all_block_tables_together_decide(job):
     found, topology, bad = job
-    layout = {(pp, tp): f"layout-{pp}-{tp}" for pp, tp in topology.groups()}
-    found = [replace(i, arenas=tuple(r for r in i.arenas if "slot6" not in r.path)) for i in found]
+    layout = layouts(topology)
     whole = plan_recovery(found, topology, job_id=JOB, layout=layout, bad=bad)
     results, ranks = survey(found, topology, bad)
     if isinstance(whole, NotRecoverable):
