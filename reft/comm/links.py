@@ -112,15 +112,24 @@ class Reception:
             AuthenticationError: it has another secret.
             OSError: it does not answer.
         """
+        # Hosts may have equal names and equally numbered namespaces: then only TCP leads from one to another.
         near = other.node == self.endpoint.node
+        ways = [other.local, other.remote] if near else [other.remote]
         while True:
             secs = max(0.001, deadline - time.monotonic())
             try:
-                channel = knock(other.local if near else other.remote, self._secret, PURPOSE, secs)
+                channel = knock(ways[0], self._secret, PURPOSE, secs)
                 channel.send([kind, self.endpoint.rank])
                 return channel
-            except ConnectionRefusedError:
-                raise  # it has left
+            except ConnectionRefusedError as error:
+                if ways[1:]:
+                    del ways[0]
+                    continue
+                # It has left, or its address is one that leads here.
+                raise ConnectionRefusedError(
+                    f"rank {other.rank} does not listen at {other.remote} ({error}). If that is no address "
+                    f"by which other hosts reach its host, name its interface there with {ENV_INTERFACE}"
+                ) from error
             except ConnectionError:
                 # A door ends handshakes that take long, as on a machine with too much to do.
                 if time.monotonic() > deadline:

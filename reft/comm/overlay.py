@@ -151,7 +151,13 @@ class _Joining:
         self._set(f"at/{node}/{index}", str(rank))
         if leader is not None:
             self._set(f"leader/{leader}", str(rank))
-        if self._take("came") + 1 == world_size:
+        came = self._take("came") + 1
+        if came > world_size:
+            raise TransferError(
+                f"{came} ranks came to connect with each other, expected {world_size}: torch's store holds "
+                f"what earlier processes of this job wrote. Start them with a new store (reft launch does)"
+            )
+        if came == world_size:
             self._set("whole", "1")
         self._await_all(world_size)
         callers = [self._rank(f"at/{node}/{i}") for i in children_of(index, self._count(f"node/{node}"))]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,7 +296,10 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
     caller = Reception(0, "a", SECRET)
     listener = listen_locally(f"reft-test-{random.getrandbits(64)}")
     name = f"@{listener.getsockname()[1:].decode()}"
-    other = Endpoint(1, caller.endpoint.node, name, "")
+    nobody = socket.socket()
+    nobody.bind(("127.0.0.1", 0))  # and does not listen
+    remote = f"127.0.0.1:{nobody.getsockname()[1]}"
+    other = Endpoint(1, caller.endpoint.node, name, remote)
     served: queue.Queue[Any] = queue.Queue()
 
     def serve(channel: Any) -> bool:
@@ -312,9 +316,36 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
         door.result(DEADLINE_SECS).stop_listening()
     assert served.get(timeout=DEADLINE_SECS).receive() == ["tree", 0]
     line.close()
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(ConnectionRefusedError, match=f"rank 1 .* {remote} .*GLOO_SOCKET_IFNAME"):
         caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
     caller.close()
+    nobody.close()
+
+
+def test_hosts_of_one_name_meet_over_tcp() -> None:
+    """Another host's Unix sockets lead nowhere, though its ranks give their node the same name."""
+    caller, called = Reception(0, "localhost", SECRET), Reception(1, "localhost", SECRET)
+    elsewhere = f"@reft-test-{random.getrandbits(64)}"
+    deadline = time.monotonic() + DEADLINE_SECS
+    line = caller.call(replace(called.endpoint, local=elsewhere), "tree", deadline)
+    line.send("hello")
+    assert called.await_call("tree", 0, deadline, lambda: True).receive() == "hello"
+    for one in (line, caller, called):
+        one.close()
+
+
+def test_p6_a_store_with_an_earlier_incarnations_keys_is_refused() -> None:
+    store = Table()
+
+    def come(rank: int) -> Any:
+        return connect(
+            store, "x", rank=rank, world_size=3, node="a", secret=SECRET, timeout_secs=DEADLINE_SECS
+        )
+
+    for overlay in on_all(come, 3):
+        overlay.close()
+    for failure in on_all(lambda rank: failure_of(lambda: come(rank)), 3):
+        assert "expected 3" in failure
 
 
 def test_the_first_who_asks_makes_the_secret() -> None:
