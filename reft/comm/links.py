@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgpack
@@ -164,8 +165,8 @@ def _reach(node: str) -> str:
 
 
 def _listen_remotely() -> socket.socket:
-    """Listen where gloo would: on the interface that is named, else on the host name's address, else, where
-    that is no address of this machine, on loopback."""
+    """Listen where gloo would: on the interface that is named, else on the first of the host name's addresses
+    that is one of this machine, else on loopback."""
     named = os.environ.get(ENV_INTERFACE, "").split(",")[0]
     if named:
         for address in psutil.net_if_addrs().get(named, ()):
@@ -175,7 +176,8 @@ def _listen_remotely() -> socket.socket:
             f"{ENV_INTERFACE} is {named!r}; expected an interface of this host with an address, one of "
             f"{', '.join(sorted(psutil.net_if_addrs()))}"
         )
-    try:
-        return listen(socket.gethostname(), 0, ENV_INTERFACE)
-    except ConfigError:
-        return listen("127.0.0.1", 0, ENV_INTERFACE)
+    with suppress(OSError):
+        for *_, place in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with suppress(ConfigError):
+                return listen(str(place[0]), 0, ENV_INTERFACE)
+    return listen("127.0.0.1", 0, ENV_INTERFACE)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from reft.comm import tree
-from reft.comm.links import Endpoint, Reception
+from reft.comm.links import ENV_INTERFACE, Endpoint, Reception
 from reft.comm.overlay import Overlay, connect, shared_secret
 from reft.comm.tree import FANOUT, Tree, children_of, parent_of
 from reft.errors import AuthenticationError, TransferError
@@ -332,6 +332,25 @@ def test_hosts_of_one_name_meet_over_tcp() -> None:
     assert called.await_call("tree", 0, deadline, lambda: True).receive() == "hello"
     for one in (line, caller, called):
         one.close()
+
+
+def test_an_address_of_the_hosts_name_that_is_another_machines_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind address translation: loopback would lead no other host here."""
+    look_up = socket.getaddrinfo
+
+    def addresses(host: str, port: int, **options: Any) -> list[Any]:
+        if host != "of-several-addresses":
+            return look_up(host, port, **options)
+        return [a for ip in ("192.0.2.7", "127.0.0.3") for a in look_up(ip, port, **options)]
+
+    monkeypatch.delenv(ENV_INTERFACE, raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "of-several-addresses")
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    reception = Reception(0, "a", SECRET)
+    reception.close()
+    assert reception.endpoint.remote.startswith("127.0.0.3:")
 
 
 def test_p6_a_store_with_an_earlier_incarnations_keys_is_refused() -> None:
