@@ -20,10 +20,11 @@ from reft.faults import FaultPlan
 from reft.hook.pace import make_pacer
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
@@ -94,12 +95,9 @@ class Production:
                 limit_bytes=None,
                 engine=engine,
             ),
-            options=WorkerOptions(Scheme(), _BLOCK_BYTES, _HOST_BYTES, chunk_bytes),
-            stats=self.stats,
-            faults=FaultPlan((), topology.coordinates[0]),
-            on_commit=lambda label: None,
-            on_skip=lambda step, cause: None,
-            engine=engine,
+            options=WorkerOptions(Scheme(), _BLOCK_BYTES, _HOST_BYTES),
+            watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
+            copier=Copier(engine, chunk_bytes),
             pacer=self.pacer,
         )
         self.step = 0

@@ -30,12 +30,13 @@ from reft.optim import ExactAdam
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import HasSchedule, Overflow
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.adapters import adapter_for
 from reft.state.blob import HostBlob
 from reft.state.host import capture_host_state
@@ -302,16 +303,11 @@ class Session:
                 scheme=self.protection.record.parsed,
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
-                chunk_bytes=self.config.has.chunk_bytes,
             ),
-            stats=self.stats,
-            faults=self.faults,
-            on_commit=self._committed,
-            on_skip=self._skipped,
-            engine=self.copy_engine,
+            watchers=Watchers(self.stats, self.faults, self._committed, self._skipped),
+            copier=Copier(self.copy_engine, self.config.has.chunk_bytes, self.staging),
             pacer=self.pacer,
             switch=self.protection.switch(control),
-            staging=self.staging,
             peer_optimizers=self.recomputing.peer_optimizers(self.stats.recompute),
         )
         self.daemon.configure(self.config)

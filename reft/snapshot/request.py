@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from reft.config import Variant
+from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.protocol import Cause, Stage, Version
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep
+from reft.snapshot.stats import SnapshotStats
 from reft.store.label import Label
 
 
@@ -81,6 +83,23 @@ class SnapshotRequest:
         return self.version.stage is Stage.COMMITTED
 
 
+@dataclass
+class Watchers:
+    """Who watches the versions of one rank.
+
+    Attributes:
+        stats: counts them.
+        faults: disturbs them, where a test asks for it.
+        on_commit: called on the worker thread after each global commit.
+        on_skip: called with (step, cause) for each version given up.
+    """
+
+    stats: SnapshotStats
+    faults: FaultPlan
+    on_commit: Callable[[Label], None] = lambda label: None
+    on_skip: Callable[[int, str], None] = lambda step, cause: None
+
+
 @dataclass(frozen=True)
 class WorkerOptions:
     """Fixed settings of a worker."""
@@ -88,4 +107,3 @@ class WorkerOptions:
     scheme: Scheme
     block_bytes: int
     host_bytes: int
-    chunk_bytes: int = 256 * 2**10

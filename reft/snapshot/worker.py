@@ -16,7 +16,6 @@ from collections.abc import Callable
 from reft.comm.control import Ballot, WorkerControl
 from reft.config import FaultPoint
 from reft.errors import TransferError
-from reft.faults import FaultPlan
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import (
@@ -45,25 +44,25 @@ from reft.snapshot.committing.version import State
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
-from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.copying.engine import copy_engine_for
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.request import SnapshotRequest, WorkerOptions
+from reft.snapshot.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.scheduling.pacing import Pacer
-from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.taking import Taker
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
 from reft.topology import Topology
 
-__all__ = ["SnapshotRequest", "SnapshotWorker", "WorkerOptions"]
+__all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]
 
 logger = logging.getLogger(__name__)
 
 _REJOIN_ATTEMPTS = 3
+_CHUNK_BYTES = 256 * 2**10
+"""Of a copy for which nothing else is asked."""
 
 
 class SnapshotWorker:
@@ -74,14 +73,10 @@ class SnapshotWorker:
         topology: placement of this incarnation.
         arenas: this rank's memory.
         options: fixed settings.
-        stats: counters to update.
-        faults: injected faults.
-        on_commit: called on the worker thread after each global commit.
-        on_skip: called on the worker thread with (step, cause) for each version given up.
-        engine: copies the bytes; by default between host memory.
+        watchers: who counts, disturbs and is told of versions.
+        copier: copies the bytes; by default between host memory.
         pacer: knows the windows; without one no version is paced.
         switch: the scheme in force and orders to change it; by default that of the options, unchanged.
-        staging: takes what does not fit before the fence, where plans ask for it.
         peer_optimizers: recompute what ring peers alone have; without them it is always sent.
     """
 
@@ -92,22 +87,16 @@ class SnapshotWorker:
         topology: Topology,
         arenas: ArenaSet,
         options: WorkerOptions,
-        stats: SnapshotStats,
-        faults: FaultPlan,
-        on_commit: Callable[[Label], None],
-        on_skip: Callable[[int, str], None],
-        engine: CopyEngine | None = None,
+        watchers: Watchers,
+        copier: Copier | None = None,
         pacer: Pacer | None = None,
         switch: SchemeSwitch | None = None,
-        staging: StagingArea | None = None,
         peer_optimizers: PeerOptimizers | None = None,
     ) -> None:
         self.control = control
         self.arenas = arenas
-        self._stats = stats
-        self._faults = faults
-        self._on_commit = on_commit
-        self._on_skip = on_skip
+        stats, faults = watchers.stats, watchers.faults
+        self.watchers = watchers
         self._pacer = pacer
         configured = str(options.scheme)
         self.switch = switch or SchemeSwitch(
@@ -116,7 +105,7 @@ class SnapshotWorker:
             ProtectionRecord(configured, configured),
             keeping=Keeping(versions=arenas.count),
         )
-        self.copier = Copier(engine or copy_engine_for("cpu"), options.chunk_bytes, staging)
+        self.copier = copier or Copier(copy_engine_for("cpu"), _CHUNK_BYTES)
         self.votes = Votes(control, self._advised_interval)
         self.sealer = Sealer(
             control=control,
@@ -266,7 +255,7 @@ class SnapshotWorker:
         )
         self.switch.hear(verdict.order, verdict.rung)
         if state.task is Task.VOTE_SEALED:
-            self._faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
+            self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
         return Voted(verdict.ok, verdict.relayout)
 
     def _ballot(self, state: State) -> Ballot:
@@ -289,7 +278,7 @@ class SnapshotWorker:
         self.sealer.let_go()
 
     def _adopted(self, layout: GroupLayout) -> None:
-        self._stats.bytes_per_snapshot = layout.mine.data_bytes
+        self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
         self.sealer.adopt(layout)
 
     def _lay_out(self, request: SnapshotRequest) -> Event:
@@ -300,7 +289,7 @@ class SnapshotWorker:
         filling = self._taker.filling
         assert filling is not None  # the version was copied into it
         failure = self._taker.drain(request, filling)
-        self._stats.taken += 1
+        self.watchers.stats.taken += 1
         failure = self.sealer.try_seal(request, filling, failure)
         return Sealed() if failure is None else SealFailed(failure)
 
@@ -313,24 +302,24 @@ class SnapshotWorker:
         filling, self._taker.filling = self._taker.filling, None
         assert filling is not None  # it was sealed here
         self.arenas.commit(filling)
-        self._stats.commit(label.step, filling.traffic)
+        self.watchers.stats.commit(label.step, filling.traffic)
         self.sealer.committed(filling)
-        self._faults.reach(FaultPoint.AFTER_COMMIT, label.step)
-        self._complaints.attempt("a commit cannot be told of", lambda: self._on_commit(label))
+        self.watchers.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
+        self._complaints.attempt("a commit cannot be told of", lambda: self.watchers.on_commit(label))
         self._complaints.attempt("snapshots cannot be planned anew", lambda: self._taker.learn(filling))
         self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
         self.switch.committed()
 
     def _tell_given_up(self, label: Label, cause: Cause) -> None:
-        first = self._stats.skip(label.step, cause.kind, str(cause))
+        first = self.watchers.stats.skip(label.step, cause.kind, str(cause))
         if first and not self._handover.state.closing:
             logger.warning(
                 "the version of step %d is given up (%s). Training goes on; snapshots are stale "
                 "since step %s",
-                *(label.step, cause, self._stats.stale_since_step),
+                *(label.step, cause, self.watchers.stats.stale_since_step),
             )
         self._complaints.attempt(
-            "a skipped version cannot be told of", lambda: self._on_skip(label.step, cause.kind)
+            "a skipped version cannot be told of", lambda: self.watchers.on_skip(label.step, cause.kind)
         )
 
     def _meet(self) -> Event:

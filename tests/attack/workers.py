@@ -33,7 +33,7 @@ from reft.snapshot.filling import Filling
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
@@ -95,10 +95,9 @@ class Rank:
             topology=TOPOLOGY,
             arenas=self.arenas,
             options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
-            stats=self.stats,
-            faults=FaultPlan((), TOPOLOGY.coordinates[rank]),
-            on_commit=self.committed,
-            on_skip=self.skipped,
+            watchers=Watchers(
+                self.stats, FaultPlan((), TOPOLOGY.coordinates[rank]), self.committed, self.skipped
+            ),
             switch=SchemeSwitch(
                 control,
                 TOPOLOGY,
@@ -211,7 +210,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "seal": _once(Filling, "seal", OSError(28, "no space left on device")),
     "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
     "after the commit": _once(Sealer, "committed", _LOST),
-    "tell of the commit": lambda me: mock.patch.object(me.worker, "_on_commit", _raising(_LOST)),
+    "tell of the commit": lambda me: mock.patch.object(me.worker.watchers, "on_commit", _raising(_LOST)),
     "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
     "switch": _once(LayoutAgreement, "switch", _LOST),
 }

@@ -139,7 +139,7 @@ class Witness:
         self.states: dict[int, bytes] = {}
         self.compared: dict[int, bool] = {}
         self.handed_over_secs: dict[int, float] = {}
-        self.told, session.worker._on_commit = session.worker._on_commit, self.committed
+        self.told, session.worker.watchers.on_commit = session.worker.watchers.on_commit, self.committed
         self.handed_over, session.submit = session.submit, self.submit
 
     def submit(self, **options: Any) -> Any:

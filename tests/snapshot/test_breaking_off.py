@@ -39,7 +39,7 @@ from reft.snapshot.committing.protocol import (
 from reft.snapshot.committing.version import Slots, State, step
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.taking import Taker
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.store.label import Label
 from reft.topology import Degrees, Topology
 
@@ -109,10 +109,9 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
             limit_bytes=None,
         ),
         options=WorkerOptions(scheme=Scheme(0), block_bytes=65536, host_bytes=4096),
-        stats=SnapshotStats(),
-        faults=FaultPlan((), at),
-        on_commit=lambda label: None,
-        on_skip=lambda step, cause: skips.append((step, cause)),
+        watchers=Watchers(
+            SnapshotStats(), FaultPlan((), at), on_skip=lambda step, cause: skips.append((step, cause))
+        ),
     )
     requests = [SnapshotRequest(Label(1, n), None, cause=Cause("nothing to show")) for n in (1, 2)]
     for request in requests:

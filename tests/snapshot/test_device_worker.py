@@ -22,13 +22,14 @@ from reft.faults import FaultPlan
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
@@ -95,14 +96,10 @@ class Job:
             control=ControlGroup(60).for_worker(),
             topology=topology,
             arenas=arenas,
-            options=WorkerOptions(scheme=Scheme(), block_bytes=65536, host_bytes=4096, chunk_bytes=65536),
-            stats=self.stats,
-            faults=FaultPlan((), topology.coordinates[0]),
-            on_commit=self._committed,
-            on_skip=lambda step, cause: None,
-            engine=self.engine,
+            options=WorkerOptions(scheme=Scheme(), block_bytes=65536, host_bytes=4096),
+            watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0]), self._committed),
+            copier=Copier(self.engine, 65536, self.staging),
             pacer=self.pacer,
-            staging=self.staging,
         )
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 

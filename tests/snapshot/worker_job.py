@@ -33,7 +33,7 @@ from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerOptions
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
@@ -97,10 +97,11 @@ class Rank:
             topology=TOPOLOGY,
             arenas=self.arenas,
             options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
-            stats=self.stats,
-            faults=FaultPlan(faults, self.at),
-            on_commit=lambda label: None,
-            on_skip=lambda step, cause: self.skips.append((step, cause)),
+            watchers=Watchers(
+                self.stats,
+                FaultPlan(faults, self.at),
+                on_skip=lambda step, cause: self.skips.append((step, cause)),
+            ),
             pacer=pacer,
             switch=SchemeSwitch(
                 self.control,
