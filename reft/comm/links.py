@@ -137,6 +137,11 @@ class Reception:
                     raise
                 time.sleep(_LOOK_SECS)
 
+    def forget(self) -> None:
+        """Close a forked child's copies of the listeners: who calls would wait for an answer from it."""
+        for door in self._doors:
+            door.forget()
+
     def close(self) -> None:
         """Take no connection any more; those that were taken stay."""
         with self._changed:

@@ -50,7 +50,9 @@ class Overlay:
         self._reception.close()
 
     def forget(self) -> None:
-        """Close a forked child's copies of the connections, which stay open here and on the other side."""
+        """Close a forked child's copies of the connections and listeners, which stay open here and on the
+        other side."""
+        self._reception.forget()
         for channel in (*self.tree.links, *self.peers.links):
             channel.close()
 

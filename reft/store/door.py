@@ -190,6 +190,10 @@ class Door:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    def forget(self) -> None:
+        """Close a forked child's copy of the listener, which goes on listening in its parent."""
+        self._listener.close()
+
     def close(self) -> None:
         """Stop listening and end every connection."""
         self.stop_listening()

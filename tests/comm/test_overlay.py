@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import random
+import signal
 import socket
 import threading
 import time
@@ -13,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgpack
 import pytest
 
 from reft.comm import tree
 from reft.comm.links import ENV_INTERFACE, Endpoint, Reception
 from reft.comm.overlay import Overlay, connect, shared_secret
+from reft.comm.peers import Peers
 from reft.comm.tree import FANOUT, Tree, children_of, parent_of
 from reft.errors import AuthenticationError, TransferError
 from reft.store.door import Door, knock, listen_locally
@@ -320,6 +323,33 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
         caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
     caller.close()
     nobody.close()
+
+
+def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> None:
+    at, told = os.pipe()
+    rank = os.fork()
+    if not rank:
+        reception = Reception(0, "a", SECRET)
+        tree = Tree(0, 1, None, (), DEADLINE_SECS)
+        overlay = Overlay(tree, Peers(reception, lambda _: reception.endpoint, lambda: (), 1.0), reception)
+        child = os.fork()
+        if child:
+            assert overlay.tree is tree
+            os.write(told, msgpack.packb([child, reception.endpoint.pack()]))
+        threading.Event().wait(2 * DEADLINE_SECS)  # it is killed before
+        os._exit(0)
+    child, packed = msgpack.unpackb(os.read(at, 4096))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    caller = Reception(1, "a", SECRET)
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            caller.call(Endpoint.unpack(packed), "pair", time.monotonic() + DEADLINE_SECS)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        caller.close()
+        os.close(at)
+        os.close(told)
 
 
 def test_hosts_of_one_name_meet_over_tcp() -> None:
