@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 from reft.elastic.local_cluster import LocalCluster
@@ -26,3 +28,14 @@ LocalCluster.popen = Popen
 # tests that press Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_kept() -> Iterator[None]:
+    """A command that is called within a test may set variables for the processes it was to start: they must
+    not reach the tests that follow."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
