@@ -222,14 +222,15 @@ class Completion:
             for section in (Section.REPLICATED, Section.OWNED, Section.HOST)
             for at in self._plan.fetches
         }
-        arena.seal(
-            [
-                self._entry(key, room, image_bytes[key.section, key.member])
-                for key, room in self._rooms.items()
-            ]
-        )
-        if self._plan.committed:
-            arena.commit()
+        entries = [
+            self._entry(key, room, image_bytes[key.section, key.member]) for key, room in self._rooms.items()
+        ]
+        try:
+            arena.seal(entries)
+            if self._plan.committed:
+                arena.commit()
+        except (ReftError, OSError) as error:  # the live state is restored all the same
+            logger.warning("%s is not completed here, it is taken anew: %s", self._plan.label, error)
 
     def _entry(self, key: BlockKey, room: Room, image_bytes: int) -> Entry:
         fetch = self._arrived[key]

@@ -88,7 +88,9 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
         assert begun.scheme == "aec"
     for rank in range(4):
         for _, arena in scan(tmp_path / f"node{rank}", SECRET):
-            assert isinstance(arena, Arena)
+            if not isinstance(arena, Arena):
+                assert "no record" in arena, "a rank is killed, with the first, while it makes a slot anew"
+                continue
             header = arena.header()
             if header is not None and header.state.whole:
                 assert header.scheme == ("arc" if header.label.step <= 3 else "aec")
