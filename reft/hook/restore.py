@@ -33,6 +33,7 @@ from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
 from reft.store.arena_files import arena_name, coordinates_in_slots, frozen_slots
 from reft.store.label import Label
+from reft.store.stream import copy_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -503,7 +504,7 @@ class _Target:
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> None:
         image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]
-        image.write_from(fetch.start_bytes, data)
+        image.write_from(fetch.start_bytes, data, copy_tensor)
 
 
 def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:

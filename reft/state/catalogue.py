@@ -9,7 +9,7 @@ would cut loose.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -181,12 +181,21 @@ class SectionImage:
         out[position - start :].zero_()
         return pieces
 
-    def write_from(self, start: int, data: torch.Tensor) -> None:
-        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``."""
+    def write_from(
+        self,
+        start: int,
+        data: torch.Tensor,
+        copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    ) -> None:
+        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``.
+
+        Args:
+            copy: called with (live bytes, part of data), 1-D uint8 views of equal size.
+        """
         _, stop = self._range(start, data)
         for offset, view in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
-            view[begin - offset : end - offset].copy_(data[begin - start : end - start])
+            copy(view[begin - offset : end - offset], data[begin - start : end - start])
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         """``(offset,)`` of the tensor's first element in the image, or None.
