@@ -178,17 +178,6 @@ def plan_decided(
     )
 
 
-def newest_committed(inventories: Iterable[Inventory], job_id: str | None = None) -> Label | None:
-    """Newest label marked committed in any arena (of ``job_id``, if given)."""
-    labels = [
-        record.header.label
-        for inventory in inventories
-        for record in inventory.arenas
-        if record.committed and job_id in (None, record.header.job_id)
-    ]
-    return max(labels, default=None)
-
-
 def plan_recovery(
     inventories: Sequence[Inventory],
     topology: Topology,

@@ -12,11 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from reft.blocks import Section
-from reft.errors import ArenaError, LayoutError, TransferError
+from reft.errors import ArenaError, LayoutError
 from reft.load.decide import plan_recovery
 from reft.load.inventory import Inventory
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan
@@ -24,7 +20,7 @@ from reft.load.sift import LayoutSpec, listing
 from reft.store.arena import Arena
 from reft.store.header import checksum
 from reft.store.label import Label
-from reft.topology import Coordinate, Topology
+from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -157,40 +153,3 @@ def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
     """Whether the source's bytes match the checksum taken when they were copied."""
     data = stored_bytes(fetch, arenas)
     return len(data) == fetch.nbytes and checksum(data) == fetch.checksum
-
-
-def read_image(
-    plan: RecoveryPlan,
-    arenas: ArenaSet,
-    coordinate: Coordinate,
-    section: Section,
-    out: memoryview | bytearray | NDArray[np.uint8],
-) -> int:
-    """Read one section's image of one coordinate, every block checked against its checksum (P5).
-
-    Args:
-        out: writable buffer of at least ``plan.image_bytes(coordinate, section)`` bytes.
-
-    Returns:
-        Bytes of the image.
-
-    Raises:
-        TransferError: if a source is missing or corrupt; ``out`` is then incomplete. Sources that
-            :func:`plan_verified` checked do not fail here unless they rot in between.
-        ValueError: if ``out`` is too small.
-    """
-    image_bytes = plan.image_bytes(coordinate, section)
-    target: NDArray[np.uint8] = np.frombuffer(out, np.uint8)
-    if len(target) < image_bytes:
-        raise ValueError(
-            f"the buffer has {len(target)} bytes; the {section} image of {coordinate} needs {image_bytes}"
-        )
-    for fetch in plan.fetches[coordinate]:
-        if fetch.key.section is section:
-            piece = target[fetch.start_bytes : fetch.start_bytes + fetch.nbytes]
-            data = stored_bytes(fetch, arenas) if (fetch.node, fetch.arena) in arenas else b""
-            if len(data) == fetch.nbytes:
-                piece[:] = np.frombuffer(data, np.uint8)
-            if len(data) != fetch.nbytes or checksum(piece.data) != fetch.checksum:
-                raise TransferError(f"{fetch}: missing or not equal to its checksum; plan again without it")
-    return image_bytes

@@ -5,7 +5,6 @@ The decision is made in :mod:`reft.load.decide`, the sources are chosen in :mod:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,7 +20,7 @@ from reft.topology import Coordinate, Degrees
 
 
 class SourceKind(StrEnum):
-    """Where the bytes of a block come from, in the order of the ladder."""
+    """Where in the memory of the nodes the bytes of a block come from, in the order of the ladder."""
 
     LOCAL = "local"
     """Read on the node that needs it."""
@@ -31,8 +30,6 @@ class SourceKind(StrEnum):
     """Sent by another node from a redundant copy: the owner is lost or corrupt."""
     PARITY = "parity"
     """Decoded from several blocks on some node, and taken from there."""
-    DISK = "disk"
-    """Read from a persisted checkpoint. Never part of a memory plan."""
 
 
 class BlockSource(NamedTuple):
@@ -186,11 +183,6 @@ class RecoveryPlan:
         """Bytes by kind of source of one coordinate."""
         return count_bytes(self.fetches[coordinate])
 
-    @property
-    def lost_commits(self) -> bool:
-        """Whether a newer committed version existed but more nodes are gone than it tolerates."""
-        return self.newest_committed is not None and self.label < self.newest_committed
-
     def image_bytes(self, coordinate: Coordinate, section: Section) -> int:
         """Size of a section's image as restored at ``coordinate`` (host state: its true length)."""
         return sum(f.nbytes for f in self.fetches[coordinate] if f.key.section is section)
@@ -212,15 +204,6 @@ class RecoveryPlan:
     def with_kept(self) -> RecoveryPlan:
         """All that is fetched, to restore or to keep."""
         return replace(self, fetches={c: (*fs, *self.kept.get(c, ())) for c, fs in self.fetches.items()})
-
-    def served_bytes(self) -> dict[str, int]:
-        """Bytes that every node sends to others."""
-        served: Counter[str] = Counter()
-        for fetches in self.fetches.values():
-            for fetch in fetches:
-                if fetch.kind is not SourceKind.LOCAL:
-                    served[fetch.node] += fetch.nbytes
-        return dict(sorted(served.items()))
 
     def __str__(self) -> str:
         state = "committed" if self.committed else "sealed by all"

@@ -142,11 +142,11 @@ class Recovery:
     def restore(self, prepare: Prepare, sink: Sink) -> RecoveryOutcome | NotRecoverable:
         """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
 
-        Every rank first verifies what it sends to others. Then ``prepare`` gets the host image and ``sink`` the
-        blocks of the other sections, each verified just before it is handed over. Where a block that a rank
-        reads for itself is corrupt, or one was damaged on the way, some of the state has been written by then:
-        the plan is made again, and both are called again. If the result is then :class:`NotRecoverable`, the
-        live state has to be restored from elsewhere.
+        Every rank first verifies what it sends to others. Then ``prepare`` gets the host image and ``sink``
+        the blocks of the other sections, each verified just before it is handed over. Where a block that a
+        rank reads for itself is corrupt, or one was damaged on the way, some of the state has been written
+        by then: the plan is made again, and both are called again. If the result is then
+        :class:`NotRecoverable`, the live state has to be restored from elsewhere.
 
         Args:
             prepare: takes this coordinate's host image, before the first block.

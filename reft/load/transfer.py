@@ -3,7 +3,8 @@
 Host memory to host memory over a gloo process group. Every block is checked against the checksum taken
 when it was copied, just before it is handed over (P5). What is sent is also checked where it is stored,
 before any live tensor is touched. What fails is made known to all ranks, which plan again without it and so
-fall down the ladder together. Memory is bounded by the window: there is never a second copy of the state (P9).
+fall down the ladder together. Memory is bounded by the window: there is never a second copy of the state
+(P9).
 """
 
 from __future__ import annotations
@@ -266,8 +267,8 @@ class _Transfer:
             work.wait(self._timeout)
 
     def _read(self, fetch: Fetch) -> torch.Tensor:
-        """The stored bytes, in place. A source that has vanished is read as zeros, which are refused where they
-        are handed over: no receiver is left waiting."""
+        """The stored bytes, in place. A source that has vanished is read as zeros, which are refused where
+        they are handed over: no receiver is left waiting."""
         stored = self._stored.get((fetch.node, fetch.arena))
         data = None if stored is None else stored[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
         if data is None or data.numel() != fetch.nbytes:

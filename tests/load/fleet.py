@@ -12,6 +12,7 @@ import numpy as np
 
 from reft.blocks import STATE_SECTIONS, BlockKey, Section
 from reft.load.inventory import ArenaRecord, Inventory
+from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.plan import Fetch, RecoveryPlan
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.coded_blocks import pack_checksums
@@ -282,6 +283,17 @@ def expected_rung(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]]
     owner_nodes = {n for n, owner in holders if owner}
     assert fetch.node in (owner_nodes or {n for n, _ in holders})
     return "peer" if owner_nodes else "copy"
+
+
+def read_image(plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section) -> np.ndarray:
+    """One section's image of one coordinate, as the plan says it is read."""
+    image = np.zeros(plan.image_bytes(at, section), np.uint8)
+    for fetch in plan.fetches[at]:
+        if fetch.key.section is section:
+            assert matches(fetch, arenas)
+            data = np.frombuffer(stored_bytes(fetch, arenas), np.uint8)
+            image[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
+    return image
 
 
 def falsify_parities(path: Path, only: Callable[[Entry], bool] = lambda entry: True) -> None:

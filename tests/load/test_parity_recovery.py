@@ -10,7 +10,7 @@ import pytest
 
 from reft.blocks import STATE_SECTIONS, Section
 from reft.load.inventory import take_inventory
-from reft.load.local import opened_arenas, plan_verified, read_image
+from reft.load.local import opened_arenas, plan_verified
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.rebuild import rebuild_offline
 from reft.protect.coded_blocks import pack_checksums
@@ -18,7 +18,7 @@ from reft.protect.placement import tolerance
 from reft.store.arena import Arena
 from reft.topology import Degrees
 
-from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, place, without
+from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, place, read_image, without
 
 SCHEMES = [(2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1), (3, 0, 2), (5, 0, 2), (3, 1, 1), (4, 1, 1), (5, 1, 1)]
 
@@ -55,9 +55,7 @@ def recovered(fleet, root, lost, scratch):
         images = {}
         for at in topology.coordinates:
             for section in STATE_SECTIONS:
-                out = np.zeros(plan.image_bytes(at, section), np.uint8)
-                read_image(plan, arenas, at, section, out.data)
-                images[at, section] = out
+                images[at, section] = read_image(plan, arenas, at, section)
         return first, images, bad
 
 

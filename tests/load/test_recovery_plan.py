@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reft.blocks import Section
 from reft.errors import LayoutError, UnrecoverableError
-from reft.load.decide import newest_committed, plan_recovery
+from reft.load.decide import plan_recovery
 from reft.load.inventory import Inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.protect.placement import tolerance
@@ -41,6 +41,11 @@ def run(fleet, records, lost=(), bad=frozenset(), *, topology=None, layout=None)
     if isinstance(plan, RecoveryPlan):
         check_plan(plan, fleet, topology, left, bad)
     return plan
+
+
+def newest_committed(records):
+    """Newest version that an arena says is committed."""
+    return max((r.header.label for r in records if r.committed), default=None)
 
 
 @cache
@@ -126,7 +131,6 @@ def test_p3_write_hole_newer_version_is_used_only_if_whole_and_never_mixed(copie
                 continue
             assert plan.label == wanted[0]
             assert plan.newest_committed == OLD
-            assert not plan.lost_commits
             assert plan.committed == (plan.label == OLD)
             if plan.label == OLD and any(r.header.label == NEW and r.usable for r in left):
                 assert "not whole" in plan.rejected[0] or "never committed" in plan.rejected[0]
@@ -182,7 +186,7 @@ def test_replacement_of_one_node_by_the_ladder():
     assert mine["copy"] == 0
     assert mine["peer"] > 0
     assert mine["local"] > 0
-    assert set(plan.bytes_from) == {"local", "peer", "copy", "parity", "disk"}
+    assert set(plan.bytes_from) == {"local", "peer", "copy", "parity"}
     text = str(plan)
     assert str(NEW) in text
     assert "committed" in text
@@ -195,7 +199,8 @@ def test_load_is_spread_over_equal_sources():
     copies = [f for f in plan.fetches[Coordinate(0, 5, 0)] if f.kind == "copy"]
     per_node = {n: sum(f.nbytes for f in copies if f.node == n) for n in {f.node for f in copies}}
     assert len(per_node) == 3
-    served = plan.served_bytes()
+    sent = [f for fetches in plan.fetches.values() for f in fetches if f.kind != "local"]
+    served = {n: sum(f.nbytes for f in sent if f.node == n) for n in {f.node for f in sent}}
     shard = sum(f.nbytes for f in copies if f.key.section is Section.REPLICATED)
     # Every other shard is served by its owner; the lost one by its three holders together.
     assert max(served.values()) - min(served.values()) <= 2 * shard
@@ -232,7 +237,6 @@ def test_beyond_tolerance_falls_to_an_older_version_and_says_so():
     records = other.records(OLD) + fleet.records(NEW, slot=1)
     plan = run(other, records, lost=("n1",))
     assert plan.label == OLD
-    assert plan.lost_commits
     assert plan.newest_committed == NEW
     assert "pp0.dp1.tp0 is not stored on any node" in plan.rejected[0]
 
@@ -270,8 +274,6 @@ def test_foreign_jobs_torn_files_and_other_layouts_are_left_aside_and_named():
     notes = "\n".join(plan.notes)
     assert "'job-b' instead of 'job-a'" in notes
     assert "rank1-slot0.arena: torn" in notes
-    assert newest_committed(found) == Label(9, 99)
-    assert newest_committed(found, JOB) == NEW
 
     nothing = plan_recovery(inventories(foreign), fleet.topology, job_id=JOB)
     assert nothing.empty
@@ -363,7 +365,7 @@ def histories(draw):
 def best_label(fleet, left, labels, bad=()):
     """Of two whole versions the newer one, unless a rank that holds the older one lacks it."""
     whole = [label for label in labels if oracle(fleet, left, label, bad)]
-    if len(whole) < 2 or whole[1] < (newest_committed(inventories(left)) or whole[1]):
+    if len(whole) < 2 or whole[1] < (newest_committed(left) or whole[1]):
         return next(iter(whole), None)
     held = [{r.header.coordinate for r in left if r.usable and r.header.label == w} for w in whole]
     return whole[0] if held[1] <= held[0] else whole[1]
@@ -379,10 +381,9 @@ def test_p3_never_older_than_the_newest_commit_within_tolerance(history, data):
     best = best_label(fleet, left, labels)
     assert (plan.label if isinstance(plan, RecoveryPlan) else None) == best
     if len(lost) <= tolerance(fleet.topology, fleet.copies):
-        newest = newest_committed(inventories(left))
+        newest = newest_committed(left)
         assert isinstance(plan, RecoveryPlan)
         assert newest is None or plan.label >= newest
-        assert not plan.lost_commits
     # P5: planning again with corrupt sources never uses one of them.
     blocks = [(r.node, r.path, e.key) for r in left for e in r.header.entries]
     if blocks:
