@@ -17,6 +17,7 @@ import msgpack
 import psutil
 
 from reft.errors import ConfigError
+from reft.mac import authenticate, check_authentic
 from reft.store.door import Door, knock, listen, listen_locally
 from reft.store.wire import Channel
 
@@ -25,6 +26,9 @@ ENV_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the network interface, here as for torch's gloo."""
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 """What ``poll`` says of a connection that the other side has closed, read or not."""
+CONNECT_SECS = 120.0
+"""For a connection to a rank that listens. A thread of its own answers there, whatever its training does."""
+_ENDPOINT = b"reft-endpoint"
 _LOOK_SECS = 0.05
 
 GoOn = Callable[[], bool]
@@ -46,13 +50,18 @@ class Endpoint:
     local: str
     remote: str
 
-    def pack(self) -> bytes:
-        packed: bytes = msgpack.packb([self.rank, self.node, self.local, self.remote])
-        return packed
+    def pack(self, secret: bytes) -> bytes:
+        """For a store that anybody may write to."""
+        return authenticate(msgpack.packb([self.rank, self.node, self.local, self.remote]), secret, _ENDPOINT)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Endpoint:
-        return cls(*msgpack.unpackb(data))
+    def unpack(cls, data: bytes, secret: bytes) -> Endpoint:
+        """What was packed.
+
+        Raises:
+            AuthenticationError: by one who has another secret.
+        """
+        return cls(*msgpack.unpackb(check_authentic(data, secret, _ENDPOINT)))
 
 
 class Reception:
@@ -97,17 +106,19 @@ class Reception:
             TimeoutError: it did not come.
             InterruptedError: the wait was ended.
         """
-        with self._changed:
-            while (kind, rank) not in self._arrived:
-                if not go_on():
-                    raise InterruptedError(f"nobody waits for rank {rank} any more")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} did not connect")
-                self._changed.wait(_LOOK_SECS)
-            return self._arrived.pop((kind, rank))
+        while True:
+            with self._changed:
+                if (kind, rank) not in self._arrived:
+                    self._changed.wait(_LOOK_SECS)
+                if (kind, rank) in self._arrived:
+                    return self._arrived.pop((kind, rank))
+            if not go_on():
+                raise InterruptedError(f"nobody waits for rank {rank} any more")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} did not connect")
 
     def call(self, other: Endpoint, kind: str, deadline: float) -> Channel:
-        """Connect to another rank.
+        """Connect to another rank, within :data:`CONNECT_SECS`.
 
         Raises:
             AuthenticationError: it has another secret.
@@ -116,6 +127,7 @@ class Reception:
         # Hosts may have equal names and equally numbered namespaces: then only TCP leads from one to another.
         near = other.node == self.endpoint.node
         ways = [other.local, other.remote] if near else [other.remote]
+        deadline = min(deadline, time.monotonic() + CONNECT_SECS)
         while True:
             secs = max(0.001, deadline - time.monotonic())
             try:

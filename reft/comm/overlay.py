@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from reft.comm.links import Endpoint, GoOn, Reception, ended
+from reft.comm.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.comm.peers import Peers
 from reft.comm.tree import Tree, children_of, parent_of
 from reft.errors import AuthenticationError, TransferError
 from reft.store.wire import Channel
 
 _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
+_HEAR_SECS = 1.0
+"""So often a rank that waits asks the store whether another one has given up."""
 _TREE = "tree"
 
 
@@ -106,18 +109,27 @@ def connect(
         TransferError: a rank did not come in time, or cannot be reached.
         AuthenticationError: a rank has another secret.
     """
-    reception = Reception(rank, node, secret)
-    joining = _Joining(store, prefix, reception, time.monotonic() + timeout_secs, go_on)
+    joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
+    with joining.heard(rank):
+        return _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
+
+
+def _connect(
+    joining: _Joining, reception: Reception, world_size: int, node: str, timeout_secs: float
+) -> Overlay:
+    rank = reception.endpoint.rank
     links: list[Channel] = []
     try:
-        callers, called = joining.places(rank, world_size, node)
+        callers, called = joining.places(reception.endpoint, world_size, node)
         parent = None
         if called is not None:
             parent = reception.call(called, _TREE, joining.deadline)
             links.append(parent)
         for caller in callers:
             links.append(
-                reception.await_call(_TREE, caller, joining.deadline, lambda: go_on() and not ended(links))
+                reception.await_call(
+                    _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+                )
             )
     except BaseException as error:
         reception.close()
@@ -125,7 +137,7 @@ def connect(
             link.close()
         if isinstance(error, AuthenticationError | TransferError):
             raise
-        if isinstance(error, OSError | EOFError | RuntimeError):
+        if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
             raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
         raise
     tree = Tree(rank, world_size, parent, links[parent is not None :], timeout_secs)
@@ -135,24 +147,49 @@ def connect(
 class _Joining:
     """What one rank writes to the store, and reads there."""
 
-    def __init__(self, store: Store, prefix: str, reception: Reception, deadline: float, go_on: GoOn) -> None:
+    def __init__(self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn) -> None:
         self._store = store
         self._prefix = prefix
-        self._reception = reception
+        self._secret = secret
         self.deadline = deadline
         self._go_on = go_on
+        self._hear_at = time.monotonic() + _HEAR_SECS
 
-    def places(self, rank: int, world_size: int, node: str) -> tuple[Sequence[int], Endpoint | None]:
+    @contextmanager
+    def heard(self, rank: int) -> Iterator[None]:
+        """Whoever fails in here is heard of by all who still wait."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError, RuntimeError):
+                if self._take("failures") == 0:
+                    self._set("failed", str(rank))
+            raise
+
+    def go_on(self) -> bool:
+        """Whether to wait on.
+
+        Raises:
+            TransferError: another rank has given up.
+        """
+        if time.monotonic() > self._hear_at:
+            self._hear_at = time.monotonic() + _HEAR_SECS
+            if self._store.check([self._key("failed")]):
+                raise TransferError(
+                    f"rank {self._rank('failed')} could not connect with the others; its log says why"
+                )
+        return self._go_on()
+
+    def places(self, mine: Endpoint, world_size: int, node: str) -> tuple[Sequence[int], Endpoint | None]:
         """Take a place; the ranks that will call this one, and where this one calls. Waits for all ranks."""
         if world_size == 1:
             return (), None
         index = self._take(f"node/{node}")
         leader = self._take("nodes") if index == 0 else None
-        mine = self._reception.endpoint.pack().hex()
-        self._set(f"rank/{rank}", mine)
-        self._set(f"at/{node}/{index}", str(rank))
+        self._set(f"rank/{mine.rank}", mine.pack(self._secret).hex())
+        self._set(f"at/{node}/{index}", str(mine.rank))
         if leader is not None:
-            self._set(f"leader/{leader}", str(rank))
+            self._set(f"leader/{leader}", str(mine.rank))
         came = self._take("came") + 1
         if came > world_size:
             raise TransferError(
@@ -162,6 +199,8 @@ class _Joining:
         if came == world_size:
             self._set("whole", "1")
         self._await_all(world_size)
+        # All listen now: what is left takes no rank long, and one that has died meanwhile does not say so.
+        self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
         callers = [self._rank(f"at/{node}/{i}") for i in children_of(index, self._count(f"node/{node}"))]
         if leader is None:
             return callers, self.endpoint_of(self._rank(f"at/{node}/{parent_of(index)}"))
@@ -169,13 +208,14 @@ class _Joining:
         return callers, self.endpoint_of(self._rank(f"leader/{parent_of(leader)}")) if leader else None
 
     def endpoint_of(self, rank: int) -> Endpoint:
-        return Endpoint.unpack(bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode()))
+        packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
+        return Endpoint.unpack(packed, self._secret)
 
     def _await_all(self, world_size: int) -> None:
         # Asked again and again: a blocking wait would keep the process's other threads from the store.
         pause = _FIRST_LOOK_SECS
         while not self._store.check([self._key("whole")]):
-            if not self._go_on() or time.monotonic() > self.deadline:
+            if not self.go_on() or time.monotonic() > self.deadline:
                 came = self._count("came")
                 raise TransferError(f"only {came} of {world_size} ranks came to connect with each other")
             time.sleep(pause)

@@ -17,12 +17,12 @@ from typing import Any
 import msgpack
 import pytest
 
-from reft.comm import tree
+from reft.comm import links, overlay, tree
 from reft.comm.links import ENV_INTERFACE, Endpoint, Reception
 from reft.comm.overlay import Overlay, connect, shared_secret
 from reft.comm.peers import Peers
 from reft.comm.tree import FANOUT, Tree, children_of, parent_of
-from reft.errors import AuthenticationError, TransferError
+from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.store.door import Door, knock, listen_locally
 
 DEADLINE_SECS = 120.0
@@ -87,12 +87,19 @@ def connected(nodes: list[str], secret: bytes = SECRET, prefix: str = "x") -> li
     return on_all(one, world_size)
 
 
+def join(store: Table, rank: int) -> Overlay:
+    """One of two ranks of a node, which would wait for long."""
+    return connect(
+        store, "x", rank=rank, world_size=2, node="a", secret=SECRET, timeout_secs=2 * DEADLINE_SECS
+    )
+
+
 @pytest.fixture
 def overlays(request: pytest.FixtureRequest) -> Iterator[list[Overlay]]:
     made = connected(request.param)
     yield made
-    for overlay in made:
-        overlay.close()
+    for one in made:
+        one.close()
 
 
 def per_node(nodes: int, ranks: int) -> list[str]:
@@ -131,8 +138,8 @@ def test_a_rank_asks_the_store_a_fixed_number_of_questions() -> None:
             ),
             ranks,
         )
-        for overlay in made:
-            overlay.close()
+        for one in made:
+            one.close()
         asked.append(store.asked / ranks)
     assert asked[1] <= asked[0] + 2
 
@@ -240,28 +247,103 @@ def test_p6_a_silent_rank_is_waited_for_only_so_long(overlays: list[Overlay]) ->
         overlays[1].peers.exchange({}, {0: [memoryview(bytearray(1))]})
 
 
-@pytest.mark.parametrize("nodes", [per_node(1, 2), per_node(2, 1)], ids=["Unix", "TCP"])
-def test_p11_a_rank_with_another_secret_is_refused(nodes: list[str]) -> None:
-    store = Table()
+@pytest.mark.parametrize(
+    "nodes", [per_node(1, 2), per_node(2, 1), per_node(3, 2)], ids=["Unix", "TCP", "3x2"]
+)
+def test_p11_a_rank_with_another_secret_is_refused_and_all_hear_of_it(
+    nodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlay, "CONNECT_SECS", 2 * DEADLINE_SECS)
+    store, world_size = Table(), len(nodes)
 
     def one(rank: int) -> BaseException | None:
+        secret = b"other" * 6 if rank == world_size - 1 else SECRET
         try:
-            connect(
-                store,
-                "x",
-                rank=rank,
-                world_size=2,
-                node=nodes[rank],
-                secret=bytes([rank]) * 32,
-                timeout_secs=2,
-            ).close()
+            made = connect(
+                store, "x", rank=rank, world_size=world_size, node=nodes[rank], secret=secret,
+                timeout_secs=2 * DEADLINE_SECS,
+            )  # fmt: skip
         except Exception as error:
             return error
+        try:
+            made.tree.reduce_min([rank])
+        except Exception as error:
+            return error
+        finally:
+            made.close()
         return None
 
-    errors = on_all(one, 2)
+    errors = on_all(one, world_size)
     assert any(isinstance(error, AuthenticationError) for error in errors)
     assert all(errors)
+
+
+def test_p11_an_endpoint_that_another_wrote_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = Endpoint(1, "a", "@somewhere", "somewhere:1")
+    assert Endpoint.unpack(endpoint.pack(SECRET), SECRET) == endpoint
+    monkeypatch.setattr(msgpack, "unpackb", None)
+    for forged in (endpoint.pack(b"other" * 6), endpoint.pack(SECRET)[16:], b""):
+        with pytest.raises(AuthenticationError, match="endpoint"):
+            Endpoint.unpack(forged, SECRET)
+
+
+def test_p6_who_cannot_listen_is_heard_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, listens = Table(), links._listen_remotely
+
+    def listen_on_rank_1_only() -> socket.socket:
+        if threading.current_thread().name != "rank 0":
+            return listens()
+        raise ConfigError("no address")
+
+    monkeypatch.setattr(links, "_listen_remotely", listen_on_rank_1_only)
+
+    def come(rank: int) -> str:
+        threading.current_thread().name = f"rank {rank}"
+        try:
+            join(store, rank)
+        except ReftError as error:
+            return str(error)
+        return ""
+
+    assert on_all(come, 2) == ["no address", "rank 0 could not connect with the others; its log says why"]
+
+
+def test_p6_a_rank_that_came_and_does_not_connect_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is killed just then."""
+    monkeypatch.setattr(overlay, "CONNECT_SECS", 0.1)
+    store = Table()
+
+    def come(rank: int) -> str:
+        if rank == 0:
+            return failure_of(lambda: join(store, 0))
+        store.get("x/came")  # waits for it
+        for count in ("node/a", "came"):
+            store.add(f"x/{count}", 1)
+        for key in ("at/a/1", "whole"):
+            store.set(f"x/{key}", "1")
+        return ""
+
+    assert "rank 1 did not connect" in on_all(come, 2)[0]
+
+
+def test_p6_a_rank_that_listens_and_does_not_answer_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is stopped just then."""
+    monkeypatch.setattr(overlay, "CONNECT_SECS", 0.1)
+    store = Table()
+    stopped = Reception(1, "a", SECRET)
+    with listen_locally(f"reft-test-{random.getrandbits(64)}") as silent:
+        at = replace(stopped.endpoint, local=f"@{silent.getsockname()[1:].decode()}")
+        stopped.close()
+        for count in ("node/a", "nodes", "came"):
+            store.add(f"x/{count}", 1)
+        for key, value in (("at/a/0", "1"), ("leader/0", "1"), ("rank/1", at.pack(SECRET).hex())):
+            store.set(f"x/{key}", value)
+        assert "timed out" in failure_of(lambda: join(store, 0))
+    assert store.check(["x/failed"])
 
 
 def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
@@ -335,7 +417,7 @@ def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> Non
         child = os.fork()
         if child:
             assert overlay.tree is tree
-            os.write(told, msgpack.packb([child, reception.endpoint.pack()]))
+            os.write(told, msgpack.packb([child, reception.endpoint.pack(SECRET)]))
         threading.Event().wait(2 * DEADLINE_SECS)  # it is killed before
         os._exit(0)
     child, packed = msgpack.unpackb(os.read(at, 4096))
@@ -344,7 +426,7 @@ def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> Non
     caller = Reception(1, "a", SECRET)
     try:
         with pytest.raises(ConnectionRefusedError):
-            caller.call(Endpoint.unpack(packed), "pair", time.monotonic() + DEADLINE_SECS)
+            caller.call(Endpoint.unpack(packed, SECRET), "pair", time.monotonic() + DEADLINE_SECS)
     finally:
         os.kill(child, signal.SIGKILL)
         caller.close()
@@ -391,8 +473,8 @@ def test_p6_a_store_with_an_earlier_incarnations_keys_is_refused() -> None:
             store, "x", rank=rank, world_size=3, node="a", secret=SECRET, timeout_secs=DEADLINE_SECS
         )
 
-    for overlay in on_all(come, 3):
-        overlay.close()
+    for one in on_all(come, 3):
+        one.close()
     for failure in on_all(lambda rank: failure_of(lambda: come(rank)), 3):
         assert "expected 3" in failure
 
