@@ -81,7 +81,7 @@ class Reception:
         self._arrived: dict[tuple[str, int], Channel] = {}
         self._changed = threading.Condition()
         self._closed = False
-        listeners = (listen_locally(f"reft-{secrets.token_hex(16)}"), _listen_remotely())
+        listeners = (listen_locally(f"reft-{secrets.token_hex(16)}"), listen_remotely())
         self._doors = [Door(listener, secret, PURPOSE, self._admit) for listener in listeners]
         self.endpoint = Endpoint(rank, _reach(node), *(door.endpoint for door in self._doors))
 
@@ -181,7 +181,7 @@ def _reach(node: str) -> str:
         return node
 
 
-def _listen_remotely() -> socket.socket:
+def listen_remotely() -> socket.socket:
     """Listen where gloo would: on the interface that is named, else on the first of the host name's addresses
     that is one of this machine, else on loopback."""
     named = os.environ.get(ENV_INTERFACE, "").split(",")[0]

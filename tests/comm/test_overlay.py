@@ -288,14 +288,14 @@ def test_p11_an_endpoint_that_another_wrote_is_not_unpacked(monkeypatch: pytest.
 
 
 def test_p6_who_cannot_listen_is_heard_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, listens = Table(), links._listen_remotely
+    store, listens = Table(), links.listen_remotely
 
     def listen_on_rank_1_only() -> socket.socket:
         if threading.current_thread().name != "rank 0":
             return listens()
         raise ConfigError("no address")
 
-    monkeypatch.setattr(links, "_listen_remotely", listen_on_rank_1_only)
+    monkeypatch.setattr(links, "listen_remotely", listen_on_rank_1_only)
 
     def come(rank: int) -> str:
         threading.current_thread().name = f"rank {rank}"
