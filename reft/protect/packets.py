@@ -15,11 +15,11 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reft.native import compiled
 from reft.protect.rs import CELL_BYTES
 from reft.protect.solve import Step
 
@@ -33,12 +33,9 @@ Run = Callable[[tuple[Step, ...], Sequence[Bytes], Sequence[Bytes]], None]
 def compiled_run() -> Run | None:
     """What carries out steps on sources and targets, contiguous and of one length; lets go of the interpreter
     meanwhile. None where it was not built: NumPy does the same, at some two thirds of the speed."""
-    found = find_spec("reft.protect._packets")
     try:
-        if found is None or found.origin is None:
-            raise OSError("it was not built when reft was installed; that takes a C++ compiler")
-        run_steps = ctypes.CDLL(found.origin).reft_run_steps
-    except (OSError, AttributeError) as error:
+        run_steps = compiled("reft.protect._packets", "reft_run_steps")
+    except OSError as error:
         logger.info("parities are decoded with NumPy, without the compiled loop: %s", error)
         return None
     size, pointer = ctypes.c_size_t, ctypes.c_void_p

@@ -6,8 +6,9 @@ import ctypes
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from reft.native import compiled
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +21,14 @@ def copier() -> Callable[[int, int, int], object]:
     """What copies ``(target address, source address, bytes)``, ranges that do not overlap, on the calling
     thread; lets go of the interpreter meanwhile. Where the loop was not built, ``memmove`` does the same,
     at two thirds of the speed."""
-    found = find_spec("reft.store._stream")
     try:
-        if found is None or found.origin is None:
-            raise OSError("it was not built when reft was installed; that takes a C++ compiler")
-        copy = ctypes.CDLL(found.origin).reft_copy_past_caches
-    except (OSError, AttributeError) as error:
+        function = compiled("reft.store._stream", "reft_copy_past_caches")
+    except OSError as error:
         logger.info("host memory is copied with memmove, without the compiled loop: %s", error)
         return ctypes.memmove
-    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    copy.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = None
+    copy: Callable[[int, int, int], object] = function
     return copy
 
 

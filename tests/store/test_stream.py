@@ -28,7 +28,7 @@ def test_a_copy_is_exact_and_touches_nothing_else(
 
 
 def test_without_the_compiled_loop_memmove_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reft.store.stream.find_spec", lambda name: None)
+    monkeypatch.setattr("reft.native.find_spec", lambda name: None)
     copier.cache_clear()
     try:
         assert copier() is ctypes.memmove
