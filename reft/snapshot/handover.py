@@ -68,10 +68,11 @@ class Handover:
             ValueError: the event does not fit.
         """
         with self._changed:
-            before = len(self._state.versions)
-            self._state, effects = step(self._state, event)
-            self._follow(before, effects)
-            self._changed.notify_all()
+            before = self._state
+            self._state, effects = step(before, event)
+            self._follow(len(before.versions), effects)
+            if (self._state.task, self._state.versions) != (before.task, before.versions):
+                self._changed.notify_all()  # what the waits below look at
             return [effect for effect in effects if not self._at_gate(effect)]
 
     def _follow(self, before: int, effects: tuple[Effect, ...]) -> None:
