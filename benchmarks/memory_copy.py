@@ -48,25 +48,6 @@ COPY = "copy"
 GOAL_CORE_RATIO = 1.3
 
 
-class CopySaver(BlockingCopySaver):
-    """A plain copy, cut once."""
-
-    name = COPY
-    every_step = True
-
-    def __init__(self, session: Any, space: Scratch) -> None:
-        super().__init__(session, space)
-        images, at = self.adapter.images(), 0
-        self.pieces = []
-        for image, start, stop in self.ranges:
-            self.pieces += images[image].pieces_into(start, self.memory[at : at + stop - start])
-            at += stop - start
-
-    def start(self) -> None:
-        for source, target in self.pieces:
-            target.copy_(source)
-
-
 # --- a rank ------------------------------------------------------------------------------------------
 
 
@@ -117,8 +98,11 @@ class Rank:
         )
         self.cores = Cores(self.daemon)
         self.watch = Stopwatch()
-        made: list[Saver] = [Saver(), CopySaver(self.session, space), ReftSaver(self.session)]
-        self.savers = {saver.name: saver for saver in made}
+        self.savers: dict[str, Saver] = {
+            PLAIN: Saver(),
+            COPY: BlockingCopySaver(self.session, space),
+            REFT: ReftSaver(self.session),
+        }
         if options.stages:
             self._watch_stages()
 
@@ -141,13 +125,14 @@ class Rank:
         for name in ("begin", "seal", "lost", "commit"):
             watch.watch(Arena, name, f"worker: arena {name}")
 
-    def unit(self, saver: Saver) -> dict[str, Any]:
+    def unit(self, name: str) -> dict[str, Any]:
         """A few steps, with or without saving before each."""
+        saver = self.savers[name]
         self.barrier()
         self.watch.take()
         before, begin = self.cores.now(), time.monotonic()
         for _ in range(self.options.span):
-            if saver.name != PLAIN:
+            if name != PLAIN:
                 saver.start()
             self.engine.train_batch(self.data)
         stepped = time.monotonic()
@@ -155,7 +140,7 @@ class Rank:
         end, after = time.monotonic(), self.cores.now()
         self.barrier()
         return {
-            "saver": saver.name,
+            "saver": name,
             "secs": end - begin,
             "steps_secs": stepped - begin,
             "cores": {name: value - before.get(name, 0.0) for name, value in after.items()},
@@ -168,7 +153,7 @@ class Rank:
         order = [name for saver in self.options.savers for name in (saver, PLAIN)]
         made = []
         for number, name in enumerate([PLAIN, *order, *(order * self.options.rounds)]):
-            made.append(self.unit(self.savers[name]))
+            made.append(self.unit(name))
             if self.is_first:
                 secs = made[-1]["secs"] / self.options.span
                 progress(f"{number}: {name}: {secs:.3f} s, {sum(made[-1]['cores'].values()):.3f} core s")

@@ -67,23 +67,24 @@ class BlockingCopySaver(Saver):
 
         from reft.snapshot.plan import shard_cuts
 
-        self.adapter = session.adapter
-        replicated, owned = self.adapter.images()
+        images = replicated, owned = session.adapter.images()
         dp, size = session.coordinate.dp, session.topology.degrees.dp
         cuts = shard_cuts(replicated.nbytes, size)
         members = {dp, (dp + 1) % size} if session.config.scheme.copies else {dp}
-        self.ranges = [(0, cuts[m], cuts[m + 1]) for m in sorted(members)] + [(1, 0, owned.nbytes)]
-        self.nbytes = sum(stop - start for _, start, stop in self.ranges)
+        ranges = [(0, cuts[m], cuts[m + 1]) for m in sorted(members)] + [(1, 0, owned.nbytes)]
+        self.nbytes = sum(stop - start for _, start, stop in ranges)
         folder = space.shm / f"copy{os.environ['RANK']}"
         folder.mkdir()
-        self.memory = torch.from_file(str(folder / "copy"), True, self.nbytes, dtype=torch.uint8)
-        self.memory.zero_()
+        memory, at = torch.from_file(str(folder / "copy"), True, self.nbytes, dtype=torch.uint8), 0
+        memory.zero_()
+        self.pieces = []
+        for image, start, stop in ranges:
+            self.pieces += images[image].pieces_into(start, memory[at : at + stop - start])
+            at += stop - start
 
     def start(self) -> None:
-        images, at = self.adapter.images(), 0
-        for image, start, stop in self.ranges:
-            images[image].read_into(start, self.memory[at : at + stop - start])
-            at += stop - start
+        for source, target in self.pieces:
+            target.copy_(source)
 
     def clean(self) -> int:
         return self.nbytes
