@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attack.workers import ATTACKS, Results
+from tests.attack.file_scenarios import ATTACKS, files, swap, swapped_before
+from tests.attack.workers import Results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("files"), "files", "swap", "swapped_before")
+    return Results(tmp_path_factory.mktemp("files"), files, swap, swapped_before)
 
 
 def test_p3_damaged_files_are_noticed_and_made_anew(results: Results) -> None:
-    for rank, result in enumerate(results.of("files")):
+    for rank, result in enumerate(results.of(files)):
         for kind, which in ATTACKS:
             found = result[f"{kind} {which}"]
             assert found["outcome"][-1], (rank, kind, which)
@@ -24,7 +25,7 @@ def test_p3_damaged_files_are_noticed_and_made_anew(results: Results) -> None:
 
 
 def test_p3_files_exchanged_between_local_ranks_are_told_apart(results: Results) -> None:
-    for result in results.of("swap"):
+    for result in results.of(swap):
         assert result.pop("names") == [f"rank{r}-slot{s}.arena" for r in (0, 1) for s in (0, 1)]
         for slots, found in result.items():
             assert found["last"], slots
@@ -32,6 +33,6 @@ def test_p3_files_exchanged_between_local_ranks_are_told_apart(results: Results)
 
 
 def test_p3_a_recovered_version_in_all_slots_of_a_rank_leaves_room_for_the_next(results: Results) -> None:
-    for result in results.of("swapped_before"):
+    for result in results.of(swapped_before):
         assert list(result["before"].values()) == [2, 2], "nothing of the recovered version is given up"
         assert result["committed"] == [True, True]

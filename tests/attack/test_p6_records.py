@@ -15,7 +15,7 @@ from reft.events import EventLog
 from reft.hook.job import JobRecord
 from reft.store.keyvalue import StoreError
 from reft.store.label import Label
-from tests.attack.workers import Results
+from tests.attack.workers import Results, noted
 
 
 def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
@@ -48,7 +48,7 @@ def test_p6_a_store_that_fails_is_no_error_of_training() -> None:
 
 
 def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = Results(tmp_path, "noted").of("noted")
+    found: list[dict[str, Any]] = Results(tmp_path, noted).of(noted)
     for result in found:
         assert "it is not known whether it had committed any" in result["error"]
         assert result["note"] == "step 7 (incarnation 3)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attack.workers import FAILURES, Results
+from tests.attack.workers import FAILURES, Results, dead, failures, layouts, slow, stuck_copy, went_back
 
 # Places where the version is good, whatever fails there.
 _COMMITTED = {
@@ -20,11 +20,11 @@ _COMMITTED = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")
-    return Results(root, "failures", "went_back", "layouts", "slow", "stuck_copy", "dead")
+    return Results(root, failures, went_back, layouts, slow, stuck_copy, dead)
 
 
 def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
-    found_by = results.of("failures")
+    found_by = results.of(failures)
     for rank, result in enumerate(found_by):
         for place in FAILURES:
             found = result[place]
@@ -37,7 +37,7 @@ def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(resu
 
 
 def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(results: Results) -> None:
-    for result in results.of("went_back"):
+    for result in results.of(went_back):
         assert not result["before"][4]
         assert result["before"][-1]
         assert result["committed"] == [True, True]
@@ -45,7 +45,7 @@ def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(r
 
 
 def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(results: Results) -> None:
-    first, second = results.of("layouts")
+    first, second = results.of(layouts)
     assert first == second
     for place, found in first.items():
         assert found["after"][-1], place
@@ -53,12 +53,12 @@ def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agre
 
 
 def test_p6_a_worker_that_ends_for_good_holds_nobody_up(results: Results) -> None:
-    for result in results.of("dead"):
+    for result in results.of(dead):
         assert result == {"results": [False, False], "late": False, "broken": True, "drained": False}
 
 
 def test_p6_a_slow_exchange_is_waited_for_once_and_then_no_more(results: Results) -> None:
-    for result in results.of("slow"):
+    for result in results.of(slow):
         # The first vote has been cast before the exchange; the second is waited for in vain.
         assert sum(result["waits"]) <= 2
         assert result["drained"]
@@ -66,7 +66,7 @@ def test_p6_a_slow_exchange_is_waited_for_once_and_then_no_more(results: Results
 
 
 def test_p2_a_copy_that_does_not_end_costs_its_version_only(results: Results) -> None:
-    found = results.of("stuck_copy")
+    found = results.of(stuck_copy)
     assert [r["overrun"] for r in found] == [False, True]
     for result in found:
         assert result["committed"] == [False, True]

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,6 @@ from reft.faults import FaultPlan
 from reft.hook.job import JobRecord, noted_commit
 from reft.protect.codes import Scheme
 from reft.snapshot import handover
-from reft.snapshot.committing import arenas
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.exchange import RingExchange
@@ -40,7 +40,6 @@ from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import OrderWatch, ProtectionRecord, write_order
 from reft.topology import Degrees, Topology
-from tests.attack.jobs import remove_all
 from tests.machine import free_port
 from tests.spawn import spawn
 
@@ -216,7 +215,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
 }
 
 
-def scenario_failures(rank: int, root: Path) -> dict[str, Any]:
+def failures(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails at one place of a version's life after another, once each."""
     me, step, found = Rank(rank, root), 0, {}
     for place, patch in FAILURES.items():
@@ -234,7 +233,7 @@ def scenario_failures(rank: int, root: Path) -> dict[str, Any]:
     return found
 
 
-def scenario_went_back(rank: int, root: Path) -> dict[str, Any]:
+def went_back(rank: int, root: Path) -> dict[str, Any]:
     """A version broke off; later the script goes back to an older checkpoint, by its tag."""
     me = Rank(rank, root)
     before = [me.take(step) for step in range(1, 5)]
@@ -248,7 +247,7 @@ def scenario_went_back(rank: int, root: Path) -> dict[str, Any]:
     return {"before": before, "committed": committed, "in_files": me.newest_labels()}
 
 
-def scenario_layouts(rank: int, root: Path) -> dict[str, Any]:
+def layouts(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
     me, step, found = Rank(rank, root), 0, {}
     places = {
@@ -282,7 +281,7 @@ def scenario_layouts(rank: int, root: Path) -> dict[str, Any]:
     return found
 
 
-def scenario_dead(rank: int, root: Path) -> dict[str, Any]:
+def dead(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1's worker ends for good. Training goes on, on both; closing takes no time worth speaking of."""
     me = Rank(rank, root)
     assert me.take(1)
@@ -302,7 +301,7 @@ def scenario_dead(rank: int, root: Path) -> dict[str, Any]:
     return {"results": results, "late": late, "broken": bool(me.worker.broken), "drained": drained}
 
 
-def scenario_slow(rank: int, root: Path) -> dict[str, Any]:
+def slow(rank: int, root: Path) -> dict[str, Any]:
     """An exchange that takes as long as it likes: no step waits for its vote more than once."""
     me = Rank(rank, root)
     assert me.take(1)
@@ -331,7 +330,7 @@ def scenario_slow(rank: int, root: Path) -> dict[str, Any]:
     return {"waits": waits, "drained": drained, "committed": committed}
 
 
-def scenario_stuck_copy(rank: int, root: Path) -> dict[str, Any]:
+def stuck_copy(rank: int, root: Path) -> dict[str, Any]:
     """P2: a copy that does not end costs its version, not the job; what it copied is never committed."""
     me = Rank(rank, root)
     assert me.take(1)
@@ -356,130 +355,7 @@ def scenario_stuck_copy(rank: int, root: Path) -> dict[str, Any]:
     return {"committed": committed, "overrun": request.given_up == OVERRUN, "in_files": me.newest_in_files()}
 
 
-def _attack_files(me: Rank, kind: str, which: str) -> None:
-    """Damage the arenas of this rank's node that hold the newest version, or the other ones."""
-    newest = max(me.commits)
-    for path, arena in scan(me.job_dir, SECRET):
-        assert isinstance(arena, Arena), arena
-        with arena:
-            header, copies = arena.header(), [arena._geometry.copy_offset(i) for i in (0, 1)]
-        holds_newest = header is not None and header.label.step == newest
-        if which == "all" or (which == "newest") == holds_newest:
-            if kind == "remove":
-                path.unlink()
-            elif kind == "truncate":
-                os.truncate(path, path.stat().st_size // 2)
-            elif kind == "replace":
-                content = path.read_bytes()
-                path.unlink()
-                path.write_bytes(content)
-                path.chmod(0o600)
-            elif kind == "tear":
-                with path.open("r+b") as file:
-                    for offset in copies:
-                        file.seek(offset)
-                        file.write(b"\xff" * 64)
-
-
-ATTACKS = [
-    *(("remove", which) for which in ("newest", "other", "all")),
-    *(("truncate", which) for which in ("newest", "other")),
-    *(("replace", which) for which in ("newest", "other", "all")),
-    *(("tear", which) for which in ("newest", "other", "all")),
-    ("root", "all"),
-]
-
-
-def scenario_files(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 1's files are attacked in every way, one after the other."""
-    me, step, found = Rank(rank, root), 0, {}
-    for _ in range(3):
-        step += 1
-        me.take(step)
-    for kind, which in ATTACKS:
-        dist.barrier()
-        if rank == 1:
-            if kind == "root":
-                remove_all(me.job_dir)
-            else:
-                _attack_files(me, kind, which)
-        dist.barrier()
-        outcome = []
-        with mock.patch.object(arenas.logger, "error") as error:
-            for _ in range(3):
-                step += 1
-                outcome.append(me.take(step))
-        said = [call.args[0] % call.args[1:] for call in error.mock_calls]
-        found[f"{kind} {which}"] = {
-            "outcome": outcome,
-            "in_files": me.newest_in_files(),
-            "step": step,
-            "said": said,
-        }
-    me.worker.close(10)
-    return found
-
-
-def scenario_swap(rank: int, root: Path) -> dict[str, Any]:
-    """The files of two local ranks are exchanged under a running job: nobody overwrites what is the other's."""
-    me, step, found = Rank(rank, root, together=True), 0, {}
-    for slots in ((0, 0), (0, 1), (1, 1)):
-        for _ in range(3):
-            step += 1
-            me.take(step)
-        dist.barrier()
-        if rank == 0:
-            a, b = (me.job_dir / f"rank{r}-slot{s}.arena" for r, s in enumerate(slots))
-            aside = me.job_dir / "aside"
-            a.rename(aside)
-            b.rename(a)
-            aside.rename(b)
-        dist.barrier()
-        outcome = []
-        for _ in range(4):
-            step += 1
-            outcome.append(me.take(step))
-        dist.barrier()
-        found[str(slots)] = {"last": outcome[-1], "in_files": me.newest_in_files(), "step": step}
-        found["names"] = sorted(path.name for path in me.job_dir.glob("*.arena"))
-    me.worker.close(10)
-    return found
-
-
-def scenario_swapped_before(rank: int, root: Path) -> dict[str, Any]:
-    """Files exchanged between two starts: one rank finds the recovered version in all its slots."""
-    me = Rank(rank, root, together=True)
-    for step in (1, 2):
-        assert me.take(step)
-    me.worker.close(10)
-    dist.barrier()
-    if rank == 0:
-        names = {}
-        for path, arena in scan(me.job_dir, SECRET):
-            assert isinstance(arena, Arena), arena
-            with arena:
-                header = arena.header()
-                assert header is not None
-                names[header.coordinate.dp, header.label.step] = path
-        # Rank 1's newest version lies where rank 0's older one was.
-        a, b, aside = names[0, 1], names[1, 2], me.job_dir / "aside"
-        a.rename(aside)
-        b.rename(a)
-        aside.rename(b)
-    dist.barrier()
-    frozen = {0: Label(1, 2), 1: Label(1, 2)} if rank == 0 else {}
-    me = Rank(rank, root, together=True, frozen=frozen)
-    dist.barrier()
-    before = me.newest_in_files()
-    dist.barrier()
-    committed = [me.take(step) for step in (3, 4)]
-    dist.barrier()
-    me.worker.close(10)
-    names_now = sorted(path.name for path in me.job_dir.glob("*.arena"))
-    return {"before": before, "committed": committed, "names": names_now}
-
-
-def scenario_noted(rank: int, root: Path) -> dict[str, Any]:
+def noted(rank: int, root: Path) -> dict[str, Any]:
     """Rank 0 asks the rendezvous store what the job had committed: once it fails, once it says."""
     control, store = ControlGroup(DEADLINE_SECS), mock.Mock()
     record = JobRecord(store, "job")
@@ -494,24 +370,28 @@ def scenario_noted(rank: int, root: Path) -> dict[str, Any]:
     return {"error": error, "note": noted_commit(record, control, "job")}
 
 
-def run(rank: int, root: str, port: int, scenarios: Sequence[str]) -> None:
+def run(rank: int, root: str, port: int, scenarios: Sequence[tuple[str, str]]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    for scenario in scenarios:
-        directory = Path(root) / scenario
+    for module, name in scenarios:
+        directory = Path(root) / name
         directory.mkdir(exist_ok=True)
-        result = globals()[f"scenario_{scenario}"](rank, directory)
+        result = getattr(import_module(module), name)(rank, directory)
         (directory / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+Scenario = Callable[[int, Path], dict[str, Any]]
 
 
 class Results:
     """Of several scenarios, one after the other in the same processes, which take seconds to start."""
 
-    def __init__(self, root: Path, *scenarios: str) -> None:
+    def __init__(self, root: Path, *scenarios: Scenario) -> None:
         self._root = root
-        spawn(run, str(root), free_port(), scenarios, nprocs=2)
+        spawn(run, str(root), free_port(), [(s.__module__, s.__name__) for s in scenarios], nprocs=2)
 
-    def of(self, scenario: str) -> list[dict[str, Any]]:
+    def of(self, scenario: Scenario) -> list[dict[str, Any]]:
         """What each rank says of a scenario."""
-        return [json.loads((self._root / scenario / f"result-{r}.json").read_text()) for r in range(2)]
+        directory = self._root / scenario.__name__
+        return [json.loads((directory / f"result-{r}.json").read_text()) for r in range(2)]
