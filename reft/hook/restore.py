@@ -19,19 +19,17 @@ from reft.blocks import Section
 from reft.config import Variant
 from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
+from reft.hook.completing import completing, is_still_protected
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
-from reft.load.complete import Blueprint, Completing, Room
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.recover import Recovery, RecoveryOutcome
-from reft.protect.placement import place_group
-from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob
 from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
-from reft.store.arena_files import arena_name, coordinates_in_slots, frozen_slots
+from reft.store.arena_files import slots_with
 from reft.store.label import Label
 from reft.store.stream import copy_tensor
 
@@ -185,35 +183,9 @@ class Restorer:
             secret=session.job_dir.secret,
             group=session.control.group,
             faults=session.faults,
-            completing=self._completing(),
+            completing=completing(session),
         )
         return recovery, recovery.survey()
-
-    def _completing(self) -> Completing | None:
-        """How the recovered version is completed on a node that holds nothing of it, in a slot without a
-        file; None where its arena cannot be laid out before the session starts."""
-        session, config = self._session, self._session.config
-        if config.memory_limit_bytes is not None or config.recompute:
-            return None
-        record, at = session.protection.record, session.coordinate
-        slots = (session.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
-
-        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
-            scheme, members = record.parsed, len(owned_bytes)
-            plan = make_shard_plan(
-                SectionSizes(replicated_bytes, owned_bytes, (config.host_state_bytes,) * members),
-                place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities),
-                config.block_bytes,
-            )
-            mine = plan.members[at.dp]
-            rooms = {
-                b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset)
-                for b in mine.blocks
-                if b.block.nbytes
-            }
-            return Blueprint(rooms, mine.data_bytes)
-
-        return Completing(record.scheme, next((p for p in slots if not p.exists()), None), blueprint)
 
     def _restore_from_memory(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         session = self._session
@@ -234,9 +206,11 @@ class Restorer:
         )
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
-        frozen = self._frozen(outcome.plan.label)
-        session.start(frozen)
-        if not self._is_still_protected(outcome, frozen):
+        # What holds the version just recovered is kept until it is protected anew.
+        job_dir, label = session.job_dir, outcome.label
+        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
+        session.start(dict.fromkeys(held, label))
+        if not is_still_protected(session, held.values(), outcome):
             self._protect()
         self._report(f"memory, {outcome.plan.label}", began)
         return outcome
@@ -254,27 +228,6 @@ class Restorer:
         self._rng = state.get("rng")
         self._first_step = int(session.engine.global_steps)
         session.restored()
-
-    def _frozen(self, label: Label) -> dict[int, Label]:
-        """Slots of this rank that hold the version just recovered: kept until it is protected anew."""
-        return frozen_slots(self._session.job_dir.path, self._session.job_dir.secret, local_rank(), label)
-
-    def _is_still_protected(self, outcome: RecoveryOutcome, frozen: dict[int, Label]) -> bool:
-        """Whether the recovered version lies as this incarnation would store it: every rank found the
-        arena of its own coordinate, whole, in its own slots, protected by the scheme in force, and nothing
-        had to be repaired. It then
-        stays as it is until a newer version is committed (P3); to take it again would gain nothing.
-        """
-        session = self._session
-        mine = coordinates_in_slots(
-            session.job_dir.path,
-            session.job_dir.secret,
-            local_rank(),
-            outcome.plan.label,
-            session.protection.record.scheme,
-        )
-        here = session.coordinate in mine and bool(frozen) and not outcome.repaired
-        return all(values[0] for values in session.control.gather_ints([int(here)]))
 
     def _protect(self) -> None:
         """Take the restored state as the first version of this incarnation and wait for its commit:

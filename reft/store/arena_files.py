@@ -75,21 +75,9 @@ def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list
     return found
 
 
-def frozen_slots(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, Label]:
-    """Slots of a local rank that hold ``label``, by the files found on this node."""
-    return {slot: label for slot, _ in _slots_with(job_dir, secret, local_rank, label)}
-
-
-def coordinates_in_slots(
-    job_dir: Path, secret: bytes, local_rank: int, label: Label, scheme: str
-) -> set[Coordinate]:
-    """Whose bytes of ``label``, protected by ``scheme``, the slots of a local rank hold."""
-    found = _slots_with(job_dir, secret, local_rank, label)
-    return {header.coordinate for _, header in found if header.scheme == scheme}
-
-
-def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> list[tuple[int, ArenaHeader]]:
-    found = []
+def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, ArenaHeader]:
+    """The slots of a local rank that hold ``label`` whole, by the files found on this node."""
+    found = {}
     prefix = arena_name(local_rank, 0).removesuffix("0.arena")
     for path, arena in scan(job_dir, secret):
         if isinstance(arena, Arena):
@@ -97,5 +85,5 @@ def _slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> 
                 header = arena.header()
                 holds = header is not None and header.state.whole and header.label == label
                 if header is not None and holds and path.name.startswith(prefix):
-                    found.append((int(path.stem.removeprefix(prefix)), header))
+                    found[int(path.stem.removeprefix(prefix))] = header
     return found
