@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reft.comm.control import ControlGroup, WorkerControl
-from reft.config import ReftConfig
+from reft.config import AUTO, ReftConfig
 from reft.events import EventLog
 from reft.hook.coordinates import local_rank
 from reft.protect.placement import surviving_schemes, tolerance
@@ -32,7 +32,7 @@ class Protection:
 
     Args:
         config: the block, with a scheme.
-        configured: what the block itself said: a scheme, or what it is chosen by.
+        chosen: whether the scheme was chosen (``auto``), not named by the block.
         control: to agree by.
         topology: placement of this incarnation.
         job_dir: the job's memory on this node.
@@ -47,13 +47,14 @@ class Protection:
         self,
         config: ReftConfig,
         *,
-        configured: str,
+        chosen: bool,
         control: ControlGroup,
         topology: Topology,
         job_dir: Path,
         incarnation: int,
         events: EventLog,
     ) -> None:
+        self.is_chosen = chosen
         self._control = control
         self._topology = topology
         self._job_dir = job_dir
@@ -63,9 +64,9 @@ class Protection:
         self._keeping = Keeping(
             config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
         )
-        self.record = replace(
-            self._last_switch(configured, str(config.scheme)), incarnation=incarnation, aor=config.recompute
-        )
+        scheme = str(config.scheme)
+        said = f"{AUTO}:{config.tolerance}" if chosen else scheme
+        self.record = replace(self._last_switch(said, scheme), incarnation=incarnation, aor=config.recompute)
         """What is in force, the same on all ranks."""
 
     def _last_switch(self, configured: str, scheme: str) -> ProtectionRecord:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reft import log
-from reft.config import AUTO, FaultPoint, ReftConfig, Variant
-from reft.env import ENV_NODE_ID, ENV_STORE
+from reft.config import FaultPoint, ReftConfig, Variant
+from reft.env import ENV_STORE
 from reft.errors import ReftError
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
-from reft.hook.coordinates import coordinate_of, declared_on_one_host, local_rank, local_world_size
+from reft.hook.coordinates import coordinate_of, local_rank, local_world_size
 from reft.hook.data import DataPosition
 from reft.hook.identity import Identity, hold_memory, name_job
 from reft.hook.job import JobRecord
@@ -24,6 +24,7 @@ from reft.hook.pace import make_pacer
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
 from reft.hook.recomputing import Recomputing
+from reft.hook.start_checks import check_start
 from reft.hook.stopping import must_stop_alone, stop_alone, stop_together
 from reft.hook.tracing import Tracer
 from reft.optim import ExactAdam
@@ -85,7 +86,7 @@ class Session:
         self.control = open_control(config)
         self.config = config = name_job(config, self.control)
         log.set_place(self.job_id, str(self.coordinate), int(engine.global_steps))
-        self.topology, self._places = gather_topology(self.control, self.coordinate, degrees)
+        self.topology, self.places = gather_topology(self.control, self.coordinate, degrees)
         self.node = self.topology.nodes[self.control.rank]
         self.identity = Identity.of_engine(
             engine, config, at=self.coordinate, degrees=degrees, control=self.control
@@ -116,12 +117,12 @@ class Session:
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
         self.copy_engine: CopyEngine = copy_engine_for(getattr(engine, "device", "cpu"))
-        self._chosen = config.chooses
-        if self._chosen:
+        chosen = config.chooses
+        if chosen:
             self.config = config = self._choose_protection(config)
         self.protection = Protection(
             config,
-            configured=f"{AUTO}:{config.tolerance}" if self._chosen else str(config.scheme),
+            chosen=chosen,
             control=self.control,
             topology=self.topology,
             job_dir=self.job_dir.path,
@@ -164,7 +165,7 @@ class Session:
         self._last_step = int(engine.global_steps)
         self._boundary_secs = time.perf_counter()
         self._closed = False
-        self._report_start()
+        check_start(self)
 
     # -- facts -----------------------------------------------------------------------------------
 
@@ -233,47 +234,6 @@ class Session:
             ConfigError: there is no such scheme.
         """
         self.protection.order(scheme)
-
-    def _report_start(self) -> None:
-        losses = self.tolerance
-        self.events.write(
-            "attached",
-            incarnation=self.incarnation,
-            coordinate=str(self.coordinate),
-            node=self.node,
-            tolerance=losses,
-            adapter=type(self.adapter).__name__,
-        )
-        if not self.is_rank_zero:
-            return
-        logger.info(
-            "incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
-            "%d node(s) per sharding group",
-            self.incarnation,
-            self.topology.degrees,
-            len(set(self.topology.failure_domains)),
-            self.config.interval_steps,
-            losses,
-        )
-        if claimed := declared_on_one_host(self._places):
-            logger.warning(
-                "nodes %s are declared (--node-id or %s) and share a host: losses are counted as if "
-                "each failed by itself; the loss of the host is the loss of all of them",
-                *(", ".join(claimed), ENV_NODE_ID),
-            )
-        if 0 < losses < self.config.tolerance and not self._chosen:
-            logger.warning(
-                "the loss of %d node(s) should be survived, but %s survives %d; 'reft plan' and "
-                '"protection": "auto" say what it would take',
-                *(self.config.tolerance, self.protection.record.scheme, losses),
-            )
-        if losses == 0:
-            logger.warning(
-                "TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "
-                "disk can be resumed from (persist.dir is %s)",
-                self.protection.why_unprotected(),
-                self.config.persist.dir or "not set",
-            )
 
     # -- start and end -----------------------------------------------------------------------------
 
