@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import MIB, bytes_below
+from slow_files import slow_loads
 from training import inner_optimizer, masters
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 PLAIN_COPY = "plain_copy"
 DEEPSPEED = "deepspeed_load_checkpoint"
+SLOW_STORAGE = "deepspeed_slow_storage"
 PARTS = {
     "_survey": "inventory_and_plan",
     "_finish": "host_state",
@@ -65,6 +67,24 @@ class DeepSpeedWay(Way):
         if path is None:
             raise RuntimeError("DeepSpeed found nothing to load")
         return {}
+
+
+class SlowStorageWay(DeepSpeedWay):
+    """DeepSpeed's load of the same files, each rank at its share of a node's link to the storage."""
+
+    name = SLOW_STORAGE
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.folder = rank.space.disk / DEEPSPEED
+        self._rate = rank.options.storage_gbps * 1e9 / 8
+
+    def save(self) -> None:
+        """The files are there."""
+
+    def restore(self) -> dict[str, Any]:
+        with slow_loads(self._rate):
+            return super().restore()
 
 
 class TorchWay(Way):

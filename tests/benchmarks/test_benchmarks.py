@@ -19,6 +19,7 @@ WAYS = {
     "reft_node_lost",
     "plain_copy",
     "deepspeed_load_checkpoint",
+    "deepspeed_slow_storage",
     "torch_load",
     "dcp_load",
 }
@@ -139,6 +140,7 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     for name, way in result["ways"].items():
         check_estimate(way["secs"])
         check_estimate(way["times_faster_than_deepspeed"])
+        check_estimate(way["times_faster_than_slow_storage"])
         assert way["stored_bytes"] >= 4 * 3 * result["model"]["parameters"], name
     assert result["ways"]["deepspeed_load_checkpoint"]["times_faster_than_deepspeed"]["ci95"] == [1.0, 1.0]
     for name in ("reft_all_local", "reft_node_lost"):
@@ -147,7 +149,7 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
         assert set(way["parts_secs"]) == {"inventory_and_plan", "host_state", "transfer_and_verify"}
         # Both ranks restored the whole image and their host state.
         assert sum(way["bytes_from"].values()) > 2 * image_bytes
-    assert len(result["goals"]) == 3
+    assert len(result["goals"]) == 5
     assert result["ways"]["plain_copy"]["times_of_a_plain_copy"]["ci95"] == [1.0, 1.0]
     local, lost = (result["ways"][n]["bytes_from"] for n in ("reft_all_local", "reft_node_lost"))
     assert {kind for kind, n in local.items() if n} == {"local"}
