@@ -10,7 +10,7 @@ import reft
 
 ROOT = Path(reft.__file__).parent
 LAYERS = (
-    ("errors", "env", "naming", "log", "durable", "backoff", "native", "optim"),
+    ("arguments", "errors", "env", "naming", "log", "durable", "backoff", "native", "optim"),
     ("events", "mac", "topology", "blocks"),
     ("protect",),
     ("config",),

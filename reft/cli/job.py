@@ -14,19 +14,23 @@ from rich.table import Table
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.cli.protect import describe
+from reft.errors import ReftError
 from reft.store.jobdir import JobDir, is_running, read_json
 from reft.store.protection import read_record
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the ``reft`` command."""
-    app.command("status")(status_command)
-    app.command("persist")(persist_command)
-
-
 def status_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
-    """What the node's daemon knows: newest commit, stale since which step, newest checkpoint on disk."""
-    nodes = [_node_status(path) for path in find_memory(memory_dir, job)]
+    """What the node's daemon knows: newest commit, stale since which step, newest checkpoint on disk.
+
+    With --json a list of nodes, empty where no memory is found; standard error says why.
+    """
+    try:
+        paths = find_memory(memory_dir, job)
+    except ReftError:
+        if as_json:
+            typer.echo("[]")
+        raise
+    nodes = [_node_status(path) for path in paths]
     if as_json:
         typer.echo(json.dumps(nodes, indent=2, default=str))
     else:

@@ -33,13 +33,6 @@ Job = Annotated[str | None, typer.Option("--job", help="the job; not needed wher
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the ``reft`` command."""
-    app.command("inspect")(inspect_command)
-    app.command("verify")(verify_command)
-    app.command("clean")(clean_command)
-
-
 def inspect_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
     """What versions are in memory, whose, whole or torn, recoverable or not and why."""
     report = inspect_job(find_memory(memory_dir, job))

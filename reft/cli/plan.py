@@ -22,11 +22,6 @@ _EXIT_NOT_WELL = 1
 _WIDTH = 150
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the ``reft`` command."""
-    app.command("plan")(plan_command)
-
-
 def plan_command(
     *,
     config: Annotated[
@@ -105,6 +100,7 @@ def plan_command(
     Exit code 1: what is asked for does not fit, costs too much, or survives
     fewer losses than wished.
     """
+    from reft.tools.drawing import check_figure
     from reft.tools.planning.cluster import load_cluster
     from reft.tools.planning.job import Layouting, plan_job, read_config
     from reft.tools.planning.plan import make_plan
@@ -123,6 +119,8 @@ def plan_command(
         raise ConfigError(f"schedule is {schedule!r}; known: {', '.join(SCHEDULES)}")
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
+    if figure is not None:
+        check_figure("--figure", figure)
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
     plan = make_plan(
         plan_job(read_config(config), load_cluster(cluster), model, layouting, parameters),

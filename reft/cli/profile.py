@@ -15,40 +15,33 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from reft.arguments import Parser
 from reft.config import ProfileConfig
 from reft.env import ENV_JOB_ID, ENV_PROFILE
-from reft.errors import ConfigError, ReftError
+from reft.errors import ConfigError
 
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult
 
 EXIT_NOT_WELL = 1
-EXIT_WRONG_USE = 2
 _NAME = "reft profile"
 _WIDTH = 170
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end,
-    2 for wrong use, else what ``reft launch`` returns."""
-    try:
-        # First or not at all: further behind it may be an option of the script.
-        if argv and argv[0].split("=")[0] == "--from":
-            return _show_saved(argv)
-        return _run(argv)
-    except ConfigError as error:
-        _say(error)
-        return EXIT_WRONG_USE
-    except ReftError as error:
-        _say(error)
-        return EXIT_NOT_WELL
+    """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end, else
+    what ``reft launch`` returns.
+
+    Raises:
+        ReftError: a :class:`~reft.errors.ConfigError` for wrong use.
+    """
+    saved, rest = _saved_parser().parse_known_args(list(argv))
+    if saved.saved is not None and not rest:  # elsewhere --from is an option of the script
+        return _show_saved(saved)
+    return _run(argv)
 
 
-def _say(error: object) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"{_NAME}: {error}", style="red", markup=False)
-
-
-def _add_outputs(group: argparse._ArgumentGroup) -> None:
+def _add_outputs(group: argparse._ActionsContainer) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write the profile as JSON; '-' is stdout")
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="write Chrome trace events, for ui.perfetto.dev"
@@ -62,14 +55,27 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 # -- a saved profile -------------------------------------------------------------------------------
 
 
-def _show_saved(argv: Sequence[str]) -> int:
+def _saved_parser() -> Parser:
+    parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
+    _add_saved(parser)
+    _add_outputs(parser)
+    return parser
+
+
+def _add_saved(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--from",
+        type=Path,
+        dest="saved",
+        metavar="FILE",
+        help="show the profile that --json has saved there; no job is run",
+    )
+
+
+def _show_saved(args: argparse.Namespace) -> int:
     from reft.profile.result import ProfileResult
 
-    parser = argparse.ArgumentParser(prog=_NAME, description="Show a profile that was saved.")
-    group = parser.add_argument_group("profile")
-    group.add_argument("--from", type=Path, dest="saved", required=True, metavar="FILE", help="its JSON")
-    _add_outputs(group)
-    args = parser.parse_args(list(argv))
+    _check_outputs(args)
     _present(ProfileResult.load(args.saved), args)
     return 0
 
@@ -88,11 +94,13 @@ def _run(argv: Sequence[str]) -> int:
     parser.description = (
         "Runs a job like 'reft launch', whose options it takes, measures some warm steps, and tells where "
         "the devices of every pipeline stage wait and what of a snapshot fits there. The job ends with the "
-        "measurement. 'reft profile --from FILE' shows a saved profile."
+        "measurement."
     )
     _add_options(parser)
     args = parser.parse_args(list(argv))
-    _check_figure(args.figure)
+    if args.saved is not None:
+        raise ConfigError("--from shows a saved profile: leave the script and the options of its start out")
+    _check_outputs(args)
     with tempfile.TemporaryDirectory(prefix="reft-profile-") as scratch:
         folder = (args.dir or Path(scratch)).absolute()
         _set_up_environment(args, folder)
@@ -112,6 +120,7 @@ def _run(argv: Sequence[str]) -> int:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     defaults = ProfileConfig()
     group = parser.add_argument_group("profile")
+    _add_saved(group)
     group.add_argument(
         "--steps", type=int, default=10, help="steps to measure (default: %(default)s)", dest="profile_steps"
     )
@@ -184,12 +193,15 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def _check_figure(path: Path | None) -> None:
+def _check_outputs(args: argparse.Namespace) -> None:
     """Before the job runs, not after it."""
-    import importlib.util
+    from reft.tools.drawing import check_figure, check_folder
 
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--figure needs matplotlib, which is not installed: pip install 'reft-ckpt[plot]'")
+    for option, path in (("--json", args.json), ("--trace", args.trace)):
+        if path is not None and str(path) != "-":
+            check_folder(option, path)
+    if args.figure is not None:
+        check_figure("--figure", args.figure)
 
 
 def _present(result: ProfileResult, args: argparse.Namespace) -> None:
@@ -215,7 +227,3 @@ def _present(result: ProfileResult, args: argparse.Namespace) -> None:
         written.append(args.figure)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -21,11 +21,6 @@ from reft.store.protection import ProtectionRecord, parse_order, read_record, wr
 _POLL_SECS = 0.05
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the ``reft`` command."""
-    app.command("protect")(protect_command)
-
-
 def protect_command(
     scheme: Annotated[
         str | None,

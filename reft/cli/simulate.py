@@ -20,16 +20,13 @@ if TYPE_CHECKING:
     from reft.tools.simulate.variants import Predictions
 
 simulate_app = typer.Typer(
-    no_args_is_help=True, help="Predict, without a cluster: idle time of pipelines, overhead of snapshots."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Predict, without a cluster: idle time of pipelines, overhead of snapshots.",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 MicroBatches = Annotated[int, typer.Option(min=1, help="per pipeline and step")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the ``reft`` command."""
-    app.add_typer(simulate_app, name="simulate")
 
 
 @simulate_app.command("has")
@@ -56,6 +53,7 @@ def has_command(
 
     if timeline is not None and model is None:
         raise ConfigError("--timeline draws one job: say which with --model")
+    _check_figures(figure, timeline)
     make = _schedule(schedule)
     groups: Sequence[Experiment] = experiments(micro_batches)
     if model is not None:
@@ -113,6 +111,7 @@ def pipeline_command(
     for option, value in (("forward", forward_ms), ("backward", backward_ms), ("transfer", transfer_ms)):
         if not math.isfinite(value):
             raise ConfigError(f"--{option}-ms is {value:g}; write a number of milliseconds")
+    _check_figures(figure)
     costs = replace(
         Costs.equal(stages, forward_ms / 1e3, backward_ms / 1e3),
         link_latency_secs=transfer_ms / 1e3,
@@ -127,6 +126,14 @@ def pipeline_command(
         _print_json(simulation.to_json())
     else:
         _console().print(str(simulation), markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_figures(*paths: Path | None) -> None:
+    from reft.tools.drawing import check_figure
+
+    for path in paths:
+        if path is not None:
+            check_figure("the figure", path)
 
 
 def _schedule(name: str) -> Any:

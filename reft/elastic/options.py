@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
+from reft.arguments import Parser
 from reft.config import parse_block
 from reft.elastic.checks import check_numbers
 from reft.elastic.node import default_node_id
@@ -77,11 +78,13 @@ class LaunchOptions:
 
 def make_parser() -> argparse.ArgumentParser:
     """torchrun's parser with ours added."""
-    parser = torchrun.get_args_parser()
-    parser.prog = "reft launch"
-    parser.description = (
-        "torchrun, with reft: the training script keeps its state in the memory of its peers, and any node "
-        "may die and be replaced. Every option of torchrun works as there."
+    parser = Parser(
+        prog="reft launch",
+        words="SCRIPT [ARGUMENTS]...",
+        description="torchrun, with reft: the training script keeps its state in the memory of its peers, "
+        "and any node may die and be replaced. Every option of torchrun works as there.",
+        parents=[torchrun.get_args_parser()],
+        add_help=False,  # that parser has it
     )
     # torchrun's "static" rendezvous cannot replace a node: it is taken only when asked for.
     parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO))

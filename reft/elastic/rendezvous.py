@@ -6,7 +6,6 @@ Served here, on a batch or login host, any worker node may die.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from reft.arguments import Parser
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.store.keyvalue import KeyValueServer, KeyValueStore
@@ -87,8 +87,9 @@ def is_served_by_reft(store: KeyValueStore) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft rendezvous``; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="reft rendezvous",
+        allow_abbrev=False,
         description="Serve the rendezvous store of `reft launch` from a host that is not a worker node, "
         "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same secret: the "
         "file ~/.reft/secret, which is made at its first use, or REFT_SECRET.",

@@ -160,8 +160,14 @@ def test_a_saved_profile_is_shown_again(tmp_path, capsys):
     assert "idle windows of a step" in capsys.readouterr().out
     assert copy.read_text() == saved.read_text()
     check_trace(trace, ranks=2)
-    assert cli.main(["profile", f"--from={saved}", "--json", "-"]) == 0
+    assert cli.main(["profile", "--json", "-", f"--from={saved}"]) == 0
     assert ProfileResult.from_json(json.loads(capsys.readouterr().out)) == result
+
+
+def test_a_saved_profile_is_not_run(tmp_path, capsys):
+    a_profile().save(tmp_path / "p.json")
+    assert cli.main(["profile", "--nproc-per-node", "2", "--from", str(tmp_path / "p.json"), "train.py"]) == 2
+    assert "leave the script and the options of its start out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_option_of_the_script_is_the_scripts(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reft.arguments import Parser
 from reft.config import parse_block
 from reft.elastic.local_cluster import KillKind
 from reft.errors import ConfigError
@@ -228,15 +229,18 @@ def _check(options: DemoOptions) -> None:
             raise ConfigError(f"--data {path} does not exist; give text files, folders or .bin/.idx prefixes")
     if not os.access(options.memory_dir, os.W_OK):
         raise ConfigError(f"--memory-dir {options.memory_dir} cannot be written; give another directory")
-    parse_block(options.reft_block(Path("persist")))
+    config = parse_block(options.reft_block(Path("persist")))
+    if not config.chooses and config.scheme.parities:
+        config.scheme.check_room(options.degrees.dp)
     trainer = parse_trainer(options.trainer_arguments(Path("checkpoints")))
     deepspeed_config(trainer, options.degrees.dp, torch_adam=True)
     check_model(trainer.model_config(), options.degrees)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="reft demo",
+        allow_abbrev=False,
         description="Train a small Llama-2 over several nodes on this machine, let nodes fail in mid-step, "
         "watch the job go on from its peers' memory, and compare every loss, bit by bit, with the same job "
         "run undisturbed and without reft. Exit code 0 only if all of them are equal.",

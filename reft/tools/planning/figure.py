@@ -8,9 +8,9 @@ from typing import Any
 
 from reft.policy.choose import GIB, Alternative
 from reft.policy.loads import Load
+from reft.tools.drawing import new_figure, save_figure
 from reft.tools.planning.plan import JobPlan, duration
 from reft.tools.planning.survival import DAY, HOUR
-from reft.tools.simulate.figures import new_figure, save_figure
 
 _PARTS: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
     ("own shard", "#2171b5", lambda load: load.shard_bytes),

@@ -12,6 +12,7 @@ from reft.errors import ConfigError
 from reft.profile.activity import Activity
 from reft.profile.advice import milliseconds, percent
 from reft.profile.result import Beside, ProfileResult, RankTimeline, Segment, StageProfile, StepTimeline
+from reft.tools.drawing import new_figure, save_figure
 
 _INK = "#22303c"
 _FAINT = "#6b7a88"
@@ -55,20 +56,12 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
         step: global step; by default the one whose length is nearest to the median.
 
     Raises:
-        ConfigError: matplotlib is missing, or there is no such step.
+        ConfigError: matplotlib is missing, there is no such step, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "drawing a figure needs matplotlib, which is not installed: pip install 'reft-ckpt[plot]'"
-        ) from error
     timeline = _choose(result, step)
     rows = _rows(timeline)
-    figure = Figure(figsize=(13.0, 2.5 + 0.72 * max(2, len(rows))), dpi=150)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
-    FigureCanvasAgg(figure)
+    figure = new_figure(13.0, 2.5 + 0.72 * max(2, len(rows)), dpi=150)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     axes = figure.add_subplot()
     stages = {stage.stage_id: stage for stage in result.stages}
     span = (timeline.end_secs - timeline.begin_secs) * 1e3
@@ -80,8 +73,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     _dress(axes, rows, span)
     _title(axes, result, timeline)
     _legend(figure, rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _choose(result: ProfileResult, step: int | None) -> StepTimeline:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import Variant
-from reft.errors import ConfigError
+from reft.tools.drawing import new_figure, save_figure
 from reft.tools.simulate.copying import Tier
 from reft.tools.simulate.instructions import (
     BackwardInput,
@@ -159,34 +159,3 @@ def _busy(intervals: Sequence[Interval]) -> Iterator[tuple[Interval, tuple[str, 
     for interval in intervals:
         if interval.busy_secs > 0:
             yield interval, _ACTIVITIES.get(type(interval.instruction), _TRANSFER)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "drawing a figure needs matplotlib, which is not installed: pip install 'reft-ckpt[plot]'"
-        ) from error
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write it; the suffix chooses the format.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot draw into {path}: {error}") from error

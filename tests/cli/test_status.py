@@ -5,12 +5,33 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from reft.cli import app
+from reft.cli import EXIT_NOT_WELL, main, make_app
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.status import NodeStatus
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_memory_or_daemon_it_is_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    if there:
+        path = JobDir.open_or_create(memory, "job", node="a", secret=b"s" * 32).path
+        for file in ("status.json", "daemon.json", "protection.json"):
+            (path / file).write_text("{ torn")
+    assert main(["status", "--memory-dir", str(memory), "--json"]) == EXIT_NOT_WELL
+    out, err = capsys.readouterr()
+    if there:
+        (node,) = json.loads(out)
+        assert (node["daemon_runs"], node["status"], node["protection"]) == (False, None, None)
+    else:
+        assert json.loads(out) == []
+        assert "no job has memory in" in err
 
 
 def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: Path) -> None:
@@ -23,16 +44,16 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: P
     status.trainer(2, pid=7)  # it has not committed anything yet
     status.write_if_changed()
     ask = ["status", "--memory-dir", str(tmp_path / "memory")]
-    shown = " ".join(CliRunner().invoke(app, ask, env={"COLUMNS": "200"}).output.split())
+    shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "200"}).output.split())
     assert "a version copies │ 2.0 MiB (shard 2.0 MiB, parity 1.0 KiB)" in shown
     assert "and sends to other nodes │ 2.0 KiB (host state 2.0 KiB)" in shown
-    told = json.loads(CliRunner().invoke(app, [*ask, "--json"]).output)
+    told = json.loads(CliRunner().invoke(make_app(), [*ask, "--json"]).output)
     assert told[0]["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
     assert "recomputed" not in shown
     status.trainer(0, stats={"traffic": {"to_host": {}, "sent": {}}, "recomputed": 5})
     resynced = {"recomputed": 4, "resynced": {"it is not what its owner has": 1}}
     status.trainer(1, stats={"traffic": {"to_host": {}, "sent": {}}, **resynced})
     status.write_if_changed()
-    shown = " ".join(CliRunner().invoke(app, ask, env={"COLUMNS": "200"}).output.split())
+    shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "200"}).output.split())
     said = "9 partitions; copied from their owners: 1x it is not what its owner has"
     assert f"recomputed │ {said}" in shown

@@ -1,0 +1,89 @@
+"""What all sub-commands share: they are imported when used, and have one manner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft import __version__, cli
+from reft.cli import COMMANDS
+
+HEAVY = ("torch", "deepspeed", "matplotlib", "numpy", "pydantic", "rich", "psutil")
+COUNT = f"""
+import json, sys
+from reft import cli
+code = cli.main(sys.argv[1:])
+print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
+"""
+EVERY = [[name] for name in COMMANDS] + [["simulate", "has"], ["simulate", "pipeline"]]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["plan", "--version"]])
+def test_help_and_version_import_no_more_than_the_parser(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_every_command_has_help(command: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command, option]) == cli.EXIT_WELL
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: reft {' '.join(command)} [OPTIONS]")
+    assert "-h, --help" in out
+
+
+@pytest.mark.parametrize("command", [[], *EVERY], ids=" ".join)
+def test_every_command_tells_the_version(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command, "--version"]) == cli.EXIT_WELL
+    assert capsys.readouterr().out == f"reft {__version__}\n"
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_an_unknown_option_is_told_in_one_form(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "--nonsense"]) == cli.EXIT_WRONG_USE
+    usage, hint, empty, error, *more = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"Usage: reft {' '.join(command)} [OPTIONS]")
+    assert hint == f"Try 'reft {' '.join(command)} -h' for help."
+    assert (empty, error.partition(" ")[0], more) == ("", "Error:", [])
+
+
+def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["demo", "--step", "3"], ["rendezvous", "--por", "0"], ["plan", "--clust", "h100"]):
+        assert cli.main(command) == cli.EXIT_WRONG_USE
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("Error:")
+        assert command[1] in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "plan ds.json --model 1.3b --dp 4 --figure",
+        "simulate has --figure",
+        "simulate has --model 1.3b --timeline",
+        "simulate pipeline --figure",
+        "profile --from p.json --figure",
+        "profile --from p.json --trace",
+        "profile --from p.json --json",
+        "profile --figure",
+    ],
+)
+def test_no_folder_is_made_for_a_file(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text("{}")
+    Path("p.json").write_text("{}")
+    rest = ["train.py"] if arguments == "profile --figure" else []
+    assert cli.main([*arguments.split(), "folder/below/a.png", *rest]) == cli.EXIT_WRONG_USE
+    assert "there is no folder folder/below" in " ".join(capsys.readouterr().err.split())
+    assert not Path("folder").exists()
