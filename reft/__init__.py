@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from reft.hook.deepspeed import attach
     from reft.hook.install import initialize
     from reft.optim import ExactAdam
+    from reft.topology import data_parallel_outermost as topology
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "attach",
     "initialize",
     "resumable",
+    "topology",
 ]
 
 _ELSEWHERE = {
@@ -65,4 +67,6 @@ def __getattr__(name: str) -> Any:
     # On first use: a job without the block finds none of it imported (P10), and commands stay light.
     if name not in __all__:
         raise AttributeError(f"module 'reft' has no attribute {name!r}")
+    if name == "topology":  # the module, which can be called
+        return import_module("reft.topology")
     return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)

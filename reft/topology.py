@@ -6,10 +6,13 @@ keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from types import ModuleType
+from typing import Any
 
 from reft.errors import LayoutError
 
@@ -152,3 +155,40 @@ def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
     ordered = [m for q in queues for m in q]
     stride = len(queues[0])
     return tuple(m for start in range(stride) for m in ordered[start::stride])
+
+
+def data_parallel_outermost(pp: int, dp: int, tp: int = 1) -> Any:
+    """The order of ranks that survives the loss of a node: ``PipelineModule(topology=reft.topology(2, 2))``.
+
+    DeepSpeed's own order (pipe, data, model) numbers the data-parallel peers of a stage one after the other,
+    and launchers number the ranks of a node one after the other: peers share a node, which takes every copy
+    of their stage along. Here a whole replica (pp x tp ranks) comes before the next one, so that peers are as
+    far apart as they can be: on different nodes where a replica fills at least a node.
+
+    Args:
+        pp: pipeline stages.
+        dp: data-parallel replicas.
+        tp: tensor-parallel degree; its groups stay side by side.
+
+    Returns:
+        A ``deepspeed`` ``ProcessTopology`` with the axes data, pipe, model. For an engine without a pipeline,
+        ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` of it.
+
+    Raises:
+        LayoutError: a degree is below 1.
+    """
+    from deepspeed.runtime.pipe.topology import ProcessTopology
+
+    degrees = Degrees(pp, dp, tp)
+    if min(pp, dp, tp) < 1:
+        raise LayoutError(f"reft.topology found {degrees}; write degrees of at least 1")
+    return ProcessTopology(axes=["data", "pipe", "model"], dims=[dp, pp, tp])
+
+
+class _CallableModule(ModuleType):
+    """``reft.topology(pp, dp, tp)`` can be called, also where the module of that name was imported first."""
+
+    __call__ = staticmethod(data_parallel_outermost)
+
+
+sys.modules[__name__].__class__ = _CallableModule

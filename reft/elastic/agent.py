@@ -273,16 +273,15 @@ class ReftAgent(LocalElasticAgent):
         self._joined += 1
         self.agreement = agreement
         self._info = self._info.after(agreement)
-        first = agreement.first_ranks[group_rank]
         return [
             Worker(
                 local_rank=i,
-                global_rank=first + i,
-                role_rank=first + i,
+                global_rank=rank,
+                role_rank=rank,
                 world_size=agreement.world_size,
                 role_world_size=agreement.world_size,
             )
-            for i in range(spec.local_world_size)
+            for i, rank in enumerate(agreement.ranks[group_rank])
         ]
 
     # -- trainers ----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class NodeInfo:
         node: node id.
         agent: unique id of the launcher process.
         workers: trainers on this node.
+        turn: how many ranks each node gets in its turn (:func:`deal_ranks`).
         round: last round this agent took part in; 0 for a new agent.
         members: agents of that round.
         restarts_used: restarts the job had used up at that round.
@@ -48,6 +49,7 @@ class NodeInfo:
     node: str
     agent: str
     workers: int
+    turn: int = 0
     round: int = 0
     members: tuple[str, ...] = ()
     restarts_used: int = 0
@@ -83,17 +85,20 @@ class Agreement:
         round: 1 for the first start of the trainers, one more after every restart.
         members: agents of this round, by group rank.
         nodes: node ids, by group rank.
-        first_ranks: global rank of the first trainer of each node.
-        world_size: trainers of the job.
+        ranks: global rank of every trainer of each node, by local rank.
         restarts_used: of ``--max-restarts``, by the whole job.
     """
 
     round: int
     members: tuple[str, ...]
     nodes: tuple[str, ...]
-    first_ranks: tuple[int, ...]
-    world_size: int
+    ranks: tuple[tuple[int, ...], ...]
     restarts_used: int
+
+    @property
+    def world_size(self) -> int:
+        """Trainers of the job."""
+        return sum(map(len, self.ranks))
 
 
 def agree(infos: Sequence[NodeInfo]) -> Agreement:
@@ -113,15 +118,38 @@ def agree(infos: Sequence[NodeInfo]) -> Agreement:
     last_round = max(c.round for c in infos)
     last = [c for c in infos if c.round == last_round and last_round]
     used = max((c.restarts_used for c in last), default=0)
-    first_ranks = tuple(sum(c.workers for c in infos[:i]) for i in range(len(infos)))
     return Agreement(
         round=last_round + 1,
         members=tuple(c.agent for c in infos),
         nodes=tuple(c.node for c in infos),
-        first_ranks=first_ranks,
-        world_size=sum(c.workers for c in infos),
+        ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
         restarts_used=used + _uses_restart(last),
     )
+
+
+def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
+    """Number the trainers of a job.
+
+    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
+    other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
+    row, so that peers share nodes. Dealt out in turns as large as the tensor-parallel degree, neighbouring
+    peers are on different nodes, and a tensor-parallel group stays on one.
+
+    Args:
+        workers: trainers of each node, by group rank.
+        turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
+
+    Returns:
+        The global ranks of each node, by local rank: every rank once, rank 0 on the first node.
+    """
+    dealt: list[list[int]] = [[] for _ in workers]
+    rank = 0
+    while rank < sum(workers):
+        for ranks, count in zip(dealt, workers, strict=True):
+            given = min(turn or count, count - len(ranks))
+            ranks.extend(range(rank, rank + given))
+            rank += given
+    return tuple(map(tuple, dealt))
 
 
 def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:

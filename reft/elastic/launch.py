@@ -186,7 +186,12 @@ class Launcher(Observer):
                 ENV_SECRET: self._secret.hex(),
             }
         )
-        info = NodeInfo(node=options.node, agent=new_agent_id(), workers=options.config.nproc_per_node)
+        info = NodeInfo(
+            node=options.node,
+            agent=new_agent_id(),
+            workers=options.config.nproc_per_node,
+            turn=options.rank_turn,
+        )
         agent = self._agent = self._make_agent(self._rendezvous.connect(), info)
         self._signals.agent = agent
         try:

@@ -30,6 +30,7 @@ from reft.naming import is_name, own_name, safe_name
 logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
+_BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 _SMALL_JOB_NODES = 32
 _FREE_RESTARTS = 10
 _STOP_SECS = 1.0
@@ -52,6 +53,7 @@ class LaunchOptions:
         grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
         stop_secs: time for trainers to end when a round is over.
         free_restarts: restarts because of lost peers, without progress in between.
+        rank_turn: ranks that a node gets in its turn; 0: all of its ranks in a row.
     """
 
     config: LaunchConfig
@@ -66,6 +68,7 @@ class LaunchOptions:
     grace_secs: float | None
     stop_secs: float
     free_restarts: int
+    rank_turn: int
 
     @property
     def is_static(self) -> bool:
@@ -136,6 +139,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="restarts because of lost peers are free until so many came without any progress in between; "
         "then they use up --max-restarts (default: %(default)s)",
     )
+    ours.add_argument(
+        "--rank-order",
+        "--rank_order",
+        type=_rank_turn,
+        default=0,
+        metavar="ORDER",
+        help="by-node: a node's ranks in a row, as torchrun numbers them (default). across-nodes: dealt out "
+        "to the nodes in turns, so that DeepSpeed's own order puts the data-parallel peers of a pipeline "
+        "stage on different nodes without a change to the script; with a tensor-parallel degree of N, "
+        "across-nodes:N keeps its groups on one node. The same on every node",
+    )
     return parser
 
 
@@ -185,6 +199,19 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         grace_secs=args.grace_secs,
         stop_secs=args.stop_secs,
         free_restarts=args.max_peer_restarts,
+        rank_turn=args.rank_order,
+    )
+
+
+def _rank_turn(order: str) -> int:
+    """What ``--rank-order`` says, as :func:`reft.elastic.agreement.deal_ranks` takes it."""
+    name, _, size = order.partition(":")
+    if order == _BY_NODE:
+        return 0
+    if name == _ACROSS_NODES and (not size or (size.isdecimal() and int(size) > 0)) and order[-1] != ":":
+        return int(size or 1)
+    raise argparse.ArgumentTypeError(
+        f"{order!r}; write {_BY_NODE}, {_ACROSS_NODES}, or {_ACROSS_NODES}:N for a tensor-parallel degree N"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
+from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree, deal_ranks
 from reft.elastic.exits import Cause
+from reft.topology import Degrees, Topology
 
 
 def info(name: str, **fields: object) -> NodeInfo:
@@ -28,10 +30,46 @@ def test_the_first_round() -> None:
         round=1,
         members=("a", "b", "c"),
         nodes=("node-a", "node-b", "node-c"),
-        first_ranks=(0, 2, 5),
-        world_size=7,
+        ranks=((0, 1), (2, 3, 4), (5, 6)),
         restarts_used=0,
     )
+    assert agreement.world_size == 7
+
+
+@pytest.mark.parametrize(
+    ("workers", "turn", "dealt"),
+    [
+        ((2, 2), 0, ((0, 1), (2, 3))),
+        ((2, 2), 1, ((0, 2), (1, 3))),
+        ((4, 4), 2, ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ((4, 4), 3, ((0, 1, 2, 6), (3, 4, 5, 7))),
+        ((1, 3, 2), 1, ((0,), (1, 3, 5), (2, 4))),
+        ((1, 3), 0, ((0,), (1, 2, 3))),
+        ((3,), 1, ((0, 1, 2),)),
+    ],
+)
+def test_ranks_are_dealt_in_turns(
+    workers: tuple[int, ...], turn: int, dealt: tuple[tuple[int, ...], ...]
+) -> None:
+    assert deal_ranks(workers, turn) == dealt
+    assert sorted(sum(deal_ranks(workers, turn), ())) == list(range(sum(workers)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pp", "dp", "tp"), [(2, 2, 2, 1), (4, 2, 4, 2), (2, 4, 2, 4), (3, 2, 6, 1)]
+)
+def test_p4_dealt_by_tensor_parallel_groups_deepspeeds_order_spreads_peers(
+    nodes: int, pp: int, dp: int, tp: int
+) -> None:
+    degrees = Degrees(pp, dp, tp)
+    dealt = deal_ranks([degrees.world_size // nodes] * nodes, tp)
+    node_of = {rank: f"node{i}" for i, ranks in enumerate(dealt) for rank in ranks}
+    # DeepSpeed's PipeModelDataParallelTopology: the order of `coordinates()`.
+    topology = Topology(degrees, degrees.coordinates(), tuple(node_of[r] for r in range(degrees.world_size)))
+    for group in topology.groups():
+        assert max(Counter(topology.group_nodes(*group)).values()) == -(-dp // nodes)
+    for first in range(0, degrees.world_size, tp):
+        assert len({node_of[rank] for rank in range(first, first + tp)}) == 1
 
 
 PEER, OWN, UNCLEAR, STOPPED = Cause.PEER, Cause.OWN, Cause.UNCLEAR, Cause.STOPPED

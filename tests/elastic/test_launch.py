@@ -76,6 +76,22 @@ def test_one_node_needs_no_rendezvous_options() -> None:
     assert parse("--job-id", "kept").job_id == "kept"
 
 
+def test_ranks_are_numbered_as_by_torchrun_unless_another_order_is_given() -> None:
+    assert parse().rank_turn == parse("--rank-order", "by-node").rank_turn == 0
+    assert parse("--rank-order", "across-nodes").rank_turn == 1
+    assert parse("--rank-order", "across-nodes:4").rank_turn == 4
+
+
+@pytest.mark.parametrize(
+    "order", ["spread", "across-nodes:0", "across-nodes:", "across-nodes:x", "by-node:2"]
+)
+def test_an_unknown_rank_order_is_refused(order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse("--rank-order", order)
+    assert stop.value.code == 2
+    assert "write by-node, across-nodes, or across-nodes:N" in capsys.readouterr().err
+
+
 def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
     name = parse("--nproc-per-node", "2").job_id
     assert parse("--standalone").job_id == parse("--rdzv-id", "").job_id == name
