@@ -99,6 +99,7 @@ def run_rank(options: argparse.Namespace) -> None:
         engine,
         config={
             "enabled": True,
+            "allow_unprotected": True,
             "protection": first + AOR * recomputed,
             "has": {"compute_share": 0.0},  # the ranks share this machine: no core is left over
         },

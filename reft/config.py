@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
 from reft.errors import ConfigError
@@ -212,8 +210,16 @@ class ReftConfig(_Block):
     tolerance: int = Field(
         1,
         ge=0,
-        description="node losses that every sharding group should survive: 'auto' chooses by it, and what "
-        "survives fewer is warned of",
+        description="node losses that every sharding group should survive: 'auto' chooses by it, and a job "
+        "on several nodes that survives fewer is not started",
+    )
+    allow_unprotected: bool = Field(
+        False, description="start on several nodes also where fewer losses than 'tolerance' are survived"
+    )
+    strict: bool = Field(
+        False,
+        description="stop the job at its first step, with an error, for all that is otherwise warned of: "
+        "what would make a recovery impossible or different",
     )
     aor: AorConfig = Field(default_factory=AorConfig, description="settings of '+aor'")
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
@@ -438,7 +444,7 @@ def _explain_errors(error: ValidationError) -> str:
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
-    for name, model in _NESTED.items():
+    for name, model in NESTED.items():
         if name in path:
             return list(model.model_fields)
     if "faults" in path:
@@ -446,53 +452,10 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     return list(ReftConfig.model_fields)
 
 
-@dataclass(frozen=True)
-class KeyDoc:
-    """One line of ``reft config --explain``."""
-
-    key: str
-    type: str
-    default: Any
-    unit: str
-    meaning: str
-
-
-_NESTED: dict[str, type[_Block]] = {
+NESTED: dict[str, type[_Block]] = {
     "aor": AorConfig,
     "persist": PersistConfig,
     "has": HasConfig,
     "profile": ProfileConfig,
 }
-_UNITS = {"_bytes": "bytes", "_secs": "seconds", "_steps": "optimizer steps"}
-
-
-def explain() -> Iterator[KeyDoc]:
-    """Every key of the block with type, default, unit and meaning, in the order of definition."""
-    yield from _explain_model(ReftConfig, "")
-
-
-def _explain_model(model: type[_Block], prefix: str) -> Iterator[KeyDoc]:
-    for name, field in model.model_fields.items():
-        key = prefix + name
-        if name in _NESTED:
-            yield from _explain_model(_NESTED[name], key + ".")
-        elif name == "faults":
-            yield KeyDoc(key, "list", [], "", field.description or "")
-            yield from _explain_model(FaultConfig, key + "[].")
-        else:
-            unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
-            yield KeyDoc(key, _type_name(field), _default_of(field), unit, field.description or "")
-
-
-def _type_name(field: FieldInfo) -> str:
-    annotation = field.annotation
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("pathlib.", "").replace("NoneType", "null")
-
-
-def _default_of(field: FieldInfo) -> Any:
-    if field.is_required():
-        return "(required)"
-    default = field.get_default(call_default_factory=True)
-    return str(default) if isinstance(default, Path) else default
+"""Blocks within the block, by their key."""

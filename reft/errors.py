@@ -31,6 +31,11 @@ class UnrecoverableError(ReftError, RuntimeError):
     """The job made progress, but neither memory nor disk holds a whole version of it."""
 
 
+class NotResumedError(UnrecoverableError):
+    """Memory holds a version of the job, but its script trains from the beginning; the message says what to
+    write."""
+
+
 class StaleReplicaError(ReftError, RuntimeError):
     """A replica of an optimizer partition no longer follows its owner and must be copied anew."""
 

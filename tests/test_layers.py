@@ -14,6 +14,7 @@ LAYERS = (
     ("events", "mac", "topology", "blocks"),
     ("protect",),
     ("config",),
+    ("config_keys",),
     ("faults", "state"),
     ("store",),
     ("comm",),

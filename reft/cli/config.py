@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from reft import __version__
-from reft.config import explain as explain_keys
 from reft.config import load_config
+from reft.config_keys import explain as explain_keys
 from reft.errors import ConfigError
 
 

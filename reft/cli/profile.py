@@ -162,7 +162,7 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         pipelines=args.pipelines,
         then="go_on" if args.keep_running else "exit",
     )
-    block: dict[str, object] = {"profile": profile.model_dump(mode="json")}
+    block: dict[str, object] = {"profile": profile.model_dump(mode="json"), "allow_unprotected": True}
     if args.without_snapshots:
         block |= {"variant": "none", "has": {}, "persist": {}}
     os.environ[ENV_PROFILE] = json.dumps(block)

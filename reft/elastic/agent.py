@@ -59,6 +59,7 @@ _SETTLE_SECS = 1.0
 _FORM_ATTEMPTS = 10
 
 
+_OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 _PROGRESS_SECS = 600.0
 """Trainers that ran so long have made progress, also where nothing is committed."""
 _SEEN_SECS = 5.0
@@ -177,6 +178,9 @@ class ReftAgent(LocalElasticAgent):
             )
         self.failure = failure
         self._info = replace(self._info, cause=failure.cause)
+        if failure.cause is Cause.REFUSED:
+            logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
+            return False
         used, allowed = self._info.restarts_used, self._spec.max_restarts
         if failure.cause is Cause.OWN and used >= allowed:
             logger.error(
@@ -332,7 +336,7 @@ class ReftAgent(LocalElasticAgent):
         failures = self._failures()
         while failures and time.monotonic() < deadline:
             ended = [f for f in failures.values() if f.exit_code is not None]
-            if len(ended) == self._spec.local_world_size or any(f.cause is Cause.OWN for f in ended):
+            if len(ended) == self._spec.local_world_size or any(f.cause in _OWN_CAUSES for f in ended):
                 break
             time.sleep(0.02)
             failures = self._failures()

@@ -30,6 +30,8 @@ STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 class Cause(StrEnum):
     """What ended a trainer."""
 
+    REFUSED = "refused"
+    """reft refused what the script asks for: the same in every life, so that the job ends at once."""
     OWN = "own"
     """Its own error, exit code or signal: uses one of ``--max-restarts``."""
     PEER = "peer"
@@ -41,7 +43,12 @@ class Cause(StrEnum):
     nodes report (:func:`reft.elastic.agreement.agree`)."""
 
 
+EX_REFUSED = 2
+"""Exit code of a trainer that reft refused: wrong use, as of every command."""
+
 _ERROR_CHARS = 240
+_REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "NotResumedError"})
+_IN_USE = "JobInUseError"
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
     r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled cuda error|CUDA error|HIP error|out of memory", re.I
@@ -64,6 +71,13 @@ def is_peer_failure(error: BaseException) -> bool:
     of free restarts, a wrong "no" may end the job: in doubt the whole chain is asked.
     """
     return any(_is_communication_error(e) for e in _chain(error))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether reft raised ``error`` because of what the script or its block says: a restart changes nothing.
+    A memory that another job holds may be free later."""
+    names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
+    return bool(names & _REFUSALS) and _IN_USE not in names
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -97,7 +111,7 @@ class ExitNote:
     """What a trainer says about its end.
 
     Attributes:
-        cause: OWN or PEER.
+        cause: REFUSED, OWN or PEER.
         error: type and first line of the message, shortened; the whole is in the trainer's output.
     """
 
@@ -106,7 +120,8 @@ class ExitNote:
 
     @classmethod
     def of(cls, error: BaseException) -> ExitNote:
-        cause = Cause.PEER if is_peer_failure(error) else Cause.OWN
+        other = Cause.PEER if is_peer_failure(error) else Cause.OWN
+        cause = Cause.REFUSED if is_refusal(error) else other
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
@@ -167,7 +182,7 @@ class Failure:
     """The judgement over the trainers of a node that ended before the agent stopped the rest.
 
     Attributes:
-        cause: OWN as soon as one of them failed by its own cause.
+        cause: REFUSED as soon as one of them was, else OWN as soon as one of them failed by its own cause.
         local_rank: the trainer that decided it.
         exit_code: what the launcher exits with if nothing restarts.
         reason: for people.
@@ -185,7 +200,7 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
     Args:
         exits: local rank to its end, for every trainer that failed by itself; at least one.
     """
-    order = (Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
+    order = (Cause.REFUSED, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
     rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
     return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
 

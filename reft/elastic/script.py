@@ -30,7 +30,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
+from reft.elastic.exits import EX_PEER_FAILED, EX_REFUSED, Cause, ExitNote, is_refusal
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
     """Run the script; report and note how it failed.
 
     Returns:
-        The exit code: 0, 1 for an exception, 75 for lost peers, 130 for Ctrl-C.
+        The exit code: 0, 1 for an exception, 2 for what reft refuses, 75 for lost peers, 130 for Ctrl-C.
 
     Raises:
         SystemExit: raised by the script; its own code stands.
@@ -185,14 +185,18 @@ def run_and_classify(run: Callable[[], None]) -> int:
     except BaseException as error:
         _show(error)
         _write_error_file(error)
-        return EX_PEER_FAILED if _note(error) is Cause.PEER else 1
+        return {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED}.get(_note(error), 1)
     return 0
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as if the script had been started by ``python`` itself."""
-    error.__traceback__ = _without_own_frames(error.__traceback__)
-    sys.excepthook(type(error), error, error.__traceback__)
+    """Print the traceback as if the script had been started by ``python`` itself; what reft refuses says
+    itself what to change."""
+    if is_refusal(error):
+        print(f"reft: {error}", file=sys.stderr)
+    else:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
 

@@ -169,7 +169,7 @@ class Identity:
         self.fingerprint = fingerprint
         self._config = config
         self._control = control
-        self._restarted = restarted
+        self.restarted = restarted
 
     @classmethod
     def of_engine(
@@ -207,7 +207,7 @@ class Identity:
             FingerprintError: it differs; says in what.
         """
         now = self.fingerprint
-        if self._restarted:
+        if self.restarted:
             # Nobody is there to answer: the job goes on, and says so.
             for line in differences(_only(was, AT_LAUNCH), _only(now, AT_LAUNCH)):
                 logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)

@@ -107,17 +107,31 @@ class Protection:
             return 'the protection is "none"'
         if self._topology.degrees.dp == 1:
             return "with a data-parallel degree of 1 nothing is redundant"
+        if len(set(self._topology.failure_domains)) == 1:
+            return (
+                "all ranks share a node with their copies: killed trainers are survived, the loss of the "
+                "node is not"
+            )
         nodes = [self._topology.group_nodes(*group) for group in self._topology.groups()]
         others = " or ".join(f'"{scheme}"' for scheme in surviving_schemes(self._topology))
         if others:
             return (
                 f"a node holds several data-parallel members of a stage, more than {self.record.in_force} "
-                f"restores; write {others}, which survive the loss of a node here, or put the members on "
-                f"different nodes (found nodes {nodes})"
+                f"restores (found nodes {nodes}); write {others}, which survive the loss of a node here, or "
+                f"put the members on different nodes: {self._lines_to_write()}"
             )
         return (
-            "data-parallel members of a stage share a node with their copies; put them on different nodes "
-            f"(found nodes {nodes})"
+            f"data-parallel members of a stage share a node with their copies (found nodes {nodes}); put "
+            f"them on different nodes: {self._lines_to_write()}"
+        )
+
+    def _lines_to_write(self) -> str:
+        """How a job of these degrees is spread over its nodes."""
+        d = self._topology.degrees
+        order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
+        return (
+            f"start it with reft launch --rank-order {order}, or give PipelineModule "
+            f"topology=reft.topology(pp={d.pp}, dp={d.dp}, tp={d.tp})"
         )
 
     def _changed(self, record: ProtectionRecord) -> None:

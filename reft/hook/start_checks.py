@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from reft.config import Variant
 from reft.env import ENV_NODE_ID
+from reft.errors import ConfigError
 from reft.hook.coordinates import declared_on_one_host
 
 if TYPE_CHECKING:
@@ -17,7 +19,11 @@ logger = logging.getLogger(__name__)
 def check_start(session: Session) -> None:
     """Called on all ranks when everything is known that the ranks agree on at the start, before any state is
     restored or copied. An error that is raised here, on all ranks alike, ends the start and leaves the job's
-    memory as it was."""
+    memory as it was.
+
+    Raises:
+        ConfigError: on several nodes fewer losses are survived than wished, and the block does not allow it.
+    """
     session.events.write(
         "attached",
         incarnation=session.incarnation,
@@ -26,6 +32,7 @@ def check_start(session: Session) -> None:
         tolerance=session.tolerance,
         adapter=type(session.adapter).__name__,
     )
+    _require_tolerance(session)
     if session.is_rank_zero:
         _say_what_is_survived(session)
 
@@ -47,16 +54,40 @@ def _say_what_is_survived(session: Session) -> None:
             "each failed by itself; the loss of the host is the loss of all of them",
             *(", ".join(claimed), ENV_NODE_ID),
         )
-    if 0 < losses < config.tolerance and not session.protection.is_chosen:
-        logger.warning(
-            "the loss of %d node(s) should be survived, but %s survives %d; 'reft plan' and "
-            '"protection": "auto" say what it would take',
-            *(config.tolerance, session.protection.record.scheme, losses),
+    if shortfall := _shortfall(session):
+        logger.warning("%s%s", "" if losses else "TOLERANCE IS 0: ", shortfall)
+
+
+def _require_tolerance(session: Session) -> None:
+    """Before the first step nothing is lost by a stop; a job that restarts by itself goes on."""
+    config, record = session.config, session.protection.record
+    several = len(set(session.topology.failure_domains)) > 1
+    meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
+    meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
+    if session.tolerance >= config.tolerance or not several or meant or session.identity.restarted:
+        return
+    raise ConfigError(
+        f"{_shortfall(session)}. The job was not started: change what is said above, or write "
+        f'"tolerance": {session.tolerance} into the reft block if that is enough, or "allow_unprotected": '
+        f"true to start it as it is"
+    )
+
+
+def _shortfall(session: Session) -> str | None:
+    """What to say where fewer lost nodes are survived than the block wishes, or none at all."""
+    config, losses = session.config, session.tolerance
+    if losses >= max(config.tolerance, 1):
+        return None
+    scheme, wished = session.protection.record.scheme, f'"tolerance": {config.tolerance}'
+    if losses:
+        takes = "'reft plan' says what it would take"
+        if not session.protection.is_chosen:
+            takes = '\'reft plan\' and "protection": "auto" say what it would take'
+        return (
+            f"the loss of {config.tolerance} node(s) should be survived ({wished}), but {scheme} survives "
+            f"{losses}; {takes}"
         )
-    if losses == 0:
-        logger.warning(
-            "TOLERANCE IS 0: %s. The loss of one node loses its memory for good; only what is on "
-            "disk can be resumed from (persist.dir is %s)",
-            session.protection.why_unprotected(),
-            config.persist.dir or "not set",
-        )
+    return (
+        f"{session.protection.why_unprotected()}. The loss of one node loses its memory for good; only what "
+        f"is on disk can be resumed from (persist.dir is {config.persist.dir or 'not set'})"
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from reft.elastic.exits import Cause, ExitNote, Failure, WorkerExit, is_peer_failure, judge, shell_code
-from reft.errors import AuthenticationError, TransferError
+from reft.errors import AuthenticationError, ConfigError, JobInUseError, TransferError
 
 PEER_ERRORS = [
     RuntimeError(
@@ -85,6 +85,8 @@ PEER = WorkerExit(75, ExitNote(Cause.PEER, "RuntimeError: Connection closed by p
     [
         (WorkerExit(1, ExitNote(Cause.OWN, "ValueError: x")), Cause.OWN),
         (WorkerExit(1, None), Cause.OWN),
+        (WorkerExit(2, ExitNote.of(ConfigError("write this"))), Cause.REFUSED),
+        (WorkerExit(1, ExitNote.of(JobInUseError("later"))), Cause.OWN),
         (WorkerExit(-signal.SIGKILL, None), Cause.OWN),  # out of memory
         (WorkerExit(-signal.SIGSEGV, None), Cause.OWN),
         (WorkerExit(-signal.SIGABRT, None), Cause.UNCLEAR),  # NCCL's watchdog, or its own bug
@@ -102,6 +104,10 @@ def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
     killed = WorkerExit(-signal.SIGKILL, None)
     assert judge({0: PEER, 1: killed, 2: PEER}) == Failure(
         Cause.OWN, 1, 137, "local rank 1: killed by SIGKILL"
+    )
+    refused = WorkerExit(2, ExitNote.of(ConfigError("write this")))
+    assert judge({0: killed, 1: refused}) == Failure(
+        Cause.REFUSED, 1, 2, "local rank 1: ConfigError: write this"
     )
     assert judge({0: PEER, 1: PEER}).cause is Cause.PEER
     assert judge({1: PEER, 0: WorkerExit(143, None)}).cause is Cause.PEER

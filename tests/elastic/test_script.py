@@ -88,6 +88,7 @@ def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
     [
         ("raise RuntimeError('[pair.cc:537] Read error: Connection reset by peer')", 75, Cause.PEER),
         ("raise ValueError('own')", 1, Cause.OWN),
+        ("import reft\nraise reft.ConfigError('write this')", 2, Cause.REFUSED),
         (
             "import sys\ntry:\n raise RuntimeError('Connection closed by peer [::1]')\n"
             "except Exception:\n sys.exit(9)",
@@ -109,7 +110,11 @@ def test_a_failure_is_noted_for_the_agent(
         "LOCAL_RANK": "2",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
-    assert run("t.py", cwd=tmp_path, **env).returncode == exit_code
+    done = run("t.py", cwd=tmp_path, **env)
+    assert done.returncode == exit_code
+    assert ("Traceback" in done.stderr) is (exit_code in (1, 75)), (
+        "what is refused says itself what to change"
+    )
     note = ExitNote.read(tmp_path, 2)
     assert (note.cause if note else None) is cause
     if exit_code in (1, 75):

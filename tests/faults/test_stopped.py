@@ -44,6 +44,7 @@ class StoppedJob:
     def started(self, name: str, *, shape: Shape = DP2, persist: bool = False) -> Iterator[FaultJob]:
         # Three, so that two whole versions are left whenever everything dies.
         block: dict[str, Any] = {"enabled": True, "block_bytes": 16384, "grace_secs": GRACE_SECS, "arenas": 3}
+        block["allow_unprotected"] = shape is PP2
         if persist:
             block["persist"] = {"dir": str(self.persist_dir)}
         job = FaultJob(

@@ -100,7 +100,10 @@ def main(root: Path) -> dict[str, Any]:
         os.environ["LOCAL_RANK"] = str(rank if together else 0)
         os.environ["LOCAL_WORLD_SIZE"] = "4" if together else "1"
         memory = root / (name if together else f"{name}{rank}")
-        block = {"enabled": True, "job_id": name, "memory_dir": str(memory), "protection": "auto", **settings}
+        block = {
+            **{"enabled": True, "job_id": name, "memory_dir": str(memory)},
+            **{"protection": "auto", "allow_unprotected": True, **settings},
+        }
         out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(name, block, lines)
     return out
 

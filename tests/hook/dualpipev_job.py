@@ -70,6 +70,7 @@ def main(root: Path) -> dict[str, Any]:
     reference = train(make(), STEPS + 3)
     block = {
         "enabled": True,
+        "allow_unprotected": True,
         "job_id": "dualpipev",
         "memory_dir": str(root / f"memory{os.environ['RANK']}"),
         "has": {"chunk_bytes": 16 * 1024, "compute_share": 0.0},

@@ -79,6 +79,7 @@ class DemoOptions:
             "enabled": True,
             "interval_steps": self.interval,
             "protection": self.protection,
+            "allow_unprotected": True,
         }
         if self.copies is not None:
             block["copies"] = self.copies
