@@ -1,0 +1,97 @@
+"""Runs an example on nodes of this machine, undisturbed or with a node that is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.elastic.cluster import WatchedCluster, cluster
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+_SECS = 300.0
+_STEP = re.compile(r"step (\d+) loss (\d[\d.e+-]*)")
+"""Without the ends of the line: another process may write between a line and its end."""
+_RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has printed.
+
+    Attributes:
+        losses: every loss that was printed, by step; a step that was trained twice has two.
+        resumed: step and source of every resumption.
+        log: of all nodes.
+    """
+
+    losses: dict[int, list[str]]
+    resumed: list[tuple[int, str]]
+    log: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """One script of ``examples/``, made as small as a test needs it.
+
+    Attributes:
+        script: its file.
+        config: its DeepSpeed configuration.
+        arguments: further arguments.
+        nodes: of the job, with one rank each.
+    """
+
+    script: str
+    config: str
+    arguments: Sequence[str] = ()
+    nodes: int = 2
+
+    def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
+        """Train to the end. With ``loses_node`` the block has a fault that kills a node: a fresh one replaces it."""
+        directory.mkdir(parents=True)
+        config = json.loads((EXAMPLES / self.config).read_text())
+        path = directory / self.config
+        path.write_text(json.dumps({**config, "reft": block}))
+        arguments = (
+            *self.arguments,
+            "--deepspeed_config",
+            str(path),
+            "--save-dir",
+            str(directory / "checkpoints"),
+        )
+        with cluster(directory, str(EXAMPLES / self.script), *arguments, nodes=self.nodes) as job:
+            if loses_node:
+                job.wait_until(lambda: ended(job), _SECS, "the loss of a node")
+                (lost,) = ended(job)
+                job.kill_node(lost)  # what is left of it: its memory directory
+                job.replace_node(lost)
+            codes = job.wait(_SECS)
+            log = "".join(path.read_text(errors="replace") for path in sorted(directory.glob("node*.log")))
+        assert set(codes.values()) == {0}, log[-4000:]
+        losses: dict[int, list[str]] = {}
+        for step, loss in _STEP.findall(log):
+            losses.setdefault(int(step), []).append(loss)
+        return Outcome(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
+
+
+def ended(job: WatchedCluster) -> list[int]:
+    """Nodes whose launcher runs no more."""
+    return [index for index, node in sorted(job.current.items()) if not node.running]
+
+
+def check_that_a_lost_node_changes_nothing(example: Example, tmp_path: Path, step: int) -> None:
+    """Lose a node when the version of ``step`` is committed; every loss must be that of the run without reft."""
+    undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
+    fault = {"point": "after_commit", "step": step, "pp": 0, "dp": 1, "action": "kill_node"}
+    disturbed = example.run(tmp_path / "disturbed", {"enabled": True, "faults": [fault]}, loses_node=True)
+    assert [source for _, source in disturbed.resumed] == ["memory"], disturbed.log[-4000:]
+    assert disturbed.resumed[0][0] >= step
+    wrong = {
+        at: losses for at, losses in disturbed.losses.items() if set(losses) != set(undisturbed.losses[at])
+    }
+    assert wrong == {}, f"undisturbed: { {at: undisturbed.losses[at] for at in wrong} }"
+    # Rank 0 may have been killed between a step's commit and its print.
+    assert undisturbed.losses.keys() - disturbed.losses.keys() <= {disturbed.resumed[0][0]}

@@ -1,0 +1,23 @@
+"""The scripts of ``examples/`` lose a node and end with the losses of a run without reft, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .runs import Example, check_that_a_lost_node_changes_nothing
+
+PLAIN = Example("plain.py", "plain.json", ("--epochs", "1"))
+COMPILED = Example("plain.py", "plain.json", ("--epochs", "1", "--compile"))
+PIPELINE = Example("pipeline.py", "pipeline.json", ("--steps", "12"), nodes=4)
+
+
+@pytest.mark.parametrize("example", [PLAIN, PIPELINE], ids=["plain", "pipeline"])
+def test_an_example_that_loses_a_node_ends_with_the_same_numbers(example: Example, tmp_path: Path) -> None:
+    check_that_a_lost_node_changes_nothing(example, tmp_path, step=6)
+
+
+@pytest.mark.long
+def test_a_compiled_model_that_loses_a_node_ends_with_the_same_numbers(tmp_path: Path) -> None:
+    check_that_a_lost_node_changes_nothing(COMPILED, tmp_path, step=6)
