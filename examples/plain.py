@@ -1,8 +1,10 @@
-"""A training loop of its own: ZeRO-1, gradient accumulation, a learning rate scheduler; --compile compiles it.
+"""A training loop of its own: ZeRO-1, gradient accumulation, a learning rate scheduler; torch.compile with
+--compile.
 
 reft adds the lines marked "# reft" and the "reft" block in plain.json.
 
-    reft launch --nproc-per-node 2 examples/plain.py --deepspeed_config examples/plain.json
+    reft launch --nnodes 2 --rdzv-endpoint HOST:29400 --rdzv-id plain \\
+        examples/plain.py --deepspeed_config examples/plain.json
 """
 
 from __future__ import annotations

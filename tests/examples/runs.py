@@ -41,13 +41,15 @@ class Example:
         script: its file.
         config: its DeepSpeed configuration.
         arguments: further arguments.
-        nodes: of the job, with one rank each.
+        procs_per_node: ranks on each of the two nodes.
+        options: further options of ``reft launch``.
     """
 
     script: str
     config: str
     arguments: Sequence[str] = ()
-    nodes: int = 2
+    procs_per_node: int = 1
+    options: Sequence[str] = ()
 
     def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
         """Train to the end. With ``loses_node`` the block has a fault that kills a node: a fresh one replaces it."""
@@ -62,7 +64,8 @@ class Example:
             "--save-dir",
             str(directory / "checkpoints"),
         )
-        with cluster(directory, str(EXAMPLES / self.script), *arguments, nodes=self.nodes) as job:
+        command = (str(EXAMPLES / self.script), *arguments)
+        with cluster(directory, *command, procs_per_node=self.procs_per_node, options=self.options) as job:
             if loses_node:
                 job.wait_until(lambda: ended(job), _SECS, "the loss of a node")
                 (lost,) = ended(job)

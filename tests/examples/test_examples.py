@@ -10,7 +10,13 @@ from .runs import Example, check_that_a_lost_node_changes_nothing
 
 PLAIN = Example("plain.py", "plain.json", ("--epochs", "1"))
 COMPILED = Example("plain.py", "plain.json", ("--epochs", "1", "--compile"))
-PIPELINE = Example("pipeline.py", "pipeline.json", ("--steps", "12"), nodes=4)
+PIPELINE = Example(
+    "pipeline.py",
+    "pipeline.json",
+    ("--steps", "12"),
+    procs_per_node=2,
+    options=("--rank-order", "across-nodes"),
+)
 
 
 @pytest.mark.parametrize("example", [PLAIN, PIPELINE], ids=["plain", "pipeline"])
