@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from reft.errors import ConfigError
 
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult
-    from reft.tools.planning.plan import JobPlan
 
 _EXIT_NOT_WELL = 1
-_WIDTH = 150
 
 
 def plan_command(
@@ -102,6 +98,7 @@ def plan_command(
     """
     from reft.tools.drawing import check_figure
     from reft.tools.planning.cluster import load_cluster
+    from reft.tools.planning.display import show_plan
     from reft.tools.planning.job import Layouting, plan_job, read_config
     from reft.tools.planning.plan import make_plan
     from reft.tools.simulate.schedules import SCHEDULES
@@ -140,7 +137,9 @@ def plan_command(
     if as_json:
         typer.echo(json.dumps(plan.to_json(), indent=2))
     else:
-        _show(plan, figure)
+        show_plan(plan, console := Console())
+        if figure is not None:
+            console.print(f"drawn: {figure}", markup=False)
     if plan.problems:
         raise typer.Exit(_EXIT_NOT_WELL)
 
@@ -152,138 +151,3 @@ def _load(path: Path) -> ProfileResult:
         return ProfileResult.load(path)
     except ProfileError as error:
         raise ConfigError(f"--profile: {error}") from error
-
-
-def _show(plan: JobPlan, figure: Path | None) -> None:
-    from reft.tools.planning.plan import duration
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    order, rate = "-".join(plan.job.layout.order), plan.stages[0].bytes_per_sec
-    console.print(
-        f"{plan.job.training.name}, {plan.survival.nodes} nodes, rank order {order}: a step takes "
-        f"{plan.pace.step_secs:.3g} s, bubble {plan.bubble_fraction:.0%}, copies run at "
-        f"{rate / 1e9:.3g} GB/s ({plan.source})",
-        markup=False,
-    )
-    for table in (_alternatives(plan), _stages(plan), _survival(plan)):
-        console.print(table, markup=False)
-    seen = plan.survival
-    console.print(
-        f"A node of the job fails after about {duration(seen.job_failure_secs)}. For a survival of "
-        f"{seen.target:g} persist every {duration(seen.persist_secs)} ({plan.persist_steps:,} steps); "
-        f"without protection it would be every {duration(seen.unprotected_secs)}.",
-        markup=False,
-    )
-    for failure in plan.job.cluster.failures:
-        shape = "" if failure.shape == 1 else f", Weibull shape {failure.shape:g}"
-        source = f" ({failure.source})" if failure.source else ""
-        console.print(f"Failures: one in {failure.mtbf_days:.0f} days per node{shape}{source}", markup=False)
-    for note in plan.job.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(
-        f'auto would choose "protection": "{plan.choice.chosen.name}": {plan.choice.reason}', markup=False
-    )
-    for problem in plan.problems:
-        console.print(f"NOT WELL: {problem}", style="bold red", markup=False)
-    if not plan.problems:
-        console.print(
-            f"well: {plan.planned.name}, {plan.overhead:.2%} of the training time",
-            style="green",
-            markup=False,
-        )
-    if figure is not None:
-        console.print(f"drawn: {figure}", markup=False)
-
-
-def _alternatives(plan: JobPlan) -> Table:
-    from reft.policy.choose import GIB
-
-    full = max(plan.job.state_bytes(p) for p in range(plan.job.training.stages))
-    title = f"GB of the busiest rank per snapshot; unsharded it would be {full / 1e9:.3f} GB ({plan.source})"
-    table = Table(title=title, title_justify="left")
-    table.add_column("protection", no_wrap=True)
-    gradients = any(a.busiest.gradient_bytes for a in plan.choice.alternatives)
-    parts = [
-        "shard",
-        "redundant",
-        *(["partition"] if plan.job.owned else []),
-        *(["gradients"] if gradients else []),
-    ]
-    for column in ("survives", *parts, "to host", "to peers", "node GiB", "overhead", "in bubbles"):
-        table.add_column(column.replace(" ", "\n"), justify="right")
-    table.add_column("why not")
-    for a in plan.choice.alternatives:
-        load, fit = a.busiest, a.fit
-        assert fit is not None
-        by_part = {
-            "shard": load.shard_bytes,
-            "redundant": load.redundant_bytes,
-            "partition": load.owned_bytes,
-            "gradients": load.gradient_bytes,
-        }
-        table.add_row(
-            f"{'> ' if a is plan.planned else '  '}{a.name}",
-            str(a.tolerance),
-            *(_gb(by_part[part]) for part in parts),
-            _gb(load.to_host_bytes),
-            _gb(load.sent_bytes),
-            f"{a.memory_bytes / GIB:.2f}",
-            f"{fit.overhead:.2%}",
-            f"{fit.in_windows:.0%}",
-            plan.choice.why_not_chosen(a) or "auto's choice",
-            style="bold" if a is plan.planned else None,
-        )
-    for name, why in plan.choice.excluded:
-        table.add_row(f"  {name}", *[""] * (len(table.columns) - 2), why, style="dim")
-    return table
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.4f}"
-
-
-def _stages(plan: JobPlan) -> Table:
-    title = f"windows of each stage, with {plan.planned.name} ({plan.source})"
-    table = Table(title=title, title_justify="left")
-    for column in ("stage", "idle s", "GB that fit", "GB to copy"):
-        table.add_column(column, justify="right")
-    table.add_column("windows, ms")
-    for s in plan.stages:
-        windows: dict[str, list[str]] = {}
-        for w in s.windows:
-            windows.setdefault(w.kind.value.replace("_", "-"), []).append(f"{w.length_secs * 1e3:.3g}")
-        table.add_row(
-            str(s.stage_id),
-            f"{s.idle_secs:.3f}",
-            f"{s.window_bytes / 1e9:.3f}",
-            _gb(s.load.to_host_bytes),
-            "; ".join(f"{kind} {_lengths(lengths)}" for kind, lengths in windows.items()),
-        )
-    return table
-
-
-def _lengths(lengths: list[str]) -> str:
-    return (
-        f"{len(lengths)} x {lengths[0]}"
-        if len(lengths) > 2 and len(set(lengths)) == 1
-        else " + ".join(lengths)
-    )
-
-
-def _survival(plan: JobPlan) -> Table:
-    from reft.tools.planning.plan import duration
-
-    points = plan.survival.curve()
-    kind = "" if plan.survival.exact else ", lower bound"
-    table = Table(title="probability that no state is lost, living on memory alone", title_justify="left")
-    table.add_column("after")
-    for point in points:
-        table.add_column(duration(point.secs) if point.secs > 3600 else "1 h", justify="right")
-    rows: list[tuple[str, Any]] = [
-        (f"with {plan.planned.name}{kind}", lambda p: p.protected),
-        ("without", lambda p: p.unprotected),
-        ("of one node", lambda p: p.node),
-    ]
-    for name, of in rows:
-        table.add_row(name, *(f"{of(point):.5f}" for point in points))
-    return table

@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from reft import cli
 from reft.config import load_config
@@ -19,7 +21,9 @@ from reft.profile.result import ProfileResult, Spread
 from reft.protect.codes import Scheme
 from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
+from reft.tools.planning.display import show_plan
 from reft.tools.planning.job import Layouting, plan_job, read_config
+from reft.tools.planning.plan import make_plan
 from reft.tools.simulate.pipeline import simulate as simulate_step
 from reft.tools.simulate.schedules import one_f_one_b
 from reft.topology import Degrees, Topology
@@ -123,11 +127,56 @@ def test_without_a_nominal_number_every_stage_has_its_own_parameters(run: Run) -
 # ---- what is said ----
 
 
-def test_a_plan_for_people(run: Run) -> None:
+def test_a_plan_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(FP16, *SMALL)
     assert result.code == cli.EXIT_WELL
-    for text in ("simulated", "> arc", "GiB", "cool-down", "without", "persist every", "auto would choose"):
+    for text in ("simulated", "> arc", "GiB", "unprotected", "without", "persist every", "auto would choose"):
         assert text in result.out, text
+    assert "cool-down" not in result.out
+    monkeypatch.setenv("COLUMNS", "140")
+    wide = run(FP16, *SMALL).out
+    for text in ("redundant", "bubbles", "cool-down"):
+        assert text in wide, text
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "layouting", "wishes"),
+    [
+        ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
+        ("34b", "h100", Layouting(4, 8, 16), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
+        ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_bytes": 3 * 10**9}),
+        ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"recompute": True, "protection": "auto"}),
+    ],
+    ids=str,
+)
+def test_a_plan_is_read_at_80_columns(
+    model: str, cluster: str, layouting: Layouting, wishes: dict[str, Any]
+) -> None:
+    """Nothing is cut off, and a row of a table is one line."""
+    job = plan_job(read_config(Path(BF16_ZERO1)), CLUSTERS[cluster], model, layouting)
+    plan = make_plan(job, target=0.999, **wishes)
+    for columns in (80, 120, 200):
+        console = Console(width=columns, file=StringIO(), record=True)
+        show_plan(plan, console)
+        lines = console.export_text().splitlines()
+        assert max(map(len, lines)) <= columns
+        assert "\u2026" not in "".join(lines)
+        rules = [number for number, line in enumerate(lines) if set(line.strip()) == {"\u2500"}]
+        assert len(rules) == 3
+        for rule in rules:
+            rows = lines[rule + 1 : next(n for n in range(rule, len(lines)) if not lines[n].strip())]
+            assert rows
+            assert all(any(map(str.isdigit, row)) for row in rows)
+
+
+def test_none_is_possible_and_protects_nothing(run: Run, tmp_path: Path) -> None:
+    figure = tmp_path / "plan.svg"
+    found = run(FP16, *SMALL, *QUICK, "--figure", str(figure)).json["alternatives"]
+    by_name = {a["name"]: (a["possible"], a["reaches_wish"]) for a in found}
+    assert by_name["none"] == (True, False)
+    assert by_name["arc"] == (True, True)
+    assert "survives fewer than the 1 wished" in figure.read_text()
+    assert "does not fit into the memory" not in figure.read_text()
 
 
 def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: Path) -> None:
@@ -174,7 +223,7 @@ def test_p4_the_tolerance_comes_from_the_placement(run: Run) -> None:
 def test_members_on_one_node_are_not_well_and_loud(run: Run) -> None:
     result = run(FP16, "--model", "125m", "--cluster", "v100", "--dp", "4")
     assert result.code == cli.EXIT_NOT_WELL
-    assert "NOT WELL" in result.out
+    assert "problem: " in result.out
     assert "sit on 1 node(s)" in " ".join(result.out.split())
 
 

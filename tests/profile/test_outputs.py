@@ -115,6 +115,9 @@ def test_the_figure_is_drawn(tmp_path, suffix):
         text = path.read_text()
         assert "stage 1" in text
         assert "Snapshots are free here" in text
+        assert "of the copying time is idle time" in text
+        assert text.count("of it in idle time") == 2
+        assert text.count("4.0 MB to copy") == 1, "bytes and parts of the time stand apart"
     with pytest.raises(ConfigError, match="step 99 was not profiled; the profile has steps"):
         draw(result, path, step=99)
 

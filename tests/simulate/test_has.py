@@ -200,6 +200,8 @@ def test_figures_are_drawn(capsys, tmp_path):
     assert run(capsys, "pipeline", "--schedule", "zero-bubble-h1", "--figure", str(pipeline))[0] == 0
     for path in (overheads, timeline, pipeline):
         assert "<svg" in path.read_text()
+    bars = sum(len(experiment.trainings) for experiment in experiments())
+    assert overheads.read_text().count("<!-- has") >= bars, "every bar of HAS is labelled, of height 0 too"
 
 
 def test_without_matplotlib_the_message_says_what_to_install(capsys, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ _PARTS: tuple[tuple[str, str, Callable[[Load], int]], ...] = (
     ("gradients (AOR)", "#a1d99b", lambda load: load.gradient_bytes),
     ("sent to peers", "#9e9ac8", lambda load: load.sent_bytes),
 )
-_GOOD, _BAD, _GREY = "#238b45", "#cb181d", "#969696"
+_GOOD, _SHORT, _BAD, _GREY = "#238b45", "#e6821e", "#cb181d", "#969696"
 _KINDS = {"fill": "#c6dbef", "mid": "#6baed6", "cool_down": "#2171b5", "drain": "#08306b", "other": "#969696"}
 
 
@@ -61,7 +61,9 @@ def _names(axes: Any, plan: JobPlan) -> None:
 def _colour(plan: JobPlan, alternative: Alternative) -> str:
     if not alternative.available:
         return _GREY
-    return _BAD if alternative.why_not(plan.choice.wished) else _GOOD
+    if not alternative.fits_memory:
+        return _BAD
+    return _SHORT if alternative.tolerance < plan.choice.wished else _GOOD
 
 
 def _draw_traffic(axes: Any, plan: JobPlan) -> None:
@@ -100,7 +102,22 @@ def _draw_memory(axes: Any, plan: JobPlan) -> None:
         axes.set_xlim(0, 1.15 * max(*values, limit / GIB if near else 0.0))
         axes.set_xlabel(f"GiB per node; {limit / GIB:.0f} may be reserved{' (dashed)' if near else ''}")
     _names(axes, plan)
-    axes.set_title("host memory; red: impossible, grey: only if asked for", fontsize=10, loc="left")
+    axes.set_title("host memory", fontsize=10, loc="left")
+    _explain_colours(axes, plan)
+
+
+def _explain_colours(axes: Any, plan: JobPlan) -> None:
+    from matplotlib.patches import Patch
+
+    used = {_colour(plan, a) for a in plan.choice.alternatives}
+    meanings = (
+        (_GOOD, "would do"),
+        (_SHORT, f"survives fewer than the {plan.choice.wished} wished"),
+        (_BAD, "does not fit into the memory"),
+        (_GREY, "not asked for"),
+    )
+    handles = [Patch(color=colour, alpha=0.75, label=text) for colour, text in meanings if colour in used]
+    axes.legend(handles=handles, fontsize=7, frameon=False, loc="upper right")
 
 
 def _draw_windows(axes: Any, plan: JobPlan) -> None:

@@ -160,14 +160,15 @@ def _number(axes: Any, row: int, bars: Sequence[Segment], origin: float, span: f
 
 def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
     """Left the name, right the figures that matter."""
-    need, room = stage.snapshot_bytes, stage.bytes_fit
-    lines = [f"idle {percent(stage.idle_share)}"]
-    if room is not None:
-        lines.append(f"{decimal(room)} fit")
-    copied = stage.snapshots.nbytes or need
-    if copied:
-        free = stage.snapshots.bytes_by_tier.get(1, 0.0) / copied
-        lines.append(f"{decimal(int(copied))} copied, {percent(free)} in tier 1")
+    use, room = stage.snapshots, stage.bytes_fit
+    lines = [f"idle {percent(stage.idle_share)} of the step"]
+    if use.secs:
+        idle = use.secs_beside.get(Beside.IDLE, 0.0) / use.secs
+        lines.append(f"copying {milliseconds(use.secs)}, {percent(idle)} of it in idle time")
+    amounts = [f"{decimal(int(n))} to copy"] if (n := use.nbytes or stage.snapshot_bytes) else []
+    amounts += [f"{decimal(room)} fit"] if room is not None else []
+    if amounts:
+        lines.append(", ".join(amounts))
     axes.text(
         1.012,
         number,
@@ -196,7 +197,7 @@ def _dress(axes: Any, rows: Sequence[RankTimeline], span: float) -> None:
 
 
 def verdict(result: ProfileResult) -> str:
-    """One line: are snapshots free in this job?"""
+    """One line: are snapshots free in this job? Parts are of the time that copying takes."""
     uses = [stage.snapshots for stage in result.stages]
     total = sum(use.nbytes for use in uses)
     if not total:
@@ -210,14 +211,14 @@ def verdict(result: ProfileResult) -> str:
     if held_up > _MUCH_HELD_UP:
         return f"Snapshots hold training up for {percent(held_up)} of a step"
     if idle > _MOSTLY:
-        return f"Snapshots are free here: {percent(idle)} of their copying runs in idle time"
+        return f"Snapshots are free here: {percent(idle)} of the copying time is idle time"
     if computing < _HARDLY:
         return (
-            f"Snapshots leave computation alone: {percent(idle)} of their copying runs in idle time, "
+            f"Snapshots leave computation alone: {percent(idle)} of the copying time is idle time, "
             f"{percent(moving)} beside communication"
         )
     return (
-        f"{percent(idle)} of the copying runs in idle time, {percent(moving)} beside communication, "
+        f"{percent(idle)} of the copying time is idle time, {percent(moving)} beside communication, "
         f"{percent(computing)} beside computation"
     )
 
@@ -225,17 +226,15 @@ def verdict(result: ProfileResult) -> str:
 def _title(axes: Any, result: ProfileResult, timeline: StepTimeline) -> None:
     pp, dp, tp = result.degrees
     uses = [stage.snapshots for stage in result.stages]
-    by_tier = {t: int(sum(use.bytes_by_tier.get(t, 0.0) for use in uses)) for t in (1, 2, 3, 0)}
     idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
     held_up = max(use.held_up_secs for use in uses)
     facts = [
         f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {timeline.step}, "
         f"{milliseconds(timeline.end_secs - timeline.begin_secs)}",
-        f"idle {percent(idle)}",
+        f"idle {percent(idle)} of the step",
     ]
-    if any(by_tier.values()):
-        copied = " / ".join(decimal(n) if n else "0" for n in by_tier.values())
-        facts += [f"copied in tier 1 / 2 / 3 / fence: {copied}", f"held up: {milliseconds(held_up)}"]
+    if any(use.nbytes for use in uses):
+        facts.append(f"held up: {milliseconds(held_up)}")
     for text, up, style in (
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
         ("   ·   ".join(facts), 9, {"fontsize": 9, "color": _FAINT}),

@@ -85,13 +85,25 @@ def _draw_group(axes: Any, results: Sequence[Predictions]) -> None:
             edgecolor="white",
             linewidth=0.4,
         )
-        texts = [f"{v:.0f}" if v >= 10 else f"{v:.1f}" for v in values]
-        axes.bar_label(bars, texts, fontsize=6, padding=1)
+        if like.variant is not Variant.HAS:
+            axes.bar_label(bars, [_percent(v) for v in values], fontsize=6, padding=1)
+            continue
+        # Its bars often have no height, and have to be seen all the same.
+        colour = _VARIANTS[like.variant]
+        axes.bar_label(bars, [f"has\n{_percent(v)}" for v in values], fontsize=7, padding=3, color=colour)
+        middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+        axes.plot(middles, values, "o", color=colour, markersize=3.5, clip_on=False)
     axes.set_yscale("symlog", linthresh=1.0)
     axes.set_ylim(0, 400)
     axes.set_yticks([0, 1, 10, 100], ["0", "1", "10", "100"])
     axes.axhline(3.0, color="grey", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(results)), [_label(r) for r in results], fontsize=7)
+
+
+def _percent(value: float) -> str:
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 0.05 else f"{value:.2f}" if value >= 0.005 else "0"
 
 
 def _label(result: Predictions) -> str:
