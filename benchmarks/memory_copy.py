@@ -90,7 +90,7 @@ class Rank:
         self.barrier = dist.barrier
         self.daemon = subprocess.Popen(
             [
-                *(sys.executable, "-m", "reft.store.daemon", str(self.session.job_dir.path)),
+                *(sys.executable, "-m", "reft.store.daemon", str(self.session.memory.job_dir.path)),
                 *("--launcher-pid", str(os.getpid())),  # it ends with this rank, however that ends
             ],
             stdout=subprocess.DEVNULL,
@@ -108,14 +108,14 @@ class Rank:
 
     def _watch_stages(self) -> None:
         """Where the seconds go, at a small cost of its own."""
-        from reft.hook import session as session_module
+        from reft.hook import engine_state
         from reft.snapshot import taking
         from reft.snapshot.filling import Filling
         from reft.store.arena import Arena
 
         watch, worker = self.watch, self.session.worker
         watch.watch(self.session, "submit", "training: submit")
-        watch.watch(session_module, "capture_host_state", "training: capture")
+        watch.watch(engine_state, "capture_host_state", "training: capture")
         watch.watch(worker, "fence", "training: fence")
         watch.watch(taking, "encode", "worker: encode host state")
         watch.watch(worker.copier, "copy", "worker: copy and hash")

@@ -174,7 +174,7 @@ def run_rank(options: argparse.Namespace) -> None:
             "trials": trials,
             "bytes": {way.name: way.bytes() for way in ways},
             "optimizer": type(rank.engine.optimizer).__name__,
-            "state_bytes": sum(image.nbytes for image in rank.session.adapter.images()),
+            "state_bytes": sum(image.nbytes for image in rank.session.state.adapter.images()),
         },
     )
     rank.barrier()

@@ -94,7 +94,7 @@ class TorchWay(Way):
 
     def _files(self) -> tuple[Path, Path]:
         at = self.rank.session.coordinate
-        owner = at.dp if self.rank.session.adapter.owned else 0
+        owner = at.dp if self.rank.session.state.adapter.owned else 0
         return self.folder / f"model-pp{at.pp}.pt", self.folder / f"optimizer-pp{at.pp}-dp{owner}.pt"
 
     def save(self) -> None:
@@ -105,7 +105,7 @@ class TorchWay(Way):
         dp = self.rank.session.coordinate.dp
         if dp == 0:
             torch.save(self.engine.module.state_dict(), model)
-        if dp == 0 or self.rank.session.adapter.owned:
+        if dp == 0 or self.rank.session.state.adapter.owned:
             torch.save((inner_optimizer(self.engine).state_dict(), masters(self.engine)), optimizer)
 
     def restore(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class DcpWay(Way):
 
     def _state(self) -> dict[str, Any]:
         at = self.rank.session.coordinate
-        suffix = f"pp{at.pp}" + (f".dp{at.dp}" if self.rank.session.adapter.owned else "")
+        suffix = f"pp{at.pp}" + (f".dp{at.dp}" if self.rank.session.state.adapter.owned else "")
         optimizer = inner_optimizer(self.engine)
         return {
             f"model.pp{at.pp}": self.engine.module.state_dict(),
@@ -199,9 +199,9 @@ class ReftWay(Way):
 
         session = self.rank.session
         session.worker.close(600.0)
-        session.copy_engine = copy_engine_for(session.engine.device)
+        session.copying.engine = copy_engine_for(session.engine.device)
         session.worker = None
-        session.incarnation += 1
+        session.memory.incarnation += 1
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class ReftNodeLostWay(ReftWay):
     def before(self) -> None:
         super().before()
         if self.rank.is_last_node:
-            for arena in self.rank.session.job_dir.path.glob("*.arena"):
+            for arena in self.rank.session.memory.job_dir.path.glob("*.arena"):
                 arena.unlink()
         self.rank.barrier()
 

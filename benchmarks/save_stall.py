@@ -101,14 +101,14 @@ class Rank:
         self._watch_hot_path()
 
     def _watch_hot_path(self) -> None:
-        from reft.hook import session as session_module
+        from reft.hook import engine_state
         from reft.snapshot import taking
         from reft.snapshot.filling import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
         watch.watch(session, "submit", "training.submit")
-        watch.watch(session, "_current_images", "training.submit.images")
-        watch.watch(session_module, "capture_host_state", "training.submit.capture")
+        watch.watch(session.state, "_current_images", "training.submit.images")
+        watch.watch(engine_state, "capture_host_state", "training.submit.capture")
         watch.watch(worker, "fence", "training.fence")
         watch.watch(worker.copier, "copy", "worker.copy")
         watch.watch(taking, "encode", "worker.copy.encode")
@@ -183,7 +183,7 @@ def run_rank(options: argparse.Namespace) -> None:
     rank = Rank(options, space)
     wanted = situations(options.pp * options.dp)
     done = {c.name: rank.situation(c) for c in wanted if options.cores in ("both", c.name)}
-    arenas = sum(f.stat().st_size for f in rank.session.job_dir.path.glob("*.arena"))
+    arenas = sum(f.stat().st_size for f in rank.session.memory.job_dir.path.glob("*.arena"))
     write_result(
         space,
         {

@@ -67,7 +67,7 @@ class BlockingCopySaver(Saver):
 
         from reft.snapshot.plan import shard_cuts
 
-        images = replicated, owned = session.adapter.images()
+        images = replicated, owned = session.state.adapter.images()
         dp, size = session.coordinate.dp, session.topology.degrees.dp
         cuts = shard_cuts(replicated.nbytes, size)
         members = {dp, (dp + 1) % size} if session.config.scheme.copies else {dp}
@@ -98,7 +98,7 @@ class FileSaver(Saver):
 
         self.engine = engine
         self.at = session.coordinate
-        self.owned = bool(session.adapter.owned)
+        self.owned = bool(session.state.adapter.owned)
         self.folder = space.disk / self.name
         self._barrier = dist.barrier
 

@@ -22,7 +22,7 @@ def completing(session: Session) -> Completing | None:
     if config.memory_limit_bytes is not None or config.recompute:
         return None
     record, at = session.protection.record, session.coordinate
-    slots = (session.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
+    slots = (session.memory.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
 
     def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
         scheme, members = record.parsed, len(owned_bytes)

@@ -27,10 +27,11 @@ from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind
 from reft.hook.device_paths import report_untried
+from reft.hook.engine_state import ClientState
 from reft.hook.install import ds_config_of
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
-from reft.hook.session import ClientState, Session
+from reft.hook.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def attach(
     session = session_of(engine)
     if session is not None:
         if client_state is not None:
-            session.client_state = client_state
+            session.state.client_state = client_state
         return session
     import os
 
@@ -98,7 +99,7 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                session.after_optimizer_step()
+                session.fence.after_optimizer_step()
 
         return wrapped
 
@@ -108,7 +109,7 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
             try:
                 result = original(data_iter, *args, **kwargs)
             finally:
-                session.data.end_batch()
+                session.state.data.end_batch()
             session.after_step()
             restorer.after_step()
             return result
@@ -145,9 +146,9 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
         return wrapped
 
     _replace(engine, "_take_model_step", model_step)
-    innermost = session.adapter.state.optimizer
+    innermost = session.state.adapter.state.optimizer
     if isinstance(innermost, torch.optim.Optimizer):
-        innermost.register_step_pre_hook(session.before_write)
+        innermost.register_step_pre_hook(session.fence.before_write)
     if hasattr(engine, "grid"):
         _replace(engine, "train_batch", train_batch)
         _weave(engine, session)
@@ -163,11 +164,12 @@ def _weave(engine: Any, session: Session) -> None:
 
     weaver = Weaver(
         engine,
-        session.pacer,
+        session.copying.pacer,
         take_snapshot=session.boundary,
         active=lambda: (
-            session.worker is not None and (session.variant is Variant.HAS or session.pacer.gate.wanted)
+            session.worker is not None
+            and (session.copying.variant is Variant.HAS or session.copying.pacer.gate.wanted)
         ),
         traced=lambda: session.tracer.active,
     )
-    session.woven(weaver)
+    session.tracer.weaver = weaver

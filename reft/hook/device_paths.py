@@ -61,7 +61,7 @@ def _always(_: Session) -> bool:
 
 
 def _windows(session: Session) -> bool:
-    return session.variant is Variant.HAS
+    return session.copying.variant is Variant.HAS
 
 
 def _stages(session: Session) -> bool:
@@ -81,7 +81,7 @@ def _recomputes(session: Session) -> bool:
 
 
 def _exact_adam(session: Session) -> bool:
-    return isinstance(session.adapter.state.optimizer, ExactAdam)
+    return isinstance(session.state.adapter.state.optimizer, ExactAdam)
 
 
 PATHS: tuple[DevicePath, ...] = (
@@ -108,7 +108,7 @@ def untried(paths: Sequence[DevicePath], session: Session, platform: str) -> Ite
 
 def report_untried(session: Session, paths: Sequence[DevicePath] = PATHS) -> None:
     """One line on rank 0 of a job on a device, where there is anything to say."""
-    if not (session.copy_engine.asynchronous and session.is_rank_zero):
+    if not (session.copying.engine.asynchronous and session.is_rank_zero):
         return
     platform = platform_of(torch.version)
     if names := ", ".join(untried(paths, session, platform)):

@@ -15,7 +15,7 @@ from reft.env import ENV_PROFILE
 from reft.naming import BLOCK_NAME
 
 if TYPE_CHECKING:
-    from reft.hook.session import ClientState
+    from reft.hook.engine_state import ClientState
 
 _INSTALLED = "_reft_installed"
 _MOST_BYTES = 4 * 2**20

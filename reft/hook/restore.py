@@ -73,7 +73,7 @@ class Restorer:
         """``train_batch`` begins, which takes its batches itself. The random states of the version hold from
         here on: whatever the script has drawn since it loaded is undone."""
         self.before_first_step()
-        self._session.data.begin_batch(data_iter)
+        self._session.state.data.begin_batch(data_iter)
         if self._rng is not None:
             restore_rng(self._rng)
         self._rng = None
@@ -83,7 +83,7 @@ class Restorer:
         session = self._session
         if training:
             self.before_first_step()
-        moved = session.data.forward(training=training)
+        moved = session.state.data.forward(training=training)
         if moved is not None and session.is_rank_zero:
             logger.warning("%s", moved)
 
@@ -92,8 +92,8 @@ class Restorer:
         if not self._trains and self._session.worker is None:
             self._start_at_first_step()
         self._trains = True
-        self._session.restored_client = None
-        self._session.data.trains()
+        self._session.state.restored_client = None
+        self._session.state.data.trains()
 
     def after_step(self) -> None:
         """A step has returned: after the first one it is known how the script reads its data."""
@@ -101,10 +101,10 @@ class Restorer:
         if self._advised or int(session.engine.global_steps) == self._first_step:
             return
         self._advised = True
-        text = session.data.advice()
-        if text is None or not session.is_rank_zero or session.variant is Variant.NONE:
+        text = session.state.data.advice()
+        if text is None or not session.is_rank_zero or session.copying.variant is Variant.NONE:
             return
-        if session.client_state is not None:
+        if session.state.client_state is not None:
             logger.info("the position in the data is left to the client state that is attached")
         else:
             logger.warning("%s", text)
@@ -144,8 +144,8 @@ class Restorer:
         if isinstance(plan, RecoveryPlan):
             sound = self._disk.newest_sound(found, beyond=plan.label)
             if sound is None:
-                session.identity.check_memory(
-                    session.job_dir.path, plan.label, reads=session.is_first_on_node
+                session.memory.identity.check_memory(
+                    session.memory.job_dir.path, plan.label, reads=session.is_first_on_node
                 )
                 outcome = self._restore_from_memory(recovery)
                 if isinstance(outcome, RecoveryOutcome):
@@ -179,8 +179,8 @@ class Restorer:
             session.topology,
             session.control.rank,
             job_id=session.job_id,
-            job_dir=session.job_dir.path,
-            secret=session.job_dir.secret,
+            job_dir=session.memory.job_dir.path,
+            secret=session.memory.job_dir.secret,
             group=session.control.group,
             faults=session.faults,
             completing=completing(session),
@@ -207,7 +207,7 @@ class Restorer:
         for repair in outcome.repaired:
             logger.warning("corrupt memory was repaired from another source: %s", repair)
         # What holds the version just recovered is kept until it is protected anew.
-        job_dir, label = session.job_dir, outcome.label
+        job_dir, label = session.memory.job_dir, outcome.label
         held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
         session.start(dict.fromkeys(held, label))
         if not is_still_protected(session, held.values(), outcome):
@@ -217,14 +217,14 @@ class Restorer:
 
     def _finish(self, state: dict[str, Any]) -> None:
         session = self._session
-        restore_host_state(session.engine, session.adapter, state)
+        restore_host_state(session.engine, session.state.adapter, state)
         self._after_restore(state)
 
     def _after_restore(self, state: dict[str, Any]) -> None:
         session = self._session
-        session.data.restore(state.get("data") or {}, state.get("rng"))
-        session.restored_client = dict(state.get("client") or {})
-        self._client_state = ClientStateView(session.restored_client)
+        session.state.data.restore(state.get("data") or {}, state.get("rng"))
+        session.state.restored_client = dict(state.get("client") or {})
+        self._client_state = ClientStateView(session.state.restored_client)
         self._rng = state.get("rng")
         self._first_step = int(session.engine.global_steps)
         session.restored()
@@ -257,11 +257,11 @@ class Restorer:
         """The versions to come are newer than these (P3): a directory of the script's may know incarnations
         that memory, which was lost, does not. Equal on all ranks, as what was found is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
-        self._session.incarnation = max(self._session.incarnation, 1 + max(seen, default=0))
+        self._session.memory.incarnation = max(self._session.memory.incarnation, 1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session = self._session
-        session.identity.check_checkpoint(
+        session.memory.identity.check_checkpoint(
             disk.fingerprint, f"the checkpoint {disk}", own=disk.job_id == session.job_id
         )
 
@@ -293,7 +293,7 @@ class Restorer:
             "restored",
             source="disk",
             version=int(session.engine.global_steps),
-            bytes_from={"disk": sum(image.nbytes for image in session.adapter.images())},
+            bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
             secs=time.perf_counter() - began,
         )
         if session.worker is not None:
@@ -307,7 +307,7 @@ class Restorer:
         assert session.worker is not None
         session.worker.drain(session.config.commit_timeout_secs)
         session.worker.fence()
-        session.incarnation += 1
+        session.memory.incarnation += 1
 
     def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """A load in a running job, for example back to before a loss spike."""
@@ -392,7 +392,7 @@ class Restorer:
         """Nothing to resume from: right for a new job, an error for one that had made progress."""
         session = self._session
         assert isinstance(plan, NotRecoverable)
-        note = noted_commit(session.record, session.control, session.job_id)
+        note = noted_commit(session.memory.record, session.control, session.job_id)
         refused = self._disk.refused(found) if found is not None else ()
         if plan.newest_committed is None and not plan.layout_mismatch and not note:
             if refused:
@@ -453,7 +453,7 @@ class _Target:
         """The host block of this coordinate is there: give the engine's state the shape it had."""
         session = self._session
         self.blob = DecodedBlob(host)
-        self._images = session.adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
+        self._images = session.state.adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> None:
         image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]

@@ -27,7 +27,7 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
     Returns:
         What DeepSpeed returns.
     """
-    attached = dict(session.client_state()) if session.client_state else {}
+    attached = dict(session.state.client_state()) if session.state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
     result = original(**{**call, "client_state": client_state})
     from reft.state.deepspeed_format import write_host_file
@@ -38,15 +38,15 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
     try:
         state = capture_host_state(
             session.engine,
-            session.adapter,
+            session.state.adapter,
             kept if _is_encodable(kept) else None,  # DeepSpeed's own file holds it, whatever it is
-            session.data.state(),
+            session.state.data.state(),
         )
         state[SAVED_BY] = {
             "job_id": session.job_id,
-            "incarnation": session.incarnation,
+            "incarnation": session.memory.incarnation,
             "step": step,
-            "fingerprint": session.identity.fingerprint.encode().decode(),
+            "fingerprint": session.memory.identity.fingerprint.encode().decode(),
         }
         write_host_file(host_file(Path(call["save_dir"]) / name, session.coordinate), state)
     except Exception as error:

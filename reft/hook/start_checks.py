@@ -26,11 +26,11 @@ def check_start(session: Session) -> None:
     """
     session.events.write(
         "attached",
-        incarnation=session.incarnation,
+        incarnation=session.memory.incarnation,
         coordinate=str(session.coordinate),
         node=session.node,
         tolerance=session.tolerance,
-        adapter=type(session.adapter).__name__,
+        adapter=type(session.state.adapter).__name__,
     )
     _require_tolerance(session)
     if session.is_rank_zero:
@@ -42,7 +42,7 @@ def _say_what_is_survived(session: Session) -> None:
     logger.info(
         "incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
         "%d node(s) per sharding group",
-        session.incarnation,
+        session.memory.incarnation,
         session.topology.degrees,
         len(set(session.topology.failure_domains)),
         config.interval_steps,

@@ -4,16 +4,77 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from reft.hook.preempt import Preemption
+from reft.snapshot.worker import SnapshotWorker
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
 
 logger = logging.getLogger(__name__)
 
+_STOP_NEXT_SECS = 1.0
+"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
+_LONG_STEP_SECS = 0.5
+"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
+measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
+_VOTE_SECS = 5.0
+_VOTE_SHARE = 0.1
+"""Of a step: most that it waits for a vote that does not come."""
+
 _CLOSE_SECS = 1.0
 _ALONE_SHARE = 0.5
 """Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
+
+
+class Stopping:
+    """Decides after which step one rank stops.
+
+    Args:
+        grace_secs: from the wish to stop to the end.
+        preemption: knows the wish.
+    """
+
+    def __init__(self, grace_secs: float, preemption: Preemption) -> None:
+        self.preemption = preemption
+        self._grace_secs = grace_secs
+        self._stop: Callable[[Session, int], None] | None = None
+
+    def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
+        """Whether the job stops after the step that has just ended, or this rank does.
+
+        Args:
+            worker: its votes carry the wish, and the answer.
+            step: the step.
+            step_secs: what it took.
+        """
+        votes = worker.votes
+        if self.preemption.requested:
+            # The vote that carries this is over when training gets there: all ranks know by then.
+            votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
+        if step_secs > _LONG_STEP_SECS:
+            worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
+        if votes.stop_step is not None and step >= votes.stop_step:
+            self._stop = stop_together
+        elif votes.stop_step is None and self._must_stop_alone(worker):
+            self._stop = stop_alone
+        return self._stop is not None
+
+    def _must_stop_alone(self, worker: SnapshotWorker) -> bool:
+        """Whether this rank was told to stop, and no vote will say in time after which step all do (P6)."""
+        waited_long = self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs
+        return self.preemption.requested and (waited_long or worker.broken is not None)
+
+    def stop_if_due(self, session: Session, step: int) -> None:
+        """Called behind the step.
+
+        Raises:
+            SystemExit: it was.
+        """
+        if self._stop is not None:
+            self._stop(session, step)
 
 
 def stop_together(session: Session, step: int) -> None:
@@ -31,7 +92,7 @@ def stop_together(session: Session, step: int) -> None:
     )
     session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
     session.close()
-    raise SystemExit(session.preemption.exit_code)
+    raise SystemExit(session.stopping.preemption.exit_code)
 
 
 def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
@@ -46,13 +107,6 @@ def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
     return request.committed, persisted
 
 
-def must_stop_alone(session: Session) -> bool:
-    """Whether this rank was told to stop, and no vote will say in time after which step all do (P6)."""
-    preemption, worker = session.preemption, session.worker
-    waited_long = preemption.waited_secs > _ALONE_SHARE * session.config.grace_secs
-    return preemption.requested and (waited_long or (worker is not None and worker.broken is not None))
-
-
 def stop_alone(session: Session, step: int) -> None:
     """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
     longer than half of it, no vote could name one to stop after, but all ranks that were told get here alike.
@@ -60,7 +114,7 @@ def stop_alone(session: Session, step: int) -> None:
     Raises:
         SystemExit: always.
     """
-    left = session.config.grace_secs - session.preemption.waited_secs - _CLOSE_SECS
+    left = session.config.grace_secs - session.stopping.preemption.waited_secs - _CLOSE_SECS
     committed, persisted = _take_last_version(session, max(0.0, left))
     if committed:
         logger.warning(
@@ -76,4 +130,4 @@ def stop_alone(session: Session, step: int) -> None:
         )
     session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
     session.close(_CLOSE_SECS)
-    raise SystemExit(session.preemption.exit_code)
+    raise SystemExit(session.stopping.preemption.exit_code)

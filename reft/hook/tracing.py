@@ -47,11 +47,11 @@ class Tracer:
             job_id=session.job_id,
             coordinate=session.coordinate,
             degrees=session.topology.degrees,
-            secret=session.job_dir.secret,
+            secret=session.memory.job_dir.secret,
             snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
         )
         # On a device calls return before their work is done; its own clock is read, without waiting.
-        clock = DeviceClock() if session.copy_engine.asynchronous else None
+        clock = DeviceClock() if session.copying.engine.asynchronous else None
         self.weaver.mark = None if clock is None else clock.mark
         self.profiler = Profiler(config, facts, clock)
 

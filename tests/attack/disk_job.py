@@ -100,8 +100,8 @@ class Lives:
         session = session_of(engine)
         assert session is not None
         session.worker.drain(60)
-        label = Label(session.incarnation, int(engine.global_steps))
-        persist_label(session.job_dir, label, session.config, assembler=ASSEMBLER)
+        label = Label(session.memory.incarnation, int(engine.global_steps))
+        persist_label(session.memory.job_dir, label, session.config, assembler=ASSEMBLER)
         torch.distributed.barrier()
 
     def lose_memory(self, job: str) -> None:
@@ -171,7 +171,7 @@ def damaged(root: Path) -> dict[str, Any]:
     lives.attack(lambda: flip(lives.find("", "global_step8/*pp_rank_1_*optim_states.pt")))
     engine = lives.start("one")
     out["step"], out["client"] = lives.load(engine)
-    out["incarnation"] = session_of(engine).incarnation
+    out["incarnation"] = session_of(engine).memory.incarnation
     step = int(engine.global_steps)
     out["equal"] = train(engine, 10) == losses[step:]
     close(engine)
@@ -296,7 +296,7 @@ def arguments(root: Path) -> dict[str, Any]:
     out["given"] = vars(client["given"])
     out["equal"] = train(engine, 6) == losses[4:]
     if RANK == 1:
-        session_of(engine).data.state = lambda: len(1)
+        session_of(engine).state.data.state = lambda: len(1)
     try:
         engine.save_checkpoint(str(lives.root / "other"))
     except TypeError as error:

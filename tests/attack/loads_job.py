@@ -79,7 +79,7 @@ class Job:
         try:
             loaded = self._loads(engine)
             out["returned"] = [str(x) for x in loaded] if isinstance(loaded, tuple) else loaded
-            out["resumed_at"], out["incarnation"] = int(engine.global_steps), session.incarnation
+            out["resumed_at"], out["incarnation"] = int(engine.global_steps), session.memory.incarnation
             if save_at is not None:
                 train(engine, save_at[1])
                 engine.save_checkpoint(str(save_at[0]))

@@ -180,7 +180,7 @@ def long_run(root: Path, number: int, case: dict[str, Any], protection: str) -> 
 def dropped_gradient(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """The capture of one step is lost on rank 0."""
     watched = Watched(root, "dropped", case, protection="arc+aor")
-    capture = watched.session.recomputing.capture
+    capture = watched.session.state.recomputing.capture
 
     def drop(step: int) -> None:
         original = type(capture).take
@@ -223,7 +223,7 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     session, told = watched.session, Told()
 
     def rename(old: str) -> None:
-        capture = session.recomputing.capture
+        capture = session.state.recomputing.capture
         assert capture is not None
         capture.images = {
             member: SectionImage([(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()])
@@ -273,8 +273,8 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
     """A session is closed and its engine goes on training."""
     watched = Watched(root, f"closed-{number}", case, protection="arc+aor")
     wrapper = watched.engine.optimizer
-    inner = watched.session.adapter.state.optimizer
-    capture = watched.session.recomputing.capture
+    inner = watched.session.state.adapter.state.optimizer
+    capture = watched.session.state.recomputing.capture
     assert capture is not None
     losses = train(watched.engine, 3)
     hooks = len(inner._optimizer_step_pre_hooks)

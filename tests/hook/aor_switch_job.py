@@ -33,7 +33,7 @@ MOST_STEPS = 20_000
 def digest(session: Any) -> str:
     """Of the bytes of the live state: the model, masters, moments."""
     total = hashlib.sha256()
-    for image in session.adapter.images():
+    for image in session.state.adapter.images():
         memory = torch.zeros(image.nbytes, dtype=torch.uint8)
         image.read_into(0, memory)
         total.update(memory.numpy().tobytes())

@@ -56,7 +56,7 @@ def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
     session = session_of(engine)
     assert session is not None
     assert parse_block(session.config.as_block()) == session.config, "the daemon reads it so"
-    expected = session.adapter.expected_bytes()
+    expected = session.state.adapter.expected_bytes()
     path, _ = engine.load_checkpoint(str(Path(block["memory_dir"]) / "none"))
     losses = train(engine)
     result = {
@@ -64,7 +64,7 @@ def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
         "in_force": session.protection.record.scheme,
         "tolerance": session.tolerance,
         "expected": expected,
-        "real": [image.nbytes for image in session.adapter.images()],
+        "real": [image.nbytes for image in session.state.adapter.images()],
         "path": path,
         "said": [text for level, text in lines.texts if level >= logging.WARNING],
         "losses": losses,

@@ -55,7 +55,7 @@ def run(root: Path, protection: str) -> dict[str, Any]:
         lose(memory, node)
         engine, path = begin()
         session = session_of(engine)
-        job = session.job_dir
+        job = session.memory.job_dir
         newest = max(r.header.label for r in take_inventory(job.path, "here", job.secret).arenas if r.usable)
         restored.append({"path": path, "digest": digest(session), "incarnation": newest.incarnation})
         session.close()

@@ -110,7 +110,7 @@ def main(root: Path) -> dict[str, Any]:
     # A later incarnation: the newest state is in memory, newer than the checkpoint of step 5.
     second = make(block, init=reft.initialize)
     path, client = second.load_checkpoint(str(root / "ckpt"))
-    out["resumed"] = [path, dict(client), second.global_steps, session_of(second).incarnation]
+    out["resumed"] = [path, dict(client), second.global_steps, session_of(second).memory.incarnation]
     try:
         client["lr_of_mine"]
     except reft.ConfigError as error:
@@ -120,7 +120,7 @@ def main(root: Path) -> dict[str, Any]:
 
     # Back to the checkpoint on purpose: an explicit tag is that checkpoint, bit for bit.
     path, _ = second.load_checkpoint(str(root / "ckpt"), tag="global_step5")
-    out["rolled_back"] = [Path(path).parent.name, second.global_steps, session_of(second).incarnation]
+    out["rolled_back"] = [Path(path).parent.name, second.global_steps, session_of(second).memory.incarnation]
     out["equal_after_disk"] = train(second, 12) == reference[5:]
     session_of(second).worker.drain(30)
     session_of(second).close()

@@ -36,12 +36,13 @@ def job(
     config = parse_block(block)
     return SimpleNamespace(
         config=config,
-        variant=config.variant,
+        copying=SimpleNamespace(variant=config.variant, engine=SimpleNamespace(asynchronous=True)),
         protection=SimpleNamespace(record=SimpleNamespace(parsed=config.scheme)),
-        adapter=SimpleNamespace(
-            state=SimpleNamespace(optimizer=optimizer([torch.nn.Parameter(torch.ones(1))]))
+        state=SimpleNamespace(
+            adapter=SimpleNamespace(
+                state=SimpleNamespace(optimizer=optimizer([torch.nn.Parameter(torch.ones(1))]))
+            )
         ),
-        copy_engine=SimpleNamespace(asynchronous=True),
         is_rank_zero=rank == 0,
     )
 
@@ -70,7 +71,7 @@ def test_it_is_one_line_on_one_rank_of_a_job_on_a_device(caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "reft")
     report_untried(job({}, rank=1))
     on_host = job({})
-    on_host.copy_engine.asynchronous = False
+    on_host.copying.engine.asynchronous = False
     report_untried(on_host)
     assert caplog.messages == []
     report_untried(job({}))

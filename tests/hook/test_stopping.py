@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from reft.hook.stopping import must_stop_alone, stop_alone
+from reft.hook.stopping import Stopping, stop_alone
 
 GRACE_SECS = 25.0
 
@@ -17,8 +17,9 @@ def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
     """A session that was told to stop, and whose last version is committed or given up."""
     session = mock.Mock()
     session.config.grace_secs = GRACE_SECS
-    session.preemption = SimpleNamespace(requested=True, waited_secs=waited_secs, exit_code=143)
-    session.worker.broken = None
+    told: Any = SimpleNamespace(requested=True, waited_secs=waited_secs, exit_code=143)
+    session.stopping = Stopping(GRACE_SECS, told)
+    session.worker.broken = session.worker.votes.stop_step = None
     session.submit.return_value = SimpleNamespace(committed=committed, label="the label")
     return session
 
@@ -26,9 +27,9 @@ def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
 def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_the_end() -> None:
     """All ranks are told, as a rule; there is no time for another step, in which they could agree on one."""
     session = told_to_stop(waited_secs=20.0, committed=True)
-    assert must_stop_alone(session)
+    assert session.stopping.is_due(session.worker, 7, 0.1)
     with pytest.raises(SystemExit):
-        stop_alone(session, 7)
+        session.stopping.stop_if_due(session, 7)
     session.submit.assert_called_once_with(must=True)
     (secs,) = session.worker.drain.call_args.args
     assert 0 < secs < GRACE_SECS - 20.0

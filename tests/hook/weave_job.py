@@ -144,7 +144,7 @@ class Witness:
         self.handed_over, session.submit = session.submit, self.submit
 
     def submit(self, **options: Any) -> Any:
-        image = self.session.adapter.images()[0]
+        image = self.session.state.adapter.images()[0]
         data = torch.zeros(image.nbytes, dtype=torch.uint8)
         for source, target in image.pieces_into(0, data):
             target.copy_(source.detach().reshape(-1).view(torch.uint8))
@@ -157,7 +157,7 @@ class Witness:
         step = label.step
         if step not in self.states:
             return  # handed over before
-        for _, arena in scan(self.session.job_dir.path, self.session.job_dir.secret):
+        for _, arena in scan(self.session.memory.job_dir.path, self.session.memory.job_dir.secret):
             header = arena.header() if isinstance(arena, Arena) else None
             if header is not None and header.state.whole and header.label.step == step:
                 entries = [e for e in header.entries if e.key.section is Section.REPLICATED]
@@ -176,8 +176,8 @@ def staged(root: Path, name: str, steps: int) -> dict[str, Any]:
     updates = note_updates(engine)
     losses = train(engine, 2)
     witness = Witness(session)
-    slow_link(session.copy_engine, 0.0003)
-    session.pacer.model.window = 1e8  # what it would learn in some more steps
+    slow_link(session.copying.engine, 0.0003)
+    session.copying.pacer.model.window = 1e8  # what it would learn in some more steps
     losses += train(engine, steps)
     session.worker.drain(60)
     plan = session.schedule
@@ -216,7 +216,7 @@ def traced(
     session = reft.attach(engine, config=block(root, name, variant=variant, **has))
     session.tracer.traces = deque(maxlen=100)
     if link_secs:
-        slow_link(session.copy_engine, link_secs)
+        slow_link(session.copying.engine, link_secs)
     updates = note_updates(engine)
     losses = train(engine, STEPS)
     evaluated = float(engine.eval_batch(batches(99)))
@@ -229,7 +229,7 @@ def traced(
         "evaluated": evaluated,
         "traces": [t.to_json() for t in session.tracer.traces],
         "updates": updates,
-        "fence_within": session.fence_within,
+        "fence_within": session.fence.is_within,
         "stats": stats,
         "names": [type(c).__name__ for step in expected for c in step],
         "plan": None if plan is None else {str(t): n for t, n in plan.tier_bytes.items()},
