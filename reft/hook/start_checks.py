@@ -64,7 +64,7 @@ def _require_tolerance(session: Session) -> None:
     several = len(set(session.topology.failure_domains)) > 1
     meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
     meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
-    if session.tolerance >= config.tolerance or not several or meant or session.identity.restarted:
+    if session.tolerance >= config.tolerance or not several or meant or session.memory.identity.restarted:
         return
     raise ConfigError(
         f"{_shortfall(session)}. The job was not started: change what is said above, or write "
