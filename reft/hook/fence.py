@@ -40,23 +40,23 @@ class OptimizerFence:
         if self.is_within and worker is not None:
             worker.approach()
         else:
-            self.wait()
+            self.hold()
 
     def before_write(self, *_: object) -> None:
         """The innermost optimizer is about to write."""
         self._writes_seen = True
-        self.wait()
+        self.hold()
 
     def after_optimizer_step(self) -> None:
         """Nothing may have been written, on overflow: the fence comes here, and next time before the step."""
         if not self._writes_seen:
-            self.wait()
+            self.hold()
         self.is_within = self._writes_seen
         if self._copying.takes_versions:
             self._copying.pacer.end_optimizer()
 
-    def wait(self) -> None:
-        """Until no copy reads the live tensors."""
+    def hold(self) -> None:
+        """Hold training until no copy reads the live tensors."""
         worker = self._worker()
         if worker is not None:
             secs = worker.fence()

@@ -114,7 +114,7 @@ class Session:
             at=self.coordinate,
             topology=self.topology,
             scheme=lambda: Scheme.parse(self.protection.record.in_force),
-            fence=self.fence.wait,
+            fence=self.fence.hold,
         )
         self.state = EngineState(self.engine, adapter, recomputing, client_state)
         self.daemon = DaemonClient(self.memory.job_dir.path, self.memory.job_dir.secret)
