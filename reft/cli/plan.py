@@ -27,7 +27,10 @@ def plan_command(
     cluster: Annotated[str, typer.Option(help="v100, frontier, a100, h100, or a JSON file")] = "h100",
     model: Annotated[
         str | None,
-        typer.Option(help="llama2-1.3b, -2.7b, -6.7b, -34b, another model of reft.pretrain, or a JSON file"),
+        typer.Option(
+            help="llama2-1.3b, -2.7b, -6.7b, -34b, another model of reft.pretrain, a JSON file of that kind, "
+            "or the config.json of a Hugging Face model (Llama, Mistral, Qwen)"
+        ),
     ] = None,
     pp: Annotated[int, typer.Option("--pp", min=1, help="pipeline stages")] = 1,
     dp: Annotated[
@@ -48,7 +51,13 @@ def plan_command(
     schedule: Annotated[str, typer.Option(help="pipeline schedule; see 'reft simulate pipeline'")] = "1f1b",
     parameters: Annotated[
         float | None,
-        typer.Option(help="count bytes for so many parameters, evenly spread, as publications do (1.3e9)"),
+        typer.Option(
+            help="count bytes for so many parameters, evenly spread, as publications do (1.3e9); without "
+            "--model computing time is a Llama's of that size"
+        ),
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a sample; by default the model's, 4096 at most")
     ] = None,
     tolerance: Annotated[
         int | None,
@@ -108,10 +117,6 @@ def plan_command(
         return
     if config is None:
         raise ConfigError("say what to plan: the path of a DeepSpeed JSON, such as configs/bf16-zero1.json")
-    if model is None:
-        raise ConfigError(
-            "say which model: --model llama2-1.3b, -2.7b, -6.7b, -34b, or the path of a .json file"
-        )
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule is {schedule!r}; known: {', '.join(SCHEDULES)}")
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
@@ -119,8 +124,9 @@ def plan_command(
     if figure is not None:
         check_figure("--figure", figure)
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
+    machines = load_cluster(cluster)
     plan = make_plan(
-        plan_job(read_config(config), load_cluster(cluster), model, layouting, parameters),
+        plan_job(read_config(config), machines, model, layouting, parameters, seq_length=seq_length),
         tolerance=tolerance,
         target=target_survival,
         protection=protection,

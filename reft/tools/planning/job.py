@@ -14,9 +14,9 @@ from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
 from reft.tools.planning.json_file import read_object
-from reft.tools.pretrain.layout import AXES, Layout, check_model, choose_order, parse_order
-from reft.tools.pretrain.model_config import load_model
-from reft.tools.simulate.training import Training
+from reft.tools.planning.shapes import check_shape, load_shape, shape_of
+from reft.tools.pretrain.layout import AXES, Layout, choose_order, parse_order
+from reft.tools.simulate.training import Shape, Training
 from reft.topology import Degrees, Topology
 
 _ADAM = ("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "fusedlamb")
@@ -114,18 +114,21 @@ def read_config(path: Path) -> dict[str, Any]:
 def plan_job(
     config: Mapping[str, Any],
     cluster: Cluster,
-    model: str,
+    model: str | None,
     layouting: Layouting,
     parameters: float | None = None,
+    *,
+    seq_length: int | None = None,
 ) -> PlannedJob:
     """The job that a configuration means.
 
     Args:
         config: the DeepSpeed JSON.
         cluster: what it shall run on.
-        model: a shape of ``reft.tools.pretrain``, also as ``llama2-NAME``, or the path of one.
+        model: see :func:`reft.tools.planning.shapes.load_shape`; None: one with that many parameters.
         layouting: degrees and placement.
         parameters: nominal number, to count bytes as publications do.
+        seq_length: tokens of a sample, instead of the model's.
 
     Raises:
         ConfigError: what the configuration asks for cannot be planned; says what to write.
@@ -146,20 +149,15 @@ def plan_job(
         notes.append("computing times are those of half precision; fp32 takes longer, so snapshots cost less")
     if parameters is not None and not 0 < parameters < 1e15:
         raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
+    shape, assumed = _shape(model, parameters, seq_length, layouting.tp)
+    notes.extend(assumed)
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp = _data_parallel(config, cluster, layouting, samples)
     micro_batches = _micro_batches(config, layouting, samples, dp, notes)
     degrees = Degrees(layouting.pp, dp, layouting.tp)
-    shape = load_model(model.removeprefix("llama2-"))
-    check_model(shape, degrees)
+    check_shape(shape, degrees)
     training = Training(
-        model.removeprefix("llama2-"),
-        cluster.machine,
-        layouting.tp,
-        layouting.pp,
-        dp,
-        micro_batches,
-        samples,
+        shape.name, cluster.machine, layouting.tp, layouting.pp, dp, micro_batches, samples, given=shape
     )
     return PlannedJob(
         training,
@@ -170,6 +168,19 @@ def plan_job(
         _layout(degrees, cluster, layouting.order),
         parameters,
         tuple(notes),
+    )
+
+
+def _shape(
+    model: str | None, parameters: float | None, seq_length: int | None, tensor: int
+) -> tuple[Shape, tuple[str, ...]]:
+    if model is not None:
+        return load_shape(model, seq_length)
+    if parameters is not None:
+        return shape_of(parameters, tensor, seq_length)
+    raise ConfigError(
+        "say which model: --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json file such as the "
+        "config.json of a Hugging Face model, or --parameters 7e9"
     )
 
 

@@ -1,0 +1,176 @@
+"""Models that reft does not train itself: the parameters of their ``config.json`` are those that were published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft import cli
+from reft.errors import ConfigError
+from reft.tools.planning.shapes import PlannedShape, load_shape, shape_of
+from reft.tools.simulate.hardware import H100
+from reft.tools.simulate.training import Training
+
+
+def config(kind: str, **values: Any) -> dict[str, Any]:
+    names = {
+        "hidden": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv": "num_key_value_heads",
+        "ffn": "intermediate_size",
+        "vocab": "vocab_size",
+        "tied": "tie_word_embeddings",
+        "longest": "max_position_embeddings",
+    }
+    return {"model_type": kind, **{names.get(key, key): value for key, value in values.items()}}
+
+
+PUBLISHED = {
+    "Llama-2-7b": (6_738_415_616, config("llama", hidden=4096, layers=32, heads=32, ffn=11008, vocab=32000)),
+    "Llama-2-13b": (
+        13_015_864_320,
+        config("llama", hidden=5120, layers=40, heads=40, ffn=13824, vocab=32000),
+    ),
+    "Llama-2-70b": (
+        68_976_648_192,
+        config("llama", hidden=8192, layers=80, heads=64, kv=8, ffn=28672, vocab=32000),
+    ),
+    "Llama-3-8B": (
+        8_030_261_248,
+        config("llama", hidden=4096, layers=32, heads=32, kv=8, ffn=14336, vocab=128256, longest=8192),
+    ),
+    "Llama-3-70B": (
+        70_553_706_496,
+        config("llama", hidden=8192, layers=80, heads=64, kv=8, ffn=28672, vocab=128256, tied=False),
+    ),
+    "Llama-3.2-1B": (
+        1_235_814_400,
+        config(
+            "llama", hidden=2048, layers=16, heads=32, kv=8, ffn=8192, vocab=128256, tied=True, head_dim=64
+        ),
+    ),
+    "Mistral-7B": (
+        7_241_732_096,
+        config("mistral", hidden=4096, layers=32, heads=32, kv=8, ffn=14336, vocab=32000),
+    ),
+    "Mistral-Nemo": (
+        12_247_782_400,
+        config("mistral", hidden=5120, layers=40, heads=32, kv=8, ffn=14336, vocab=131072, head_dim=128),
+    ),
+    "Qwen2-0.5B": (
+        494_032_768,
+        config("qwen2", hidden=896, layers=24, heads=14, kv=2, ffn=4864, vocab=151936, tied=True),
+    ),
+    "Qwen2-7B": (
+        7_615_616_512,
+        config("qwen2", hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
+    ),
+    "Qwen3-8B": (
+        8_190_735_360,
+        config(
+            *("qwen3",),
+            hidden=4096,
+            layers=36,
+            heads=32,
+            kv=8,
+            ffn=12288,
+            vocab=151936,
+            head_dim=128,
+            tied=False,
+        ),
+    ),
+}
+"""Numbers of parameters as the safetensors of these models have them."""
+
+
+def write(folder: Path, values: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder / "config.json")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path, name: str) -> None:
+    published, values = PUBLISHED[name]
+    shape, notes = load_shape(write(tmp_path / name, values), None)
+    assert isinstance(shape, PlannedShape)
+    assert (shape.name, shape.parameters) == (name, published)
+    assert f"{published:,} parameters" in notes[0]
+    assert load_shape(str(tmp_path / name), None)[0] == shape, "its folder will do"
+    # One device holds all of it; on more a tied matrix is there twice, as in DeepSpeed.
+    alone = Training(name, H100, 1, 1, 1, 1, given=shape)
+    assert alone.stage_parameters(0) == published
+    stages = Training(name, H100, 1, 4, 1, 4, given=shape)
+    twice = shape.vocab_size * shape.hidden_size if shape.tied else 0
+    assert sum(map(stages.stage_parameters, range(4))) == published + twice
+
+
+def test_samples_are_as_long_as_one_says(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", PUBLISHED["Mistral-7B"][1] | {"max_position_embeddings": 32768})
+    shape, notes = load_shape(path, None)
+    assert shape.seq_length == 4096
+    assert "--seq-length says otherwise" in notes[0]
+    assert load_shape(path, 8192)[0].seq_length == 8192
+    assert load_shape("llama2-1.3b", 1024)[0].seq_length == 1024
+    short = write(tmp_path / "s", PUBLISHED["Mistral-7B"][1] | {"max_position_embeddings": 2048})
+    assert load_shape(short, None)[0].seq_length == 2048
+
+
+@pytest.mark.parametrize("parameters", [1e6, 1.3e9, 7e9, 70e9, 1e12])
+def test_a_number_of_parameters_is_a_shape_of_about_that_size(parameters: float) -> None:
+    shape, _ = shape_of(parameters, 8, None)
+    assert shape.heads % 8 == 0
+    if parameters > 1e9:
+        blocks = shape.layers * shape.block_parameters
+        assert 0.7 * parameters < blocks < 1.4 * parameters
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model_type": "mixtral"}, "known: llama, mistral, qwen2, qwen3. Leave --model out"),
+        ({"num_hidden_layers": 3}, "model_type is None"),
+        ({"model_type": "llama"}, "hidden_size is None; expected a positive integer"),
+        (config("llama", hidden=64, heads=0), "num_attention_heads is 0"),
+        (config("llama", hidden=64, heads=2, kv="two"), "num_key_value_heads is 'two'"),
+    ],
+)
+def test_another_model_file_is_refused(tmp_path: Path, values: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        load_shape(write(tmp_path / "m", values), None)
+
+
+def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
+    ds = tmp_path / "ds.json"
+    ds.write_text(json.dumps({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}))
+    code = cli.main(["plan", str(ds), "--rank-order", "auto", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, " ".join(err.split())
+
+
+def test_a_plan_of_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "Llama-3-8B", PUBLISHED["Llama-3-8B"][1])
+    code, out, _ = plan(capsys, tmp_path, "--model", path, "--pp", "2", "--tp", "4", "--nodes", "4", "--json")
+    found = json.loads(out)
+    assert (code, found["job"]["model"], found["job"]["dp"]) == (cli.EXIT_WELL, "Llama-3-8B", 4)
+    half = PUBLISHED["Llama-3-8B"][0] / 8
+    assert found["full_bytes"] == pytest.approx(14 * half, rel=0.02)
+    code, _, err = plan(capsys, tmp_path, "--model", path, "--tp", "5", "--nodes", "5")
+    assert code == cli.EXIT_WRONG_USE
+    assert "Llama-3-8B has 32 heads, not divisible by --tp 5" in err
+    code, _, err = plan(capsys, tmp_path, "--model", path, "--pp", "40", "--dp", "2")
+    assert code == cli.EXIT_WRONG_USE
+    assert "has 32 layers, but --pp 40" in err
+
+
+def test_a_plan_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--pp", "2", "--tp", "4", "--nodes", "4", "--json")
+    code, out, _ = plan(capsys, tmp_path, "--parameters", "7e9", *arguments)
+    found = json.loads(out)
+    assert (code, found["job"]["model"]) == (cli.EXIT_WELL, "7B")
+    assert found["full_bytes"] == pytest.approx(14 * 7e9 / 8, rel=1e-6)
+    assert any("computing time as of" in note for note in found["notes"])
