@@ -79,8 +79,9 @@ class Observer:
 
     def state_changed(self, state: str, **facts: Any) -> None: ...
 
-    def newest_commit(self) -> Any:
-        """Something that changes when the job has made progress."""
+    def newest_step(self) -> int:
+        """Step of the newest committed version; -1 if none is known of."""
+        return -1
 
 
 class ReftAgent(LocalElasticAgent):
@@ -95,6 +96,7 @@ class ReftAgent(LocalElasticAgent):
         exits_dir: directory where trainers may leave why they ended.
         free_restarts: restarts because of peers without any progress in between, before they count
             as own failures.
+        renews: own failures are counted from the last new version on.
         stop_secs: time for trainers to end when a round is over.
         grace_secs: time for trainers to commit and end when the launcher was told to stop.
         options: the other arguments of LocalElasticAgent.
@@ -110,6 +112,7 @@ class ReftAgent(LocalElasticAgent):
         observer: Observer,
         exits_dir: Path,
         free_restarts: int = 10,
+        renews: bool = False,
         stop_secs: float = 1.0,
         grace_secs: Callable[[], float] = lambda: 30.0,
         **options: Any,
@@ -121,6 +124,7 @@ class ReftAgent(LocalElasticAgent):
         self._secret = secret
         self._observer = observer
         self._free_restarts = free_restarts
+        self._renews = renews
         self._stop_secs = stop_secs
         self._grace_secs = grace_secs
         self._ended_groups: set[int] = set()
@@ -131,7 +135,6 @@ class ReftAgent(LocalElasticAgent):
         self._store_lost = False
         self._joined = 0
         self._without_progress = 0
-        self._commit_at_start: Any = None
         self.agreement: Agreement | None = None
         self.failure: Failure | None = None
         self.all_ended_well = False
@@ -181,24 +184,27 @@ class ReftAgent(LocalElasticAgent):
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
             return False
-        used, allowed = self._info.restarts_used, self._spec.max_restarts
+        used = 0 if self._renews and self._has_new_version() else self._info.restarts_used
+        allowed = self._spec.max_restarts
+        since = " since the last new version" if self._renews else ""
         if failure.cause is Cause.OWN and used >= allowed:
             logger.error(
-                "%s; restarts used: %d of %d (--max-restarts): the job ends", failure.reason, used, allowed
+                "%s; restarts used%s: %d of %d (--max-restarts): the job ends",
+                *(failure.reason, since, used, allowed),
             )
             return False
         price = {
-            Cause.OWN: f"uses restart {used + 1} of {allowed}",
+            Cause.OWN: f"uses restart {used + 1} of {allowed}{since}",
             Cause.UNCLEAR: "the other nodes tell whether it uses a restart",
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
         return True
 
+    def _has_new_version(self) -> bool:
+        return self._observer.newest_step() > self._info.known_step
+
     def _is_free(self) -> bool:
-        progressed = (
-            self._observer.newest_commit() != self._commit_at_start
-            or time.monotonic() - self._started_at > _PROGRESS_SECS
-        )
+        progressed = self._has_new_version() or time.monotonic() - self._started_at > _PROGRESS_SECS
         self._without_progress = 1 if progressed else self._without_progress + 1
         return self._without_progress <= self._free_restarts
 
@@ -266,10 +272,11 @@ class ReftAgent(LocalElasticAgent):
         # A static rendezvous gives every round the same store; its agents restart in step.
         is_static = spec.rdzv_handler.get_backend() == "static"
         table = store.with_prefix(f"reft/round/{self._joined if is_static else 0}")
+        self._info = replace(self._info, newest_step=self._observer.newest_step())
         table.set(f"node/{group_rank}", self._info.to_json())
         keys = [f"node/{i}" for i in range(group_world_size)]
         table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
-        agreement = agree([NodeInfo.from_json(table.get(k)) for k in keys])
+        agreement = agree([NodeInfo.from_json(table.get(k)) for k in keys], renews=self._renews)
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
             table, self._secret, group_rank, group_world_size, spec.local_addr
@@ -304,7 +311,6 @@ class ReftAgent(LocalElasticAgent):
         # TORCHELASTIC_RESTART_COUNT is computed from this, and must be the same on all nodes: older
         # versions of torch make it part of the keys under which trainers find each other.
         self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
-        self._commit_at_start = self._observer.newest_commit()
         self._started_at = time.monotonic()
         self._ended_groups.clear()
         ids: dict[int, Any] = super()._start_workers(worker_group)

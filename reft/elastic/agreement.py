@@ -43,6 +43,8 @@ class NodeInfo:
         round: last round this agent took part in; 0 for a new agent.
         members: agents of that round.
         restarts_used: restarts the job had used up at that round.
+        known_step: newest committed step that any node of that round knew of; -1: none.
+        newest_step: the one that this node knows of now.
         cause: why the agent's trainers of that round ended; None if they did not fail.
     """
 
@@ -53,6 +55,8 @@ class NodeInfo:
     round: int = 0
     members: tuple[str, ...] = ()
     restarts_used: int = 0
+    known_step: int = -1
+    newest_step: int = -1
     cause: Cause | None = None
 
     def to_json(self) -> str:
@@ -73,6 +77,7 @@ class NodeInfo:
             round=agreement.round,
             members=agreement.members,
             restarts_used=agreement.restarts_used,
+            known_step=agreement.known_step,
             cause=None,
         )
 
@@ -87,6 +92,7 @@ class Agreement:
         nodes: node ids, by group rank.
         ranks: global rank of every trainer of each node, by local rank.
         restarts_used: of ``--max-restarts``, by the whole job.
+        known_step: newest committed step that any of the nodes knows of; -1: none.
     """
 
     round: int
@@ -94,6 +100,7 @@ class Agreement:
     nodes: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     restarts_used: int
+    known_step: int
 
     @property
     def world_size(self) -> int:
@@ -101,7 +108,7 @@ class Agreement:
         return sum(map(len, self.ranks))
 
 
-def agree(infos: Sequence[NodeInfo]) -> Agreement:
+def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
     """Work out a round from what its agents bring.
 
     A round that ended with at least one failure by own cause uses one restart of the job, however
@@ -110,6 +117,7 @@ def agree(infos: Sequence[NodeInfo]) -> Agreement:
 
     Args:
         infos: one per agent, by group rank.
+        renews: restarts are counted from the last new version on.
 
     Raises:
         DuplicateNodeError: two nodes have the same id.
@@ -117,13 +125,16 @@ def agree(infos: Sequence[NodeInfo]) -> Agreement:
     _refuse_doubles(infos)
     last_round = max(c.round for c in infos)
     last = [c for c in infos if c.round == last_round and last_round]
-    used = max((c.restarts_used for c in last), default=0)
+    newest = max(c.newest_step for c in infos)
+    known = max((c.known_step for c in last), default=-1)
+    used = 0 if renews and newest > known else max((c.restarts_used for c in last), default=0)
     return Agreement(
         round=last_round + 1,
         members=tuple(c.agent for c in infos),
         nodes=tuple(c.node for c in infos),
         ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
         restarts_used=used + _uses_restart(last),
+        known_step=max(newest, known),
     )
 
 

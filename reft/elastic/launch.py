@@ -154,9 +154,9 @@ class Launcher(Observer):
         self._memory.write_state(state=state, **facts)
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
-    def newest_commit(self) -> Any:
-        status = read_json(self._memory.path / STATUS_FILE)
-        return (status or {}).get("last_committed")
+    def newest_step(self) -> int:
+        status = read_json(self._memory.path / STATUS_FILE) or {}
+        return int((status.get("last_committed") or {}).get("step", -1))
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -266,6 +266,7 @@ class Launcher(Observer):
             secret=self._secret,
             observer=self,
             free_restarts=options.free_restarts,
+            renews=options.restarts_renew,
             stop_secs=options.stop_secs,
             exits_dir=self._memory.path,
             grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,

@@ -33,6 +33,8 @@ _AUTO = "auto"
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 _SMALL_JOB_NODES = 32
 _FREE_RESTARTS = 10
+_RESTARTS = 3
+"""Failures of trainers that follow each other without a new version in between."""
 _STOP_SECS = 1.0
 
 
@@ -53,6 +55,7 @@ class LaunchOptions:
         grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
         stop_secs: time for trainers to end when a round is over.
         free_restarts: restarts because of lost peers, without progress in between.
+        restarts_renew: own failures are counted from the last new version on, not over the job's life.
         rank_turn: ranks that a node gets in its turn; 0: all of its ranks in a row.
     """
 
@@ -68,6 +71,7 @@ class LaunchOptions:
     grace_secs: float | None
     stop_secs: float
     free_restarts: int
+    restarts_renew: bool
     rank_turn: int
 
     @property
@@ -85,12 +89,18 @@ def make_parser() -> argparse.ArgumentParser:
         prog="reft launch",
         words="SCRIPT [ARGUMENTS]...",
         description="torchrun, with reft: the training script keeps its state in the memory of its peers, "
-        "and any node may die and be replaced. Every option of torchrun works as there.",
+        "and any node may die and be replaced. Every option of torchrun works as there, but for two "
+        "defaults: the nodes meet by c10d, and without --max-restarts trainers that fail are started again "
+        f"until {_RESTARTS} restarts in a row brought no new version. A number given is for all of the job's "
+        "life.",
         parents=[torchrun.get_args_parser()],
         add_help=False,  # that parser has it
     )
     # torchrun's "static" rendezvous cannot replace a node: it is taken only when asked for.
-    parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO))
+    parser.set_defaults(
+        rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
+        max_restarts=os.environ.get("PET_MAX_RESTARTS"),
+    )
     ours = parser.add_argument_group("reft")
     ours.add_argument(
         "--memory-dir",
@@ -171,6 +181,9 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     """
     memory_dir = _memory_dir(args)
     job_id = _job_id(args)
+    restarts_renew = args.max_restarts is None
+    if restarts_renew:
+        args.max_restarts = _RESTARTS
     if args.rdzv_id in ("", "none"):
         # Jobs that meet at one rendezvous without an id must not be taken for one.
         args.rdzv_id = job_id
@@ -199,6 +212,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         grace_secs=args.grace_secs,
         stop_secs=args.stop_secs,
         free_restarts=args.max_peer_restarts,
+        restarts_renew=restarts_renew,
         rank_turn=args.rank_order,
     )
 

@@ -32,6 +32,7 @@ def test_the_first_round() -> None:
         nodes=("node-a", "node-b", "node-c"),
         ranks=((0, 1), (2, 3, 4), (5, 6)),
         restarts_used=0,
+        known_step=-1,
     )
     assert agreement.world_size == 7
 
@@ -129,3 +130,19 @@ def test_cards_survive_the_way_through_the_store() -> None:
     full = replace(info("a"), round=2, members=("a", "b"), cause=UNCLEAR)
     assert NodeInfo.from_json(full.to_json()) == full
     assert NodeInfo.from_json(info("b").to_json().encode()) == info("b")
+
+
+@pytest.mark.parametrize(
+    ("renews", "newest", "used"),
+    [(True, 7, 1), (True, 6, 3), (True, -1, 3), (False, 7, 3)],
+)
+def test_restarts_without_a_limit_given_are_counted_from_the_last_new_version_on(
+    renews: bool, newest: int, used: int
+) -> None:
+    """Two were used when the newest version was the sixth; then a trainer fails again."""
+    a, b = (
+        replace(info(n), round=3, members=("a", "b"), restarts_used=2, known_step=6, cause=cause)
+        for n, cause in (("a", OWN), ("b", PEER))
+    )
+    third = agree([a, replace(b, newest_step=newest), info("c", newest_step=6)], renews=renews)
+    assert (third.restarts_used, third.known_step) == (used, max(6, newest))

@@ -92,6 +92,14 @@ def test_an_unknown_rank_order_is_refused(order: str, capsys: pytest.CaptureFixt
     assert "write by-node, across-nodes, or across-nodes:N" in capsys.readouterr().err
 
 
+def test_restarts_are_unlimited_only_between_new_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (parse().config.max_restarts, parse().restarts_renew) == (3, True)
+    for given in (parse("--max-restarts", "5"), parse("--max_restarts=5")):
+        assert (given.config.max_restarts, given.restarts_renew) == (5, False)
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    assert (parse().config.max_restarts, parse().restarts_renew) == (0, False)
+
+
 def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
     name = parse("--nproc-per-node", "2").job_id
     assert parse("--standalone").job_id == parse("--rdzv-id", "").job_id == name
@@ -234,7 +242,8 @@ def test_errors_are_shown_restarts_counted_and_the_memory_kept(tmp_path: Path) -
 
 
 def test_exit_codes_propagate(tmp_path: Path) -> None:
-    with single(tmp_path, "exit", "3", options=("--no-daemon", "--keep-memory")) as job:
+    options = ("--no-daemon", "--keep-memory", "--max-restarts", "0")
+    with single(tmp_path, "exit", "3", options=options) as job:
         assert job.wait(240) == {0: 3}
 
 

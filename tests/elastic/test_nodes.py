@@ -37,7 +37,7 @@ def trains(job: WatchedCluster, attempt: int, nodes: int) -> None:
 def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
     """--max-restarts is 0 throughout: the node of rank 0 dies, then another hangs and comes back as a
     spare, a daemon is killed, and the job ends well."""
-    with cluster(tmp_path, "allreduce.py", "100000", nodes=3, options=QUICK) as job:
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=3, options=(*QUICK, "--max-restarts", "0")) as job:
         trains(job, 0, 3)
         secret = (job.job_dir(1) / "secret").read_text()
 
