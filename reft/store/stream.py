@@ -1,12 +1,17 @@
-"""Copies within host memory past the caches, ``stream.cpp``, where the installation has built it."""
+"""Copies within host memory past the caches, with or without their checksum, ``stream.cpp``, where the
+installation has built it."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from reft.native import compiled
 
@@ -14,6 +19,18 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+Range = tuple[int, int, int]
+"""``(target address, source address, bytes)``. Target 0: the bytes are only hashed. Whoever holds the
+addresses keeps the memory."""
+Ranges = NDArray[np.uint64]
+"""Rows of them."""
+
+_SHORT_BYTES = 240
+"""Inputs up to here have other formulas in XXH3; the package computes them."""
+_LINE_BYTES = 64
+_CACHED_BYTES = 256 * 2**10
+"""What is still in the cache when it is hashed after it was copied."""
 
 
 @lru_cache(maxsize=1)
@@ -38,3 +55,93 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
         copier()(target.data_ptr(), source.data_ptr(), source.numel())
     else:
         target.copy_(source)
+
+
+def ranges_of(rows: Iterable[Range]) -> Ranges:
+    """Ranges as :meth:`HashingCopier.copy` takes them."""
+    return np.array([*rows], np.uint64).reshape(-1, 3)
+
+
+class _State(ctypes.Structure):
+    """``Hash`` of ``stream.cpp``."""
+
+    _fields_ = (
+        ("sums", ctypes.c_uint64 * 8),
+        ("total", ctypes.c_uint64),
+        ("held", ctypes.c_uint8 * (_LINE_BYTES + 1024)),
+    )
+
+
+class HashingCopier:
+    """Copies ranges that do not overlap and takes xxh3_64 of their bytes in order, in one pass over them, as
+    they are read: the checksum is that of what was written, whatever the sources become.
+
+    For one thread at a time, which is without the interpreter meanwhile. Made by :func:`hashing_copier`.
+    """
+
+    def __init__(self, reset: Any, copy: Any, digest: Any) -> None:
+        self._state = _State()
+        self._at = ctypes.addressof(self._state)
+        self._reset, self._copy, self._digest = reset, copy, digest
+        reset(self._at)
+
+    def copy(self, ranges: Ranges) -> None:
+        """Copy and hash them behind what was hashed so far."""
+        self._copy(self._at, ranges.__array_interface__["data"][0], len(ranges))
+
+    def take(self) -> int:
+        """The checksum of what was hashed; begins anew."""
+        total = self._state.total
+        if total > _SHORT_BYTES:
+            value: int = self._digest(self._at)
+        else:
+            value = xxhash.xxh3_64_intdigest(bytes(self._state.held[_LINE_BYTES : _LINE_BYTES + total]))
+        self._reset(self._at)
+        return value
+
+
+class PlainHashingCopier(HashingCopier):
+    """The same without the compiled loop: one pass copies, the other hashes what is in the cache by then."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def copy(self, ranges: Ranges) -> None:
+        copy = copier()
+        for target, source, nbytes in ranges.tolist():
+            for at in range(0, nbytes, _CACHED_BYTES):
+                part = min(_CACHED_BYTES, nbytes - at)
+                read = source + at
+                if target:
+                    copy(target + at, read, part)
+                    read = target + at  # the source may have changed meanwhile
+                self._hash.update((ctypes.c_ubyte * part).from_address(read))
+
+    def take(self) -> int:
+        value = self._hash.intdigest()
+        self._hash.reset()
+        return value
+
+
+@lru_cache(maxsize=1)
+def compiled_hash() -> tuple[Any, Any, Any] | None:
+    """The functions of :class:`HashingCopier`; None where they were not built."""
+    try:
+        reset, copy, digest = (
+            compiled("reft.store._stream", name)
+            for name in ("reft_hash_reset", "reft_copy_and_hash", "reft_hash_digest")
+        )
+    except OSError as error:
+        logger.info("host memory is hashed after it was copied, not with it: %s", error)
+        return None
+    reset.argtypes = digest.argtypes = [ctypes.c_void_p]
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    reset.restype = copy.restype = None
+    digest.restype = ctypes.c_uint64
+    return reset, copy, digest
+
+
+def hashing_copier() -> HashingCopier:
+    """One that has hashed nothing yet."""
+    functions = compiled_hash()
+    return PlainHashingCopier() if functions is None else HashingCopier(*functions)

@@ -71,7 +71,7 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
     """Count, version by version, what really is copied and sent from now on."""
     moved: dict[str, Counter[int]] = {"copied": Counter(), "tensors": Counter(), "sent": Counter()}
     engine, wire = session.worker.copier.engine, session.worker.control
-    copy, exchange, stats = engine.copy, wire.exchange, session.stats
+    copy, copy_hashed, exchange, stats = engine.copy, engine.copy_hashed, wire.exchange, session.stats
 
     def counting_copy(pieces: Any, after: Any = None, encode: Any = None) -> Any:
         nbytes = sum(target.numel() for _, target in pieces)
@@ -79,11 +79,17 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
         moved["tensors"][stats.committed] += len(pieces)
         return copy(pieces, after, encode)
 
+    def counting_copy_hashed(ranges: Any, hasher: Any) -> Any:
+        copied = ranges[ranges[:, 0] > 0]  # the others are hashed only
+        moved["copied"][stats.committed] += int(copied[:, 2].sum())
+        moved["tensors"][stats.committed] += len(copied)
+        return copy_hashed(ranges, hasher)
+
     def counting_exchange(sends: Mapping[int, Sequence[torch.Tensor]], receives: Any) -> None:
         moved["sent"][stats.committed] += sum(t.nbytes for tensors in sends.values() for t in tensors)
         exchange(sends, receives)
 
-    engine.copy = counting_copy
+    engine.copy, engine.copy_hashed = counting_copy, counting_copy_hashed
     wire.exchange = counting_exchange
     return moved
 

@@ -129,7 +129,8 @@ def slow_link(engine: Any, secs: float) -> None:
 
         return call
 
-    engine.copy, engine.drain = slowed(engine.copy), slowed(engine.drain)
+    for name in ("copy", "copy_hashed", "drain"):
+        setattr(engine, name, slowed(getattr(engine, name)))
 
 
 class Witness:

@@ -11,7 +11,7 @@ import torch
 from reft.blocks import BlockKey, Section
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
 from reft.snapshot.copying.chunks import Chunk
-from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.traffic import Kind
@@ -199,7 +199,7 @@ def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(
 def test_what_fits_the_area_is_the_end_of_a_version(engine: CopyEngine) -> None:
     def chunk(nbytes: int) -> Chunk:
         block = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, nbytes), 0)
-        return Chunk(block, Kind.OWNED, (), memoryview(bytearray(nbytes)), first=True, last=True)
+        return Chunk(block, Kind.OWNED, CheckedPieces(), (0, 0, nbytes), last=True)
 
     chunks = [chunk(1000) for _ in range(10)]
     area = StagingArea(engine)

@@ -26,7 +26,7 @@ from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.engine import CopyTicket, Encode, Mark, Piece
+from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
@@ -47,6 +47,7 @@ from reft.store.protection import (
     write_order,
     write_record,
 )
+from reft.store.stream import HashingCopier, Ranges
 from reft.topology import Degrees, Topology
 
 SECRET = b"s" * 32
@@ -220,12 +221,10 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     gate, entered = threading.Event(), threading.Event()
 
     class Held(CpuCopyEngine):
-        def copy(
-            self, pieces: Sequence[Piece], after: Mark | None = None, encode: Encode | None = None
-        ) -> CopyTicket:
+        def copy_hashed(self, ranges: Ranges, hasher: HashingCopier) -> CopyTicket:
             entered.set()
             gate.wait(60)
-            return super().copy(pieces, after, encode)
+            return super().copy_hashed(ranges, hasher)
 
     me.step(2)
     me.worker.copier.engine = Held()

@@ -1,4 +1,5 @@
-"""The compiled copy past the caches is a copy, whatever the sizes and wherever the ranges begin."""
+"""The compiled copy past the caches is a copy, whatever the sizes and wherever the ranges begin, and the checksum
+that it takes on the way is that of the xxhash package, to the bit."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import ctypes
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reft.store.stream import copier
+from reft.store import stream
+from reft.store.header import checksum
+from reft.store.stream import HashingCopier, PlainHashingCopier, copier, hashing_copier, ranges_of
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
@@ -27,10 +30,71 @@ def test_a_copy_is_exact_and_touches_nothing_else(
     assert (target[target_at + nbytes :] == 0xEE).all()
 
 
-def test_without_the_compiled_loop_memmove_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+HASH_SIZES = st.one_of(
+    st.integers(0, 300),
+    st.integers(0, 20 * PAGE),
+    st.builds(lambda blocks, more: 1024 * blocks + more, st.integers(1, 80), st.integers(-1, 1)),
+)
+PARTS = st.lists(
+    st.tuples(st.one_of(st.integers(0, 1100), st.integers(0, 6 * PAGE)), st.booleans()), max_size=12
+)
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def hasher(request: pytest.FixtureRequest) -> HashingCopier:
+    if request.param == "plain":
+        return PlainHashingCopier()
+    made = hashing_copier()
+    if type(made) is PlainHashingCopier:
+        pytest.skip("the loop that hashes was not built: no C++ compiler, or no x86-64")
+    return made
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    nbytes=HASH_SIZES,
+    parts=PARTS,
+    at=st.tuples(st.integers(0, 70), st.integers(0, 70), st.integers(0, 2**32)),
+    calls=st.integers(1, 4),
+)
+def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
+    hasher: HashingCopier, nbytes: int, parts: list[tuple[int, bool]], at: tuple[int, int, int], calls: int
+) -> None:
+    """Some parts are hashed only. The same object is used twice: nothing of the first input is left."""
+    source_at, target_at, seed = at
+    source = np.random.default_rng(seed).integers(0, 256, nbytes + source_at, dtype=np.uint8)
+    target = np.full(nbytes + target_at + 100, 0xEE, np.uint8)
+    expected = target.copy()
+    rows, begin = [], 0
+    for wanted, copied in [*parts, (nbytes, True)]:
+        size = min(wanted, nbytes - begin)
+        place, read = target_at + begin, source_at + begin
+        rows.append((copied and target.ctypes.data + place, source.ctypes.data + read, size))
+        if copied:
+            expected[place : place + size] = source[read : read + size]
+        begin += size
+    for _ in range(2):
+        for call in range(calls):
+            hasher.copy(ranges_of(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
+        assert hasher.take() == checksum(source[source_at:])
+    np.testing.assert_array_equal(target, expected)
+
+
+def test_megabytes_are_hashed_as_the_package_does(hasher: HashingCopier) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 9 * 2**20 + 12_345, dtype=np.uint8)
+    target = np.zeros_like(source)
+    hasher.copy(ranges_of([(target.ctypes.data, source.ctypes.data, source.nbytes)]))
+    assert hasher.take() == checksum(source) == checksum(target)
+
+
+def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reft.native.find_spec", lambda name: None)
-    copier.cache_clear()
+    known = (copier, stream.compiled_hash)
+    for function in known:
+        function.cache_clear()
     try:
         assert copier() is ctypes.memmove
+        assert type(hashing_copier()) is PlainHashingCopier
     finally:
-        copier.cache_clear()
+        for function in known:
+            function.cache_clear()

@@ -6,14 +6,13 @@ for every version that goes there, so that a chunk costs the copying thread a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from reft.blocks import Section
-from reft.snapshot.copying.engine import CheckedPieces, Piece, host_bytes
+from reft.snapshot.copying.engine import CheckedPieces
 from reft.snapshot.copying.parity import Encoding, ParityEncoder
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
@@ -21,6 +20,7 @@ from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, kind_of
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
+from reft.store.stream import Range, Ranges, ranges_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +31,25 @@ class Chunk:
         placed: the block.
         kind: what its bytes are to this rank.
         pieces: sources and targets; several where small tensors lie side by side.
-        memory: where the chunk lies in the arena, padding included.
-        first, last: position within the block.
+        stored: the chunk's place in the arena, padding included, as a range to be hashed only.
+        last: whether it ends the block.
         encode: for a parity what to do instead of copying; returns what is then to be copied.
-        content: the chunk's bytes where they are in the cache once they were copied, in order: at their
-            sources, where these are in host memory; empty: in ``memory``.
+        table: for sources in host memory all bytes of the block in order, as ranges to be copied and hashed.
+        rows: the chunk's own part of it, ``[first, stop)``.
     """
 
     placed: PlacedBlock
     kind: Kind
     pieces: CheckedPieces
-    memory: memoryview
-    first: bool
+    stored: Range
     last: bool
     encode: Encoding | None = None
-    content: tuple[memoryview, ...] = ()
+    table: Ranges | None = None
+    rows: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
-        return self.memory.nbytes
+        return self.stored[2]
 
     @property
     def section(self) -> Section:
@@ -78,11 +78,9 @@ def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Itera
     encoder = ParityEncoder(images.replicated, blocks, chunk_bytes)
     for placed in mine.parity:
         total, target = placed.block.nbytes, filling.tensor(placed)
-        memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]
         for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
-            yield Chunk(
-                placed, Kind.PARITY, CheckedPieces(), memory[at:stop], at == 0, stop == total, encoding
-            )
+            stored = _hashed_only(target[at:stop])
+            yield Chunk(placed, Kind.PARITY, CheckedPieces(), stored, stop == total, encoding)
 
 
 def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
@@ -99,33 +97,43 @@ def _cut_block(
 ) -> Iterator[Chunk]:
     target = filling.tensor(placed)
     total, begin = placed.block.nbytes, placed.block.start_bytes
-    memory = filling.arena.data[placed.arena_offset : placed.arena_offset + total]
     kind = kind_of(placed.key, filling.layout.member)
-    for at in range(0, total, chunk_bytes):
-        stop = min(at + chunk_bytes, total)
-        part = target[at:stop]
-        pieces = CheckedPieces.of(image.pieces_into(begin + at, part))
+    parts = [target[at : at + chunk_bytes] for at in range(0, total, chunk_bytes)]
+    pieces: list[CheckedPieces] = []
+    rows: list[Range] = []
+    ends = [0]
+    for at, part in zip(range(0, total, chunk_bytes), parts, strict=True):
+        pieces.append(CheckedPieces.of(image.pieces_into(begin + at, part)))
+        rows += _in_order(pieces[-1], part)
+        ends.append(len(rows))
+    table = None if any(p.elsewhere is not None for p in pieces) else ranges_of(rows)
+    for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
         yield Chunk(
             placed,
             kind,
-            pieces,
-            memory[at:stop],
-            first=at == 0,
-            last=stop == total,
-            content=_at_sources(pieces, part, memory[at:stop]),
+            of_part,
+            _hashed_only(part),
+            last=number == len(parts) - 1,
+            table=table,
+            rows=(ends[number], ends[number + 1]),
         )
 
 
-def _at_sources(pieces: Sequence[Piece], part: torch.Tensor, memory: memoryview) -> tuple[memoryview, ...]:
-    """The bytes of a chunk in order: at the sources of its pieces, and the padding between them."""
-    found, end = [], 0
-    for source, target in pieces:
-        if source.device.type != "cpu":
-            return ()
-        begin = target.data_ptr() - part.data_ptr()
-        found += [memory[end:begin], host_bytes(source)]
-        end = begin + len(target)
-    return tuple(view for view in (*found, memory[end:]) if view)
+def _hashed_only(memory: torch.Tensor) -> Range:
+    return 0, memory.data_ptr(), memory.numel()
+
+
+def _in_order(pieces: CheckedPieces, part: torch.Tensor) -> Iterator[Range]:
+    """The bytes of a chunk in order: its pieces, and the padding between them, which is in the arena."""
+    end = 0
+    for target, source, nbytes in pieces.addresses:
+        begin = target - part.data_ptr()
+        if begin > end:
+            yield _hashed_only(part[end:begin])
+        yield target, source, nbytes
+        end = begin + nbytes
+    if end < part.numel():
+        yield _hashed_only(part[end:])
 
 
 class ChunkCache:
@@ -153,26 +161,3 @@ class ChunkCache:
     def clear(self) -> None:
         """Let go of the arenas: what is replaced must not stay mapped (P9)."""
         self._known.clear()
-
-
-class BlockHasher:
-    """Takes checksums chunk by chunk, while the bytes are still in the cache."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_64()
-
-    def add(self, chunk: Chunk, *, at_sources: bool) -> int | None:
-        """Hash a chunk that was just copied, the one behind the chunk before.
-
-        Args:
-            chunk: what was copied.
-            at_sources: whether these have not changed since.
-
-        Returns:
-            The block's checksum with its last chunk; None before.
-        """
-        if chunk.first:
-            self._digest.reset()
-        for part in (at_sources and chunk.content) or (chunk.memory,):
-            self._digest.update(part)
-        return self._digest.intdigest() if chunk.last else None

@@ -10,7 +10,8 @@ from contextlib import suppress
 from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError
-from reft.snapshot.copying.chunks import BlockHasher, Chunk, ChunkCache
+from reft.snapshot.copying.chunks import Chunk, ChunkCache
+from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Piece
 from reft.snapshot.copying.gate import Gate, Permit
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
@@ -18,6 +19,7 @@ from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.traffic import Kind
+from reft.store.stream import hashing_copier, ranges_of
 
 _KEPT_CHUNKS = 2**16
 _Queued = list[tuple[Chunk, Permit, CopyTicket]]
@@ -45,7 +47,7 @@ class Copier:
         self.staged: Sequence[StagedChunk] = ()
         """Of the version that was copied last: what is still to be drained."""
         self._begun = False
-        self._hasher = BlockHasher()
+        self._hasher = hashing_copier()
         self._fault: Callable[[FaultPoint], None] = _nothing
         self._points: dict[int, list[FaultPoint]] = {}
 
@@ -96,7 +98,7 @@ class Copier:
             What was staged is in :attr:`staged`; the version is whole after :meth:`drain`.
         """
         chunks = self.cache.chunks(images, filling)
-        self.staged, self._hasher = (), BlockHasher()
+        self.staged, self._hasher = (), hashing_copier()
         self._fault, self._points = reach, _fault_points(chunks)
         if not chunks:
             reach(FaultPoint.DURING_COPY)
@@ -191,24 +193,29 @@ class Copier:
         permit: Permit,
         staged: Sequence[Piece] | None = None,
     ) -> ChunkRecord:
-        """Chunks of one block, each hashed while it is in the cache; ``staged``: other sources of the one."""
+        """Chunks of one block, hashed on the way; ``staged``: other sources of the one."""
         began = ended = time.perf_counter()
+        last = chunks[-1]
         try:
-            for chunk in chunks:
-                if staged is None:
+            if staged is not None:
+                self.engine.drain(staged)
+                self._hasher.copy(ranges_of([last.stored]))
+            elif isinstance(self.engine, CpuCopyEngine) and last.table is not None:
+                self.engine.copy_hashed(last.table[chunks[0].rows[0] : last.rows[1]], self._hasher)
+            else:
+                for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
-                else:
-                    self.engine.drain(staged)
-                if chunk.section is not Section.GRADIENTS:
-                    checksum = self._hasher.add(chunk, at_sources=staged is None)
-                    if checksum is not None:
-                        filling.set_checksum(chunk.placed, checksum)
+                    self._hasher.copy(ranges_of([chunk.stored]))
+            if last.last:
+                checksum = self._hasher.take()
+                if last.section is not Section.GRADIENTS:
+                    filling.set_checksum(last.placed, checksum)
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
         nbytes = sum(chunk.nbytes for chunk in chunks)
-        filling.traffic.to_host[chunks[0].kind] += nbytes
-        return ChunkRecord(permit.tier, nbytes, began, ended, permit.window, chunks[0].section.value)
+        filling.traffic.to_host[last.kind] += nbytes
+        return ChunkRecord(permit.tier, nbytes, began, ended, permit.window, last.section.value)
 
     def _queue(
         self,
