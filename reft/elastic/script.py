@@ -56,17 +56,20 @@ class PostImportFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        # Not importlib.util.find_spec(): that asks this finder again. To be asked is not to be imported:
+        # transformers looks whether there is a DeepSpeed long before it imports it.
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
-            # Not there (yet): the script may extend sys.path and try again.
-            sys.meta_path.insert(0, self)
             return None
         execute = spec.loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            self._call()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._call()
 
         # On the instance: the spec keeps its real loader for whoever asks for resources or sources.
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]

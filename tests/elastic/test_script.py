@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -165,6 +167,23 @@ def test_a_module_may_appear_on_the_path_later(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "late_module_of_this_test.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.import_module("late_module_of_this_test").value == 1
+    assert calls == [True]
+    assert finder not in sys.meta_path
+
+
+def test_a_module_that_is_looked_for_first_is_hooked_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers and accelerate look for DeepSpeed."""
+    (tmp_path / "wanted_module_of_this_test.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls: list[bool] = []
+    finder = PostImportFinder("wanted_module_of_this_test", lambda: calls.append(True))
+    monkeypatch.setattr(sys, "meta_path", [finder, importlib.machinery.PathFinder])
+    for _ in range(2):
+        assert importlib.util.find_spec("wanted_module_of_this_test") is not None
+    assert calls == []
+    importlib.import_module("wanted_module_of_this_test")
     assert calls == [True]
     assert finder not in sys.meta_path
 
