@@ -18,17 +18,19 @@ from reft.comm.control import ControlGroup
 from reft.config import HasConfig, Variant
 from reft.faults import FaultPlan
 from reft.hook.pace import make_pacer
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
+from reft.store.protection import ProtectionRecord
 from reft.topology import Degrees, Topology
 
 WAIT_SECS = 600.0
@@ -82,8 +84,9 @@ class Production:
         degrees = Degrees(1, 1, 1)
         topology = Topology(degrees, degrees.coordinates(), ("benchmark",))
         identity = ArenaIdentity("benchmark", "benchmark", degrees, topology.coordinates[0])
+        control = ControlGroup(WAIT_SECS).for_worker()
         self.worker = SnapshotWorker(
-            control=ControlGroup(WAIT_SECS).for_worker(),
+            control=control,
             topology=topology,
             arenas=ArenaSet(
                 job_dir=folder,
@@ -95,10 +98,10 @@ class Production:
                 limit_bytes=None,
                 engine=engine,
             ),
-            options=WorkerOptions(Scheme(), _BLOCK_BYTES, _HOST_BYTES),
+            options=WorkerOptions(_BLOCK_BYTES, _HOST_BYTES),
+            switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
-            copier=Copier(engine, chunk_bytes),
-            pacer=self.pacer,
+            copying=PacedCopier(Copier(engine, chunk_bytes), self.pacer),
         )
         self.step = 0
         # Memory is reserved for the first one, whatever it takes.

@@ -9,6 +9,7 @@ from reft.hook.pace import make_pacer
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
 from reft.snapshot.copying.staging import StagingArea
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.scheduling.has import Overflow
 
 
@@ -43,6 +44,6 @@ class Copying:
         """Whether versions are taken at all."""
         return self.variant is not Variant.NONE
 
-    def copier(self) -> Copier:
+    def paced_copier(self) -> PacedCopier:
         """Made anew for every worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging)
+        return PacedCopier(Copier(self.engine, self._chunk_bytes, self._staging), self.pacer)

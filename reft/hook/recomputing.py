@@ -11,7 +11,7 @@ from reft.config import ReftConfig
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
-from reft.snapshot.recompute import OptimizerStep, PeerOptimizers, RecomputeOptions, RecomputeStats
+from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
 from reft.state.adapters import StateAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.gradients import GradientCapture
@@ -76,12 +76,12 @@ class Recomputing:
         scheme = self._scheme()
         return place_group(self._nodes, scheme.copies, scheme.parities).kept_by(self._member)[1:]
 
-    def peer_optimizers(self, stats: RecomputeStats) -> PeerOptimizers | None:
-        """For the snapshot worker."""
+    @property
+    def options(self) -> RecomputeOptions | None:
+        """For the snapshot worker; None where everything is sent."""
         if self.capture is None:
             return None
-        options = RecomputeOptions(self.capture.recipe, self._options.drift_ulps, self._options.resync_steps)
-        return PeerOptimizers(options, stats)
+        return RecomputeOptions(self.capture.recipe, self._options.drift_ulps, self._options.resync_steps)
 
     def follow(self) -> bool:
         """Capture for those members that are kept now. Returns whether they are others than before."""

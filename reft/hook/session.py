@@ -217,15 +217,13 @@ class Session:
             topology=self.topology,
             arenas=self._arenas(frozen),
             options=WorkerOptions(
-                scheme=self.protection.record.parsed,
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
+                recompute=self.state.recomputing.options,
             ),
-            watchers=self._watchers(),
-            copier=self.copying.copier(),
-            pacer=self.copying.pacer,
             switch=self.protection.switch(control),
-            peer_optimizers=self.state.recomputing.peer_optimizers(self.stats.recompute),
+            copying=self.copying.paced_copier(),
+            watchers=self._watchers(),
         )
         self.daemon.configure(self.config)
         self.tracer.profile(self)

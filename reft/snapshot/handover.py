@@ -29,9 +29,8 @@ from reft.snapshot.committing.protocol import (
     TensorsChange,
 )
 from reft.snapshot.committing.version import Slots, State, step
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.request import SnapshotRequest
-from reft.snapshot.scheduling.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +43,11 @@ class Handover:
 
     Args:
         slots: what this rank's arenas hold.
-        copier: told where versions begin, and fenced.
-        pacer: knows the windows; without one no version is paced.
+        copying: told where versions begin and end, and fenced.
     """
 
-    def __init__(self, slots: Slots, copier: Copier, pacer: Pacer | None) -> None:
-        self._copier = copier
-        self._pacer = pacer
+    def __init__(self, slots: Slots, copying: PacedCopier) -> None:
+        self._copying = copying
         self._state = State(slots)
         self._requests: deque[SnapshotRequest] = deque()
         """What belongs to the state's versions, in the same order."""
@@ -90,14 +87,11 @@ class Handover:
 
     def _at_gate(self, effect: Effect) -> bool:
         """What concerns the gate is done under the lock: the other thread may do the contrary."""
-        gate = self._pacer.gate if self._pacer is not None else None
         match effect:
             case EnterGate(draining):
-                if gate is not None:
-                    gate.enter(draining)
+                self._copying.enter(draining=draining)
             case LeaveGate():
-                if gate is not None:
-                    gate.leave()
+                self._copying.leave()
             case _:
                 return False
         return True
@@ -121,7 +115,7 @@ class Handover:
                 request.follow(replace(version, stage=Stage.ABANDONED, cause=cause), done=True)
                 return effects
             if request.images is not None:
-                self._copier.begin()
+                self._copying.copier.begin()
             self._requests.append(request)
             return self.apply(HandedOver(request.version))
 
@@ -131,8 +125,8 @@ class Handover:
         No version begins to be copied any more.
         """
         self.apply(FenceNear())
-        if self._state.holds_training and self._pacer is not None:
-            self._pacer.gate.hurry()
+        if self._state.holds_training:
+            self._copying.hurry()
 
     def fence(self) -> float:
         """Wait until no copy reads the live tensors; called before they change (P2).
@@ -154,23 +148,20 @@ class Handover:
                         *(next(v.label.step for v in self._state.versions if v.holds_training), _FENCE_SECS),
                     )
         self.apply(TensorsChange())
-        self._copier.fence()
+        self._copying.copier.fence()
         return time.perf_counter() - began
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
         """The gate lets everything through meanwhile; nothing is paced any more afterwards."""
-        if self._pacer is None:
-            yield
-            return
-        self._pacer.gate.hurry()
+        self._copying.hurry()
         try:
             yield
         finally:
             with self._changed:
-                self._pacer.gate.relax()
+                self._copying.relax()
                 if self._state.staged:
-                    self._pacer.gate.enter()  # in the windows of the steps to come
+                    self._copying.enter()  # in the windows of the steps to come
 
     def wait_for(self, enough: Callable[[], bool], timeout_secs: float) -> None:
         """Wait until something is enough, or nothing is under way any more."""

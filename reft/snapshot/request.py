@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from reft.config import Variant
 from reft.faults import FaultPlan
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.protocol import Cause, Stage, Version
+from reft.snapshot.complaints import Complaints
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.recompute import OptimizerStep
+from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
 from reft.snapshot.stats import SnapshotStats
 from reft.store.label import Label
 
@@ -92,18 +92,26 @@ class Watchers:
         faults: disturbs them, where a test asks for it.
         on_commit: called on the worker thread after each global commit.
         on_skip: called with (step, cause) for each version given up.
+        complaints: of what nobody foresaw.
     """
 
     stats: SnapshotStats
     faults: FaultPlan
     on_commit: Callable[[Label], None] = lambda label: None
     on_skip: Callable[[int, str], None] = lambda step, cause: None
+    complaints: Complaints = field(default_factory=Complaints)
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Fixed settings of a worker."""
+    """Fixed settings of a worker.
 
-    scheme: Scheme
+    Attributes:
+        block_bytes: most bytes of a block.
+        host_bytes: reserved for the host state of a version; more once it has grown.
+        recompute: how partitions that ring peers alone have are recomputed; None: they are always sent.
+    """
+
     block_bytes: int
     host_bytes: int
+    recompute: RecomputeOptions | None = None

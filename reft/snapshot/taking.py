@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 
 from reft.blocks import Section
-from reft.config import FaultPoint, Variant
+from reft.config import FaultPoint
 from reft.errors import ReftError
-from reft.faults import FaultPlan
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import (
@@ -22,15 +21,13 @@ from reft.snapshot.committing.protocol import (
     SlotTaken,
     Unfit,
 )
-from reft.snapshot.complaints import Complaints
-from reft.snapshot.copying.copier import Copier, bytes_by_tier
-from reft.snapshot.copying.gate import Gate, OpenGate, Permit
+from reft.snapshot.copying.copier import bytes_by_tier
+from reft.snapshot.copying.gate import Gate, Permit
 from reft.snapshot.filling import Filling
 from reft.snapshot.handover import Handover
-from reft.snapshot.request import SnapshotRequest
-from reft.snapshot.scheduling.pacing import Pacer
+from reft.snapshot.paced import PacedCopier
+from reft.snapshot.request import SnapshotRequest, Watchers
 from reft.snapshot.scheduling.trace import ChunkRecord
-from reft.snapshot.stats import SnapshotStats
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +38,10 @@ class Taker:
     Args:
         handover: asked before a copy begins.
         apply: told of what happens on the way.
+        copying: moves the bytes.
         arenas: this rank's memory.
         agreement: the layout.
-        copier: moves the bytes.
-        pacer: knows the windows; without one no version is paced.
-        stats: counters to update.
-        faults: injected faults.
-        complaints: of what nobody foresaw.
+        watchers: who counts versions and disturbs them.
     """
 
     def __init__(
@@ -55,23 +49,20 @@ class Taker:
         handover: Handover,
         apply: Callable[[Event], None],
         *,
+        copying: PacedCopier,
         arenas: ArenaSet,
         agreement: LayoutAgreement,
-        copier: Copier,
-        pacer: Pacer | None,
-        stats: SnapshotStats,
-        faults: FaultPlan,
-        complaints: Complaints,
+        watchers: Watchers,
     ) -> None:
         self._handover = handover
         self._apply = apply
         self._arenas = arenas
         self._agreement = agreement
-        self._copier = copier
-        self._pacer = pacer
-        self._stats = stats
-        self._faults = faults
-        self._complaints = complaints
+        self._copying = copying
+        self._copier = copying.copier
+        self._stats = watchers.stats
+        self._faults = watchers.faults
+        self._complaints = watchers.complaints
         self._records: list[ChunkRecord] = []
         self._paced = False
         self.filling: Filling | None = None
@@ -178,18 +169,12 @@ class Taker:
                 self._stats.total_traffic.add(filling.traffic)
 
     def learn(self, filling: Filling) -> None:
-        """Have the pacer plan the next versions; without a new plan the old one stays."""
-        if self._pacer is None or not self._paced:
-            return
-        self._pacer.version_done(filling.device_bytes(), self._records)
-        if self._copier.staging is not None and self._pacer.plan is not None:
-            self._copier.staging.reserve(self._pacer.plan.staged_bytes)
+        """The version is committed: the next ones are planned by what it took."""
+        if self._paced:
+            self._copying.learn(filling, self._records)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
-        if request.paced and self._pacer is not None:
-            return self._pacer.gate
-        waited_for = request.must or request.variant is Variant.BLOCKING
-        return OpenGate(0 if waited_for else 2, lambda: self._handover.fence_waiting)
+        return self._copying.gate_for(request, lambda: self._handover.fence_waiting)
 
 
 def encode(request: SnapshotRequest) -> None:

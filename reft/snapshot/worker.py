@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from reft.comm.control import Ballot, WorkerControl
+from reft.comm.control import WorkerControl
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.snapshot.committing.agreement import LayoutAgreement
@@ -28,41 +28,28 @@ from reft.snapshot.committing.protocol import (
     Event,
     GiveUp,
     LaidOut,
-    Met,
-    Parted,
     Sealed,
     SealFailed,
     Switched,
     Task,
     Turn,
-    Voted,
 )
-from reft.snapshot.committing.resuming import Standing, resume_from
 from reft.snapshot.committing.sealing import Sealer
-from reft.snapshot.committing.switching import Keeping, SchemeSwitch
-from reft.snapshot.committing.version import State
+from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.votes import Votes
-from reft.snapshot.complaints import Complaints
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.engine import copy_engine_for
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import GroupLayout
-from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.paced import PacedCopier
+from reft.snapshot.rejoining import Rejoiner
 from reft.snapshot.request import SnapshotRequest, Watchers, WorkerOptions
-from reft.snapshot.scheduling.has import Overflow
-from reft.snapshot.scheduling.pacing import Pacer
 from reft.snapshot.taking import Taker
+from reft.snapshot.voting import Voter
 from reft.store.label import Label
-from reft.store.protection import ProtectionRecord
 from reft.topology import Topology
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]
 
 logger = logging.getLogger(__name__)
-
-_REJOIN_ATTEMPTS = 3
-_CHUNK_BYTES = 256 * 2**10
-"""Of a copy for which nothing else is asked."""
 
 
 class SnapshotWorker:
@@ -73,11 +60,9 @@ class SnapshotWorker:
         topology: placement of this incarnation.
         arenas: this rank's memory.
         options: fixed settings.
+        switch: the scheme in force and orders to change it.
+        copying: copies the bytes, within windows where it knows them.
         watchers: who counts, disturbs and is told of versions.
-        copier: copies the bytes; by default between host memory.
-        pacer: knows the windows; without one no version is paced.
-        switch: the scheme in force and orders to change it; by default that of the options, unchanged.
-        peer_optimizers: recompute what ring peers alone have; without them it is always sent.
     """
 
     def __init__(
@@ -87,59 +72,47 @@ class SnapshotWorker:
         topology: Topology,
         arenas: ArenaSet,
         options: WorkerOptions,
+        switch: SchemeSwitch,
+        copying: PacedCopier,
         watchers: Watchers,
-        copier: Copier | None = None,
-        pacer: Pacer | None = None,
-        switch: SchemeSwitch | None = None,
-        peer_optimizers: PeerOptimizers | None = None,
     ) -> None:
         self.control = control
         self.arenas = arenas
-        stats, faults = watchers.stats, watchers.faults
+        self.switch = switch
         self.watchers = watchers
-        self._pacer = pacer
-        configured = str(options.scheme)
-        self.switch = switch or SchemeSwitch(
-            control,
-            topology,
-            ProtectionRecord(configured, configured),
-            keeping=Keeping(versions=arenas.count),
-        )
-        self.copier = copier or Copier(copy_engine_for("cpu"), _CHUNK_BYTES)
-        self.votes = Votes(control, self._advised_interval)
+        self.copier = copying.copier
+        self.votes = Votes(control, lambda: copying.advised_interval_steps)
         self.sealer = Sealer(
             control=control,
             topology=topology,
-            block_bytes=options.block_bytes,
-            stats=stats,
-            faults=faults,
-            peer_optimizers=peer_optimizers,
+            options=options,
+            stats=watchers.stats,
+            faults=watchers.faults,
         )
         self.agreement = LayoutAgreement(
             control=control,
             topology=topology,
             arenas=arenas,
             options=options,
-            switch=self.switch,
-            faults=faults,
+            switch=switch,
+            faults=watchers.faults,
             let_go=self._let_go,
             adopted=self._adopted,
         )
-        self._complaints = Complaints()
+        self._complaints = watchers.complaints
         self._vote_missed = False
         self._broke_off = ""
-        self._handover = Handover(arenas.slots, self.copier, pacer)
+        self._handover = Handover(arenas.slots, copying)
         self._taker = Taker(
             self._handover,
             self._apply,
+            copying=copying,
             arenas=arenas,
             agreement=self.agreement,
-            copier=self.copier,
-            pacer=pacer,
-            stats=stats,
-            faults=faults,
-            complaints=self._complaints,
+            watchers=watchers,
         )
+        self._voter = Voter(self.votes, switch, agreement=self.agreement, arenas=arenas, watchers=watchers)
+        self._rejoiner = Rejoiner(control, self.votes, switch, self.agreement, watchers.complaints)
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
 
@@ -196,12 +169,12 @@ class SnapshotWorker:
         tasks: dict[Task, Callable[[], Event | None]] = {
             Task.WAIT: Turn,
             Task.COPY: lambda: self._taker.copy(handover.head),
-            Task.VOTE_COPIED: lambda: self._vote(handover.head.label),
+            Task.VOTE_COPIED: lambda: self._voter.vote(handover.head.label, handover.state),
             Task.LAYOUT: lambda: self._lay_out(handover.head),
             Task.SEAL: lambda: self._seal(handover.head),
-            Task.VOTE_SEALED: lambda: self._vote(handover.head.label),
+            Task.VOTE_SEALED: lambda: self._voter.vote(handover.head.label, handover.state),
             Task.SWITCH: lambda: self._switch_protection(handover.head.label),
-            Task.MEET: self._meet,
+            Task.MEET: lambda: self._rejoiner.meet(lambda: handover.state, self._broke_off),
         }
         while (task := handover.next()) is not Task.END:
             try:
@@ -241,37 +214,6 @@ class SnapshotWorker:
                 self.copier.staged = ()
             case GiveUp(label, cause):
                 self._tell_given_up(label, cause)
-
-    def _vote(self, label: Label) -> Event:
-        state = self._handover.state
-        ballot = self._ballot(state)
-        verdict = self.votes.cast(
-            label.step,
-            ok=ballot.ok,
-            relayout=ballot.relayout,
-            holds_up=ballot.late,
-            order=ballot.order,
-            rung=ballot.rung,
-        )
-        self.switch.hear(verdict.order, verdict.rung)
-        if state.task is Task.VOTE_SEALED:
-            self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
-        return Voted(verdict.ok, verdict.relayout)
-
-    def _ballot(self, state: State) -> Ballot:
-        """What this rank says of a version. If it cannot be found out, it says no."""
-        try:
-            order, rung = self.switch.newest_order(), self.switch.wish(self.agreement.layout, self.arenas)
-            # Memory may be reserved behind this version, before the next vote.
-            late = state.staged or self.arenas.unsettled or self.switch.would_change(order, rung)
-            return Ballot(state.approves, relayout=state.wants_layout, order=order, late=late, rung=rung)
-        except Exception as error:
-            self._complaints.tell("this rank cannot tell how it is", error)
-            return Ballot(ok=False, order=self.switch.record.number, rung=self.switch.rung)
-
-    def _advised_interval(self) -> int:
-        plan = self._pacer.plan if self._pacer is not None else None
-        return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
 
     def _let_go(self) -> None:
         self.copier.cache.clear()
@@ -321,32 +263,3 @@ class SnapshotWorker:
         self._complaints.attempt(
             "a skipped version cannot be told of", lambda: self.watchers.on_skip(label.step, cause.kind)
         )
-
-    def _meet(self) -> Event:
-        """After something broke off: meet all ranks in new groups and agree where to go on. If peers are
-        gone, the job will be restarted; training itself notices on its own."""
-        for _ in range(_REJOIN_ATTEMPTS):
-            if self._handover.state.closing:
-                break
-            try:
-                self.control.rejoin(lambda: not self._handover.state.closing)
-                return self._agree_where_to_go_on()
-            except TransferError as error:
-                logger.warning("the snapshot workers did not come together again: %s", error)
-            except Exception as error:
-                self._complaints.tell("coming together again failed", error)
-        self.control.leave()
-        logger.error("the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off)
-        return Parted(self._broke_off)
-
-    def _agree_where_to_go_on(self) -> Met:
-        """Collective."""
-        state = self._handover.state
-        mine = Standing(state.newest, state.slots.committed_label, self.votes.stop_step or 0)
-        gathered = self.control.gather_ints(mine.to_ints())
-        agreed = resume_from([Standing.from_ints(values) for values in gathered])
-        self.votes.resync(agreed.stop_step)
-        self.switch.resync()
-        self.agreement.reset()
-        logger.warning("snapshots go on after %s; the versions up to there were given up", agreed.after)
-        return Met(agreed.after, agreed.committed)

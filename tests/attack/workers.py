@@ -19,7 +19,6 @@ from reft.comm.control import ControlGroup
 from reft.errors import ArenaError, UnrecoverableError
 from reft.faults import FaultPlan
 from reft.hook.job import JobRecord, noted_commit
-from reft.protect.codes import Scheme
 from reft.snapshot import handover
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
@@ -29,9 +28,11 @@ from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
@@ -93,7 +94,8 @@ class Rank:
             control=control,
             topology=TOPOLOGY,
             arenas=self.arenas,
-            options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
+            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
+            copying=PacedCopier(Copier(CpuCopyEngine(), 2**18)),
             watchers=Watchers(
                 self.stats, FaultPlan((), TOPOLOGY.coordinates[rank]), self.committed, self.skipped
             ),

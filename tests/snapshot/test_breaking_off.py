@@ -12,7 +12,6 @@ import pytest
 
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import (
     Begin,
@@ -36,11 +35,16 @@ from reft.snapshot.committing.protocol import (
     Version,
     Voted,
 )
+from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import Slots, State, step
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.store.label import Label
+from reft.store.protection import ProtectionRecord
 from reft.topology import Degrees, Topology
 
 NEXT = Label(1, 2)
@@ -76,10 +80,8 @@ def test_the_gate_is_not_kept_for_a_version_that_is_given_up(events: Sequence[Ev
 def test_p9_nothing_is_kept_of_a_version_whose_copies_cannot_be_waited_for() -> None:
     arenas, filling = mock.Mock(), SimpleNamespace(traffic=mock.Mock())
     copier = mock.Mock(settle=mock.Mock(side_effect=OSError("the device is gone")))
-    parts: dict[str, Any] = {
-        name: mock.Mock() for name in ("agreement", "pacer", "stats", "faults", "complaints")
-    }
-    taker = Taker(mock.Mock(), mock.Mock(), arenas=arenas, copier=copier, **parts)
+    parts: dict[str, Any] = {name: mock.Mock() for name in ("agreement", "watchers")}
+    taker = Taker(mock.Mock(), mock.Mock(), copying=PacedCopier(copier), arenas=arenas, **parts)
     taker.filling = filling  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
         taker.drop()
@@ -108,7 +110,9 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
             frozen={},
             limit_bytes=None,
         ),
-        options=WorkerOptions(scheme=Scheme(0), block_bytes=65536, host_bytes=4096),
+        options=WorkerOptions(block_bytes=65536, host_bytes=4096),
+        switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
+        copying=PacedCopier(Copier(CpuCopyEngine(), 65536)),
         watchers=Watchers(
             SnapshotStats(), FaultPlan((), at), on_skip=lambda step, cause: skips.append((step, cause))
         ),

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from reft.comm.control import ControlGroup
 from reft.config import Variant
 from reft.faults import FaultPlan
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
@@ -34,6 +35,7 @@ from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
+from reft.store.protection import ProtectionRecord
 from reft.topology import Degrees, Topology
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
@@ -92,14 +94,15 @@ class Job:
             job_dir=folder, local_rank=0, count=2, secret=SECRET, identity=identity, frozen={},
             limit_bytes=None, engine=self.engine,
         )  # fmt: skip
+        control = ControlGroup(60).for_worker()
         self.worker = SnapshotWorker(
-            control=ControlGroup(60).for_worker(),
+            control=control,
             topology=topology,
             arenas=arenas,
-            options=WorkerOptions(scheme=Scheme(), block_bytes=65536, host_bytes=4096),
+            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
+            switch=SchemeSwitch(control, topology, ProtectionRecord("none", "none")),
+            copying=PacedCopier(Copier(self.engine, 65536, self.staging), self.pacer),
             watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0]), self._committed),
-            copier=Copier(self.engine, 65536, self.staging),
-            pacer=self.pacer,
         )
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 

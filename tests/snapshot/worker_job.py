@@ -21,16 +21,17 @@ from reft.comm.control import ControlGroup
 from reft.config import FaultConfig, FaultPoint, Variant
 from reft.errors import ConfigError
 from reft.faults import FaultPlan
-from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyTicket, Mark, Piece
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.paced import PacedCopier
 from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -97,13 +98,13 @@ class Rank:
             control=self.control,
             topology=TOPOLOGY,
             arenas=self.arenas,
-            options=WorkerOptions(scheme=Scheme(1), block_bytes=65536, host_bytes=4096),
+            options=WorkerOptions(block_bytes=65536, host_bytes=4096),
+            copying=PacedCopier(Copier(CpuCopyEngine(), 2**18), pacer),
             watchers=Watchers(
                 self.stats,
                 FaultPlan(faults, self.at),
                 on_skip=lambda step, cause: self.skips.append((step, cause)),
             ),
-            pacer=pacer,
             switch=SchemeSwitch(
                 self.control,
                 TOPOLOGY,

@@ -17,7 +17,7 @@ from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.request import SnapshotRequest
+from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.traffic import Kind
 from reft.topology import Topology
@@ -29,10 +29,9 @@ class Sealer:
     Args:
         control: carries what peers send.
         topology: who is where.
-        block_bytes: most bytes of a message of the Gemini baseline.
+        options: fixed settings.
         stats: counters to update.
         faults: injected faults.
-        peer_optimizers: recompute what ring peers alone have; without them it is always sent.
     """
 
     def __init__(
@@ -40,16 +39,17 @@ class Sealer:
         *,
         control: WorkerControl,
         topology: Topology,
-        block_bytes: int,
+        options: WorkerOptions,
         stats: SnapshotStats,
         faults: FaultPlan,
-        peer_optimizers: PeerOptimizers | None,
     ) -> None:
         self._stats = stats
         self._faults = faults
         self._ring = RingExchange(control, topology)
-        self.peer_optimizers = peer_optimizers
-        self._peer_traffic = PeerTraffic(control, block_bytes)
+        recompute = options.recompute
+        self.peer_optimizers = None if recompute is None else PeerOptimizers(recompute, stats.recompute)
+        """Recompute what ring peers alone have; without them it is always sent."""
+        self._peer_traffic = PeerTraffic(control, options.block_bytes)
 
     def adopt(self, layout: GroupLayout) -> None:
         """The next version has this layout. Collective."""
