@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnrecoverableError,
         UnsupportedStateError,
     )
-    from reft.hook.deepspeed import attach
+    from reft.hook.deepspeed import attach, resume
     from reft.hook.install import initialize
     from reft.optim import ExactAdam
     from reft.topology import data_parallel_outermost as topology
@@ -51,6 +51,7 @@ __all__ = [
     "attach",
     "initialize",
     "resumable",
+    "resume",
     "topology",
 ]
 
@@ -60,6 +61,7 @@ _ELSEWHERE = {
     "attach": "reft.hook.deepspeed",
     "initialize": "reft.hook.install",
     "resumable": "reft.data.resumable",
+    "resume": "reft.hook.deepspeed",
 }
 
 

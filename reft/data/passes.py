@@ -90,6 +90,12 @@ def source_of(loader: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__} of {length_of(loader.dataset)}"
 
 
+def described(loader: Any) -> str:
+    """A loader in words, for people."""
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    return f"{source_of(loader)}, {sampler}, num_workers={getattr(loader, 'num_workers', 0)}"
+
+
 def reads_lazily(loader: Any) -> bool:
     """Whether samples are chosen when batches are asked for; worker processes are given theirs at once."""
     return int(getattr(loader, "num_workers", 0)) == 0

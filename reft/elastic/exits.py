@@ -208,7 +208,7 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
 def shell_code(end: WorkerExit) -> int:
     """Exit code as a shell reports it: 128 + n for signal n, never 0."""
     if end.exit_code is None or end.exit_code == 0:
-        return EX_PEER_FAILED if end.cause is Cause.PEER else 1
+        return {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED}.get(end.cause, 1)
     return 128 - end.exit_code if end.exit_code < 0 else end.exit_code
 
 

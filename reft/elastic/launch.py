@@ -31,6 +31,7 @@ from reft import log
 from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
+from reft.elastic.exits import Cause
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
@@ -241,7 +242,8 @@ class Launcher(Observer):
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
         self._rendezvous.close(f"node {self._options.node} gave up: {reason}")
-        logger.error("%s", ChildFailedError(self._name(), result.failures))
+        if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
+            logger.error("%s", ChildFailedError(self._name(), result.failures))
         return failure.exit_code if failure else 1
 
     def _make_agent(self, handler: RendezvousHandler, info: NodeInfo) -> ReftAgent:

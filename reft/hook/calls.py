@@ -76,23 +76,28 @@ class LoadCall:
         return f"load_checkpoint({', '.join(shown)})"
 
 
-def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
+def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()) -> str:
     """What a script did before its first step that resumes nothing, as errors and warnings say it.
 
     Args:
         bases: its loads of base weights.
         tagged: its load by tag.
+        left_out: its loads that a condition has left out, in words.
     """
     if tagged is not None:
         return f"the script names the checkpoint that it resumes: {tagged}"
     if bases:
         calls = ", ".join(str(base) for base in bases)
         return f"the script has loaded base weights only ({calls}) and trains"
-    return "the script trains without calling engine.load_checkpoint(...)"
+    why = f": {'; '.join(left_out)}" if left_out else ""
+    return f"the script trains without calling engine.load_checkpoint(...){why}"
 
 
 def what_to_write(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
     """The line by which it resumes the newest state."""
     calls = [tagged] if tagged is not None else bases
     behind = str(calls[-1]) if calls else "deepspeed.initialize"
-    return f"Write engine.load_checkpoint(save_dir) after {behind}"
+    return (
+        f"Write engine.load_checkpoint(save_dir), or reft.resume(engine), after {behind}, also at the first "
+        f"start, and let the loop begin at engine.global_steps"
+    )

@@ -24,7 +24,15 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import resumable
-from reft.data.passes import Pass, Position, capture_start, is_loader, iterates_itself, reads_lazily
+from reft.data.passes import (
+    Pass,
+    Position,
+    capture_start,
+    described,
+    is_loader,
+    iterates_itself,
+    reads_lazily,
+)
 from reft.data.watch import WATCH, Resuming
 
 logger = logging.getLogger(__name__)
@@ -226,8 +234,9 @@ class DataPosition:
                 return None
             lines = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
             return (
-                f"the script iterates over its DataLoader in a loop of its own. After a failure it has to go "
-                f"to where it was by itself; for reft to do so, write{lines}"
+                f"the script iterates over its DataLoader ({described(self._pass.loader)}) in a loop of its "
+                f"own. After a failure it has to go to where it was by itself, or trains on other samples; "
+                f"for reft to do so, write{lines}"
             )
         loader = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
         return (

@@ -81,6 +81,26 @@ def attach(
     return session
 
 
+def resume(engine: Any) -> tuple[Any, Any]:
+    """Go on where the job was: at the newest version in memory or in the persist directory. For scripts that
+    have no directory to load from, or look for a file first. Collective, behind ``deepspeed.initialize``:
+
+        reft.resume(engine)
+        for step in range(engine.global_steps, steps): ...
+
+    Returns:
+        ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job begins,
+        and where the engine is not under reft's care.
+
+    Raises:
+        UnrecoverableError: the job made progress, but no whole version of it is left.
+    """
+    if session_of(engine) is None:
+        return None, None
+    path, client_state = engine.load_checkpoint(None)
+    return path, client_state
+
+
 def session_of(engine: Any) -> Session | None:
     """The session of an engine, or None."""
     return getattr(engine, _SESSION, None)

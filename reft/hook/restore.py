@@ -17,13 +17,14 @@ import torch
 
 from reft.blocks import Section
 from reft.config import Variant
-from reft.errors import ConfigError, UnrecoverableError
+from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
 from reft.hook.completing import completing, is_still_protected
 from reft.hook.coordinates import local_rank
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
+from reft.hook.start_checks import conditional_loads, loops_that_begin_anew, warn
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.recover import Recovery, RecoveryOutcome
 from reft.state.blob import DecodedBlob
@@ -84,8 +85,8 @@ class Restorer:
         if training:
             self.before_first_step()
         moved = session.state.data.forward(training=training)
-        if moved is not None and session.is_rank_zero:
-            logger.warning("%s", moved)
+        if moved is not None:
+            warn(session, moved)
 
     def before_first_step(self) -> None:
         """Called before every step; does its work once after every load."""
@@ -102,12 +103,13 @@ class Restorer:
             return
         self._advised = True
         text = session.state.data.advice()
-        if text is None or not session.is_rank_zero or session.copying.variant is Variant.NONE:
+        if session.copying.variant is Variant.NONE:
             return
-        if session.state.client_state is not None:
+        if session.state.client_state is None:
+            for said in filter(None, (text, *loops_that_begin_anew())):
+                warn(session, said)
+        elif text is not None and session.is_rank_zero:
             logger.info("the position in the data is left to the client state that is attached")
-        else:
-            logger.warning("%s", text)
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
@@ -128,7 +130,8 @@ class Restorer:
         if self._resumed is not None and not self._trains and call.tag is None:
             return self._load_once_more(original, call)
         if self._session.worker is not None:
-            return self._load_again(original, call)
+            # Without a directory it is reft.resume, which a job that trains does not need.
+            return (None, None) if call.load_dir is None else self._load_again(original, call)
         return self._resume(original, call)
 
     def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
@@ -159,7 +162,9 @@ class Restorer:
             self._explain_disk(plan, sound.checkpoint)
             return self._load_sound(original, call, sound)
         self._refuse_silent_restart(plan, found)
-        result = original(call.load_dir, tag=call.tag, **call.options)
+        result: tuple[Any, Any] = (None, None)
+        if call.load_dir is not None:
+            result = original(call.load_dir, tag=call.tag, **call.options)
         session.start({})
         return result
 
@@ -411,21 +416,22 @@ class Restorer:
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
         session = self._session
-        did, to_write = what_it_did(self._bases, self._tagged), what_to_write(self._bases, self._tagged)
+        did = what_it_did(self._bases, self._tagged, () if self._bases else conditional_loads())
+        to_write = what_to_write(self._bases, self._tagged)
         if self._tagged is None:
             _, plan = self._survey()
             if isinstance(plan, RecoveryPlan):
-                raise UnrecoverableError(
-                    f"the memory of job {session.job_id} holds {plan.label}, but {did}: it "
-                    f"would start from scratch and overwrite it. {to_write}, or run "
-                    f"'reft clean --job {session.job_id} --force' if that is meant"
+                raise NotResumedError(
+                    f"the memory of job {session.job_id} holds {plan.label}, but {did}: it would start from "
+                    f"scratch and overwrite it. The memory is kept. {to_write}; then start the job again. "
+                    f"'reft persist --job {session.job_id} --out DIR' writes a checkpoint to "
+                    f"DIR/{session.job_id}; 'reft clean --job {session.job_id} --force' removes the memory"
                 )
             self._refuse_silent_restart(plan)
             consequence = "After a failure the job would not be resumed: it would stop with an error."
         else:
             consequence = "After every failure it would go back there."
-        if session.is_rank_zero:
-            logger.warning("%s. %s %s", did, consequence, to_write)
+        warn(session, f"{did}. {consequence} {to_write}")
         session.start({})
 
     def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reft.config import Variant
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.hook.coordinates import declared_on_one_host
+from reft.hook.script_look import ScriptLook
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
@@ -35,6 +38,38 @@ def check_start(session: Session) -> None:
     _require_tolerance(session)
     if session.is_rank_zero:
         _say_what_is_survived(session)
+
+
+def warn(session: Session, text: str) -> None:
+    """Say what would make a recovery impossible or different (P12).
+
+    Raises:
+        ConfigError: the block is strict.
+    """
+    if session.config.strict:
+        raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
+    if session.is_rank_zero:
+        logger.warning("%s", text)
+
+
+def conditional_loads() -> list[str]:
+    """Loads of the running script that a condition leaves out."""
+    look = _look_at_script()
+    return [f"line {f.line}: {f.found}" for f in look.conditional_loads()] if look else []
+
+
+def loops_that_begin_anew() -> list[str]:
+    """Loops of the running script that begin at step 0 in every life, and what to write."""
+    look = _look_at_script()
+    return [str(finding) for finding in look.loops()] if look else []
+
+
+def _look_at_script() -> ScriptLook | None:
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return ScriptLook(Path(path).read_bytes(), path) if path else None
+    except (OSError, ConfigError):
+        return None
 
 
 def _say_what_is_survived(session: Session) -> None:

@@ -1,0 +1,190 @@
+"""What can be told about a training script by reading it: what it lacks to be resumed as it would have run.
+
+Pure, and without torch: ``reft config --script`` reads a script before it runs, the hook at its first step.
+What another module does for the script is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reft.errors import ConfigError
+
+LOADS = ("load_checkpoint", "resume")
+_TESTS = frozenset(
+    {"exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "glob", "iterdir", "scandir"}
+)
+_TRAINS = frozenset({"train_batch", "backward"})
+_SHUFFLES = frozenset({"randperm", "shuffle", "permutation"})
+_SEEDS = frozenset({"manual_seed", "manual_seed_all", "set_seed", "seed_everything", "seed_all"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a script lacks.
+
+    Attributes:
+        line: of the script; 0: of none in particular.
+        found: what it does.
+        consequence: what that means after a failure.
+        change: the lines to write.
+    """
+
+    line: int
+    found: str
+    consequence: str
+    change: str
+
+    def __str__(self) -> str:
+        where = f"line {self.line}: " if self.line else ""
+        return f"{where}{self.found}. {self.consequence}. {self.change}"
+
+
+class ScriptLook:
+    """A parsed script.
+
+    Args:
+        source: its text.
+        name: of the file, for the error.
+
+    Raises:
+        ConfigError: it is no Python.
+    """
+
+    def __init__(self, source: str | bytes, name: str) -> None:
+        try:
+            self._tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"{name} cannot be read as a Python script: {error}; correct it") from error
+        self._parents = {c: p for p in ast.walk(self._tree) for c in ast.iter_child_nodes(p)}
+        self._calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
+
+    def findings(self) -> list[Finding]:
+        """Everything, in the order of lines."""
+        found = [*self._no_load(), *self.conditional_loads(), *self.loops(), *self._data(), *self._seed()]
+        return sorted(found, key=lambda f: f.line)
+
+    def conditional_loads(self) -> Iterator[Finding]:
+        """Loads that stand behind a condition, such as a test for a file that is not there at the first
+        restart. None where another load has no condition."""
+        loads = [(call, self._condition(call)) for call in self._named(*LOADS)]
+        if any(test is None for _, test in loads):
+            return
+        for call, test in loads:
+            assert test is not None
+            tests_files = any(_name(c) in _TESTS for c in ast.walk(test) if isinstance(c, ast.Call))
+            why = "which finds nothing before the script has saved a checkpoint" if tests_files else ""
+            yield Finding(
+                call.lineno,
+                f"`{_text(call)}` is called only if `{_text(test)}`" + (f", {why}" if why else ""),
+                "A job that has state in memory is not resumed where it is left out",
+                "Call it without the condition: it returns (None, None) where there is nothing to load",
+            )
+
+    def loops(self) -> Iterator[Finding]:
+        """Loops over ``range(steps)`` that train: resumed, they begin at 0 again."""
+        for loop in (node for node in ast.walk(self._tree) if isinstance(node, ast.For)):
+            calls = [c for c in self._named(*_TRAINS) if self._nearest_loop(c) is loop]
+            # A loop within another one, or without an index, counts micro-batches or repeats.
+            within = self._nearest_loop(self._parents[loop]) is not None or _text(loop.target) == "_"
+            if not calls or within or not _from_zero(loop.iter) or _skips(loop):
+                continue
+            assert isinstance(loop.iter, ast.Call)
+            steps, index = _text(loop.iter.args[-1]), _text(loop.target)
+            yield Finding(
+                loop.lineno,
+                f"`for {index} in {_text(loop.iter)}` begins at 0 in every life",
+                "Resumed at step N, the job would train N steps too many, and what follows from "
+                f"`{index}` would be another step's",
+                f"Write for {index} in range(engine.global_steps, {steps})",
+            )
+
+    def _no_load(self) -> Iterator[Finding]:
+        if not any(self._named(*LOADS)):
+            yield Finding(
+                0,
+                "the script calls neither engine.load_checkpoint nor reft.resume",
+                "After a failure it would not be resumed: it would stop with an error",
+                "Write reft.resume(engine) behind deepspeed.initialize",
+            )
+
+    def _data(self) -> Iterator[Finding]:
+        if any(self._named("resumable", "train_batch")):
+            return
+        for call in self._named("DataLoader"):
+            workers = _keyword(call, "num_workers")
+            ahead = "" if workers in (None, "0") else f" whose {workers} workers read ahead"
+            yield Finding(
+                call.lineno,
+                f"a DataLoader{ahead} is read in a loop of the script's own",
+                "After a failure the script goes on with other samples, unless it skips what was taken",
+                "Write loader = reft.resumable(loader), and for epoch in range(loader.epoch, epochs)",
+            )
+        for call in self._named(*_SHUFFLES):
+            yield Finding(
+                call.lineno,
+                f"the order of the samples is drawn by `{_text(call)}`",
+                "After a failure it is drawn anew, and the place in it is not known",
+                "Let a DataLoader shuffle, and write loader = reft.resumable(loader)",
+            )
+
+    def _seed(self) -> Iterator[Finding]:
+        if not any(self._named(*_SEEDS)):
+            yield Finding(
+                0,
+                "no seed is set",
+                "A job is resumed exactly all the same; its first start cannot be repeated",
+                "Write torch.manual_seed(seed) before the model is made",
+            )
+
+    def _named(self, *names: str) -> Iterator[ast.Call]:
+        return (call for call in self._calls if _name(call) in names)
+
+    def _condition(self, node: ast.AST) -> ast.expr | None:
+        """The innermost test within its function that decides whether ``node`` is reached."""
+        while (parent := self._parents.get(node)) is not None:
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                return None
+            if isinstance(parent, ast.If | ast.IfExp | ast.While) and node is not parent.test:
+                return None if _is_main_guard(parent.test) else parent.test
+            if isinstance(parent, ast.BoolOp) and node is not parent.values[0]:
+                return parent.values[0]
+            node = parent
+        return None
+
+    def _nearest_loop(self, node: ast.AST) -> ast.AST | None:
+        parent: ast.AST | None = node
+        while parent is not None and not isinstance(parent, ast.For | ast.While):
+            parent = self._parents.get(parent)
+        return parent
+
+
+def _name(call: ast.Call) -> str:
+    function = call.func
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def _keyword(call: ast.Call, name: str) -> str | None:
+    return next((_text(k.value) for k in call.keywords if k.arg == name), None)
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return "__name__" in _text(test)
+
+
+def _from_zero(over: ast.expr) -> bool:
+    """Whether it is ``range(steps)`` or ``range(0, steps)``."""
+    if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args):
+        return False
+    return len(over.args) == 1 or (len(over.args) == 2 and _text(over.args[0]) == "0")
+
+
+def _skips(loop: ast.For) -> bool:
+    """Whether the loop may leave steps out that were done before."""
+    return any(isinstance(node, ast.Continue) for node in ast.walk(loop))
