@@ -27,10 +27,10 @@ from results import machine
 
 from reft.load.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
 from reft.load.inventory import ArenaRecord, Inventory
+from reft.load.moves import make_moves
 from reft.load.parts import parts_of, spoken_for
 from reft.load.plan import RecoveryPlan
 from reft.load.sift import Summary, sift, summarize
-from reft.load.waves import waves_of
 from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.store.header import ArenaHeader, ArenaState, Entry
@@ -41,7 +41,6 @@ PARAMETERS = 34_000_000_000
 RANKS_PER_NODE = 8
 BLOCK_BYTES = 4 * MIB
 HOST_BYTES = 64 * 1024
-WINDOW_BYTES = 32 * MIB
 OLD, NEW = Label(1, 99), Label(1, 100)
 JOB = "llama-2-34b"
 
@@ -165,7 +164,7 @@ def measure(degrees: Degrees) -> dict[str, Any]:
 
     assert not hasattr(decision, "reasons"), decision
     plan = plan_decided(decision, sifted, group, sources[NEW], records)
-    waves = waves_of([plan], topology, rank, WINDOW_BYTES)
+    moves = make_moves(plan, topology)
     marks.append(time.process_time())
 
     assert isinstance(plan, RecoveryPlan)
@@ -182,7 +181,7 @@ def measure(degrees: Degrees) -> dict[str, Any]:
         "tables_secs": steps[1],
         "group_secs": steps[2] + steps[4],
         "secs": sum(steps),
-        "waves": len(waves),
+        "moves": len(moves),
     }
 
 

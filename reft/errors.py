@@ -64,6 +64,10 @@ class TransferError(ReftError, ConnectionError):
     """Bytes between hosts were lost, refused or did not match their checksum."""
 
 
+class PeerLostError(TransferError):
+    """A rank died, left or is silent: no message can be exchanged over these connections any more."""
+
+
 class AuthenticationError(ReftError, PermissionError):
     """A message or file does not carry the job's secret."""
 

@@ -1,4 +1,4 @@
-"""Collectives on bytes over a gloo group, and the error of a group that cannot be used any more."""
+"""Collectives on bytes over a gloo group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from reft.errors import TransferError
-
-
-class PeerLostError(TransferError):
-    """The network failed: no message can be exchanged in this group any more."""
+from reft.errors import PeerLostError
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""The host-side control plane: what ranks tell each other while they join and load, and, apart from it, the
-votes, tiny gathers and exchanges of the snapshot workers.
+"""The host-side control plane: what ranks tell and send each other while they join and load, and,
+apart from it, the votes, tiny gathers and exchanges of the snapshot workers.
 
 It has connections of its own, which no training collective shares, so that a commit in the background can
 never reorder or delay a training message. Every rank takes part in every vote in the same order; votes are
@@ -14,8 +14,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,12 @@ import torch
 import torch.distributed as dist
 
 from reft.comm.overlay import Overlay, connect, shared_secret
-from reft.errors import AuthenticationError, TransferError
+from reft.comm.peers import Buffers, Inflow
+from reft.errors import AuthenticationError, PeerLostError, TransferError
+from reft.mac import authenticate, check_authentic
+
+_MESSAGE = b"reft-message-1"
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,6 @@ class ControlGroup:
     """
 
     _numbers = itertools.count()
-    _exchanges = False
 
     def __init__(self, timeout_secs: float, *, node: str | None = None, secret: bytes | None = None) -> None:
         self.rank = dist.get_rank()
@@ -95,8 +97,6 @@ class ControlGroup:
             timeout_secs=self.timeout_secs,
             go_on=go_on,
         )
-        if not self._exchanges:
-            self._overlay.take_no_more()
 
     @property
     def _connections(self) -> Overlay:
@@ -104,15 +104,6 @@ class ControlGroup:
             raise TransferError("this rank has left the control plane, or its job is closed")
         self._overlay.tree.timeout_secs = self._overlay.peers.timeout_secs = self.timeout_secs
         return self._overlay
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks, for the bytes of a load; made when it is first asked for. Every rank is
-        connected with every other one then."""
-        group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=self.timeout_secs)
-        )
-        return group
 
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
         """The connections of the snapshot worker. Collective, in the same order on all ranks.
@@ -139,6 +130,80 @@ class ControlGroup:
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
+    def any_of(self, *said: bool) -> list[bool]:
+        """Of each of these, whether any rank says yes.
+
+        Raises:
+            TransferError: a peer is gone.
+        """
+        return [not value for value in self._connections.tree.reduce_min([not yes for yes in said])]
+
+    def swap(self, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Give every peer its message and take the one it has for this rank. Collective among these.
+
+        Args:
+            bodies: by global rank, this one left aside; each has a message for this one, which may be empty.
+
+        Raises:
+            PeerLostError: a peer vanished.
+            AuthenticationError: a message does not carry the job's secret.
+        """
+        outgoing = {p: authenticate(m, self._secret, _MESSAGE) for p, m in bodies.items() if p != self.rank}
+        lengths = self._trade(
+            {p: len(m).to_bytes(_LENGTH_BYTES) for p, m in outgoing.items()},
+            dict.fromkeys(outgoing, _LENGTH_BYTES),
+        )
+        told = self._trade(outgoing, {p: int.from_bytes(length) for p, length in lengths.items()})
+        return {
+            peer: check_authentic(bytes(message), self._secret, _MESSAGE) for peer, message in told.items()
+        }
+
+    def _trade(self, sends: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytearray]:
+        into = {peer: bytearray(size) for peer, size in sizes.items()}
+        self.stream(
+            {peer: [memoryview(body)] for peer, body in sends.items()},
+            {peer: Buffers([memoryview(room)]) for peer, room in into.items()},
+        )
+        return into
+
+    def exchange(
+        self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Send tensors to peers and receive from peers. Both sides of a pair hold equally many bytes for each
+        other, and name each other in the same call. Collective among these.
+
+        Args:
+            sends: per global rank, contiguous CPU tensors.
+            receives: per global rank, tensors to fill.
+
+        Raises:
+            PeerLostError: a peer vanished.
+        """
+        self.stream(_bytes_of(sends), {peer: Buffers(views) for peer, views in _bytes_of(receives).items()})
+
+    def stream(
+        self,
+        sends: Mapping[int, Sequence[memoryview]],
+        receives: Mapping[int, Inflow],
+        wake: socket.socket | None = None,
+    ) -> None:
+        """As :meth:`exchange`, where there may be no room yet for what comes; see :meth:`Peers.stream`.
+
+        Raises:
+            PeerLostError: a peer vanished.
+        """
+        try:
+            self._connections.peers.stream(sends, receives, wake)
+        except BaseException as error:
+            # Some pairs have moved a part of their bytes: only new connections are in step again.
+            self.leave()
+            if isinstance(error, (OSError, EOFError, AuthenticationError)):
+                raise PeerLostError(
+                    f"a peer died, left or is silent while bytes were exchanged: "
+                    f"{error or type(error).__name__}. Nothing was committed; restart the job"
+                ) from error
+            raise
+
     def leave(self) -> None:
         """Close this rank's connections: its neighbours hear of it now, the others through them."""
         overlay, self._overlay = self._overlay, None
@@ -148,8 +213,6 @@ class ControlGroup:
 
 class WorkerControl(ControlGroup):
     """Votes and point-to-point transfers of the snapshot protocol. Used by the worker thread alone."""
-
-    _exchanges = True
 
     def rejoin(self, go_on: Callable[[], bool]) -> None:
         """Make the connections anew, once all ranks have left the old ones. Collective.
@@ -193,26 +256,6 @@ class WorkerControl(ControlGroup):
                 f"Every rank must take the same optimizer steps"
             )
         return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late), -rung)
-
-    def exchange(
-        self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]]
-    ) -> None:
-        """Send tensors to peers and receive from peers. Both sides of a pair hold equally many bytes for each
-        other, and name each other in the same call.
-
-        Args:
-            sends: per global rank, contiguous CPU tensors.
-            receives: per global rank, tensors to fill.
-
-        Raises:
-            TransferError: a peer vanished.
-        """
-        try:
-            self._connections.peers.exchange(_bytes_of(sends), _bytes_of(receives))
-        except (OSError, EOFError, AuthenticationError) as error:
-            # Some pairs have moved a part of their bytes: only new connections are in step again.
-            self.leave()
-            raise TransferError(f"a ring peer vanished during the exchange: {error}") from error
 
 
 def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:

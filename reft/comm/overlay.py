@@ -48,10 +48,6 @@ class Overlay:
         self._reception = reception
         _OPEN.add(self)
 
-    def take_no_more(self) -> None:
-        """Stop to listen: no pair has bytes to exchange."""
-        self._reception.close()
-
     def forget(self) -> None:
         """Close a forked child's copies of the connections and listeners, which stay open here and on the
         other side."""

@@ -1,7 +1,8 @@
 """Bytes from rank to rank: one connection per pair, made when the two first have something for each other.
 
 The bytes go from memory to memory without frames, and are checked by the checksums that travel with a
-version. The connection itself is authenticated.
+version. The connection itself is authenticated. Who has no room for more does not read: what was sent ahead
+is bounded by the connections' own buffers.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
+from typing import Protocol
 
 from reft.comm.links import PEER_ENDED, Endpoint, Reception, ended
 from reft.store.wire import Channel
@@ -18,6 +22,43 @@ from reft.store.wire import Channel
 _KIND = "pair"
 _MOST_VIEWS = 64
 """Buffers of one call of ``sendmsg`` or ``recvmsg_into``."""
+_MOST_WAKES = 4096
+
+
+class Inflow(Protocol):
+    """Where the bytes of one peer go. Asked by the thread that reads them."""
+
+    def room(self) -> Sequence[memoryview]:
+        """Flat buffers to fill after those that were given before, in order; empty: none now."""
+        ...
+
+    def filled(self, count: int) -> None:
+        """The next so many of them are full."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more is to come."""
+        ...
+
+
+class Buffers:
+    """Room that is there from the start."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._left = len(views := _not_empty(views))
+        self._views: Sequence[memoryview] = views
+
+    def room(self) -> Sequence[memoryview]:
+        views, self._views = self._views, ()
+        return views
+
+    def filled(self, count: int) -> None:
+        self._left -= count
+
+    @property
+    def complete(self) -> bool:
+        return not self._left
 
 
 class Peers:
@@ -61,14 +102,29 @@ class Peers:
             EOFError: a peer is gone.
             AuthenticationError: a peer has another secret.
         """
+        self.stream(sends, {peer: Buffers(views) for peer, views in receives.items()})
+
+    def stream(
+        self,
+        sends: Mapping[int, Sequence[memoryview]],
+        receives: Mapping[int, Inflow],
+        wake: socket.socket | None = None,
+    ) -> None:
+        """As :meth:`exchange`; where there may be no room for what comes, it waits at the sender.
+
+        Args:
+            sends: per rank, flat bytes to send.
+            receives: per rank, where what it sends goes.
+            wake: becomes readable when an inflow that had no room may have some.
+        """
         deadline = time.monotonic() + self.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
         pairs = {peer: self._pair(peer, deadline).detach() for peer in peers}
         flows = [
-            _Flow(pairs[peer], _not_empty(sends.get(peer, ())), _not_empty(receives.get(peer, ())))
+            _Flow(pairs[peer], _not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
             for peer in peers
         ]
-        _move(flows, self._watched(), self.timeout_secs)
+        _move(flows, self._watched(), self.timeout_secs, wake)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
         if peer not in self._pairs:
@@ -94,30 +150,39 @@ class Peers:
 class _Flow:
     """What goes over one connection in one exchange."""
 
-    def __init__(self, connection: socket.socket, out: list[memoryview], into: list[memoryview]) -> None:
+    def __init__(self, connection: socket.socket, out: Sequence[memoryview], inflow: Inflow) -> None:
         self.connection = connection
-        self.out = out
-        self.into = into
+        self._out = deque(out)
+        self._inflow = inflow
+        self._into: deque[memoryview] = deque()
 
     @property
+    def done(self) -> bool:
+        return not self._out and self._inflow.complete
+
     def wants(self) -> int:
-        return (select.POLLOUT if self.out else 0) | (select.POLLIN if self.into else 0)
+        """The events that something can be moved at."""
+        self._into.extend(self._inflow.room())
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
 
     def go_on(self, event: int) -> None:
         """Move what can be moved without waiting."""
-        if self.into and event & select.POLLIN:
-            nbytes = self.connection.recvmsg_into(self.into[:_MOST_VIEWS])[0]
+        if self._into and event & select.POLLIN:
+            nbytes = self.connection.recvmsg_into(islice(self._into, _MOST_VIEWS))[0]
             if not nbytes:
                 raise EOFError("a peer closed its connection")
-            _advance(self.into, nbytes)
+            if full := _advance(self._into, nbytes):
+                self._inflow.filled(full)
         elif event & PEER_ENDED:
             raise EOFError("a peer closed its connection")
-        if self.out and event & select.POLLOUT:
+        if self._out and event & select.POLLOUT:
             with suppress(BlockingIOError):
-                _advance(self.out, self.connection.sendmsg(self.out[:_MOST_VIEWS]))
+                _advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
 
 
-def _move(flows: Sequence[_Flow], watched: Iterable[Channel], timeout_secs: float) -> None:
+def _move(
+    flows: Sequence[_Flow], watched: Iterable[Channel], timeout_secs: float, wake: socket.socket | None
+) -> None:
     """Carry all flows to their end.
 
     Raises:
@@ -127,37 +192,41 @@ def _move(flows: Sequence[_Flow], watched: Iterable[Channel], timeout_secs: floa
     poller = select.poll()
     for channel in watched:
         poller.register(channel, PEER_ENDED)
-    by_fd = {flow.connection.fileno(): flow for flow in flows}
-    for fd, flow in by_fd.items():
-        poller.register(fd, flow.wants | PEER_ENDED)
-    busy = {fd for fd, flow in by_fd.items() if flow.wants}
+    busy = {flow.connection.fileno(): flow for flow in flows if not flow.done}
+    for fd, flow in busy.items():
+        poller.register(fd, flow.wants() | PEER_ENDED)
+    if wake is not None:
+        poller.register(wake, select.POLLIN)
     while busy:
         events = poller.poll(1000 * timeout_secs)
         if not events:
             raise TimeoutError(f"no byte was moved for {timeout_secs:.0f} s")
         for fd, event in events:
-            if fd not in by_fd:
+            if wake is not None and fd == wake.fileno():
+                wake.recv(_MOST_WAKES)
+                for each, flow in busy.items():
+                    poller.modify(each, flow.wants() | PEER_ENDED)
+            elif fd not in busy:
                 raise EOFError("a rank left while others exchanged bytes")
-            flow = by_fd[fd]
-            if fd not in busy:
-                continue
-            flow.go_on(event)
-            poller.modify(fd, flow.wants | PEER_ENDED)
-            if not flow.wants:
-                busy.discard(fd)
-                poller.unregister(fd)
+            else:
+                flow = busy[fd]
+                flow.go_on(event)
+                poller.modify(fd, flow.wants() | PEER_ENDED)
+                if flow.done:
+                    del busy[fd]
+                    poller.unregister(fd)
 
 
 def _not_empty(views: Sequence[memoryview]) -> list[memoryview]:
     return [view for view in views if len(view)]
 
 
-def _advance(views: list[memoryview], nbytes: int) -> None:
-    """Take ``nbytes`` that were moved off the front."""
+def _advance(views: deque[memoryview], nbytes: int) -> int:
+    """Take ``nbytes`` that were moved off the front; how many views that ended."""
     done = 0
-    while done < len(views) and nbytes >= len(views[done]):
-        nbytes -= len(views[done])
+    while views and nbytes >= len(views[0]):
+        nbytes -= len(views.popleft())
         done += 1
-    del views[:done]
     if nbytes:
         views[0] = views[0][nbytes:]
+    return done

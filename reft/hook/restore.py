@@ -182,11 +182,10 @@ class Restorer:
         session = self._session
         recovery = Recovery(
             session.topology,
-            session.control.rank,
+            session.control,
             job_id=session.job_id,
             job_dir=session.memory.job_dir.path,
             secret=session.memory.job_dir.secret,
-            group=session.control.group,
             faults=session.faults,
             completing=completing(session),
         )

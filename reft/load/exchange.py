@@ -1,55 +1,45 @@
-"""What ranks tell each other during a recovery: to all ranks little, to their sharding group the rest.
-
-Messages are bytes under the job's secret, never pickle (P11). An error on one rank reaches all, so that
+"""The stages of a recovery, which all ranks go through together: an error on one rank reaches all, so that
 nobody waits for a rank that has given up.
+
+Messages are bytes, never pickle, and go over the authenticated connections of the control plane (P11).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgpack
-import torch
-import torch.distributed as dist
 
-from reft.comm.collectives import PeerLostError, allgather_bytes, network_errors
-from reft.errors import ReftError, TransferError
-from reft.mac import authenticate, check_authentic
+from reft.comm.control import ControlGroup
+from reft.errors import PeerLostError, ReftError, TransferError
 from reft.topology import Topology
-
-_RECOVERY = b"reft-recovery-1"
 
 
 class BrokenOffError(ReftError, RuntimeError):
-    """This rank cannot go on while peers wait for what it was to send: they hear of it when it ends."""
+    """This rank cannot go on, and has left the control plane: its peers hear of it at once."""
 
 
 class Exchange:
-    """The messages of one rank.
+    """One rank's part in the stages.
 
     Args:
         topology: placement of the running incarnation.
-        rank: this global rank.
-        secret: the job's secret.
-        group: gloo group of all ranks; the default group if None.
+        control: connections to all ranks.
     """
 
-    def __init__(self, topology: Topology, rank: int, secret: bytes, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, topology: Topology, control: ControlGroup) -> None:
         self._topology = topology
-        self._rank = rank
-        self._secret = secret
-        self._group = group
+        self.control = control
 
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
         """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
 
         Args:
-            stage: does this rank's part; empty bytes cost nothing.
+            stage: does this rank's part.
             doing: what for, for the error message.
 
         Raises:
             TransferError: a peer is gone, or its stage failed.
-            AuthenticationError: a message does not carry the job's secret.
             Exception: what this rank's own stage raised, after the peers were told.
         """
         mine, failure = b"", None
@@ -78,27 +68,19 @@ class Exchange:
             raise
         except Exception as error:
             failure = error
-        word = torch.tensor([failure is not None, said], dtype=torch.int64)
-        with network_errors(doing):
-            dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
-        failed, any_said = word.tolist()
+        failed, any_said = self.control.any_of(failure is not None, said)
         if failed:
             self._tell_all(b"", failure, doing)
         if failure is not None:
             raise failure
-        return bool(any_said)
+        return any_said
 
     def _tell_all(self, mine: bytes, failure: Exception | None, doing: str) -> list[bytes]:
-        message = b""
-        if mine or failure is not None:
-            body = msgpack.packb([None if failure is None else repr(failure), mine])
-            message = authenticate(body, self._secret, _RECOVERY)
         errors: list[str] = []
         bodies: list[bytes] = []
-        for rank, told in enumerate(allgather_bytes(message, self._group)):
-            error, body = None, b""
-            if told:
-                error, body = msgpack.unpackb(check_authentic(told, self._secret, _RECOVERY))
+        told = self.control.gather_bytes(msgpack.packb([None if failure is None else repr(failure), mine]))
+        for rank, message in enumerate(told):
+            error, body = msgpack.unpackb(message)
             bodies.append(body)
             if error is not None:
                 where = f"{self._topology.coordinates[rank]}, node {self._topology.nodes[rank]}"
@@ -106,46 +88,3 @@ class Exchange:
         if errors and failure is None:
             raise TransferError(f"{doing} did not succeed on every rank: {'; '.join(errors)}")
         return bodies
-
-    def swap(self, bodies: Mapping[int, bytes], doing: str) -> dict[int, bytes]:
-        """Give every peer its message and take the one it has for this rank. Collective among peers.
-
-        Args:
-            bodies: by global rank; each of these ranks has a message for this one, which may be empty.
-            doing: what for, for the error message.
-
-        Raises:
-            TransferError: a peer is gone.
-            AuthenticationError: a message does not carry the job's secret.
-        """
-        peers = sorted(peer for peer in bodies if peer != self._rank)
-        outgoing = {peer: authenticate(bodies[peer], self._secret, _RECOVERY) for peer in peers}
-        lengths = self._trade(
-            {p: torch.tensor([len(m)]) for p, m in outgoing.items()}, dict.fromkeys(peers, 1), doing
-        )
-        arrived = self._trade(
-            {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in outgoing.items()},
-            {p: int(length) for p, length in lengths.items()},
-            doing,
-        )
-        return {
-            peer: check_authentic(message.numpy().data, self._secret, _RECOVERY)
-            for peer, message in arrived.items()
-        }
-
-    def _trade(
-        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], doing: str
-    ) -> dict[int, torch.Tensor]:
-        """One tensor to every peer, and one of the same dtype and so many elements from each."""
-        into = {peer: torch.empty(sizes[peer], dtype=tensor.dtype) for peer, tensor in sends.items()}
-        with network_errors(doing):
-            work = [dist.irecv(tensor, peer, self._group) for peer, tensor in into.items()]
-            work += [dist.isend(tensor, peer, self._group) for peer, tensor in sends.items()]
-            for item in work:
-                if item is None:
-                    raise TransferError(NOT_IN_GROUP)
-                item.wait()
-        return into
-
-
-NOT_IN_GROUP = "this rank is not in the process group that carries the recovery; pass the group of all"

@@ -77,6 +77,12 @@ class Ledger:
         """Sources no plan may use."""
         return frozenset(self._findings)
 
+    def in_transit(self, node: str) -> list[Fetch]:
+        """What arrived corrupt from this node: its bytes may be in order there."""
+        return [
+            f.fetch for f in self._findings.values() if f.flaw is Flaw.IN_TRANSIT and f.fetch.node == node
+        ]
+
     def share(
         self,
         plans: Mapping[Group, RecoveryPlan],
@@ -121,10 +127,7 @@ class Ledger:
         for group in sorted(plans):
             for peer in parts[group]:
                 bodies.setdefault(peer, []).extend(mine[group])
-        told = self._exchange.swap(
-            {peer: msgpack.packb(rows) for peer, rows in bodies.items()},
-            f"telling which sources of {label} are refused",
-        )
+        told = self._exchange.control.swap({peer: msgpack.packb(rows) for peer, rows in bodies.items()})
         sources = found | {_unpack(row) for body in told.values() for row in msgpack.unpackb(body)}
         known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
         for source in sorted(sources):

@@ -21,7 +21,8 @@ from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.parity import LostBlock, stripes_of
 from reft.load.plan import BlockSource, Fetch, Rebuild, RecoveryPlan
-from reft.load.stripe import Bytes, Pool, Stripe
+from reft.load.pool import Bytes, Pool
+from reft.load.stripe import Stripe
 from reft.protect.coded_blocks import unpack_checksums
 from reft.store.arena import Arena
 from reft.store.arena_files import decoded_name

@@ -1,5 +1,5 @@
-"""Restoring the newest whole version: decide, plan, verify, decode what is lost, transfer, until nothing is
-corrupt.
+"""Restoring the newest whole version: decide, plan, decode what is lost, transfer and verify, until nothing
+is corrupt.
 
 Two things are said to the whole job: who holds which version (summaries without block tables), and what each
 sharding group can recover. From these all ranks decide on the same version. Everything else stays in the
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgpack
 import torch
-import torch.distributed as dist
 
 from reft.blocks import Section
+from reft.comm.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.load.complete import Completing, Completion, plan_kept
 from reft.load.decide import (
@@ -34,23 +34,17 @@ from reft.load.decide import (
     plan_decided,
 )
 from reft.load.exchange import Exchange
+from reft.load.inbox import RoomFor
 from reft.load.inventory import ArenaRecord, Inventory, take_inventory
 from reft.load.ledger import Flaw, Ledger, Repair
-from reft.load.local import ArenaSet, opened_arenas
+from reft.load.local import ArenaSet, find_corrupt, opened_arenas
 from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.load.rebuild import Decoder
 from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
-from reft.load.transfer import (
-    DEFAULT_WINDOW_BYTES,
-    RoomFor,
-    Sink,
-    TransferStats,
-    execute,
-    verify_sources,
-)
+from reft.load.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute
 from reft.store.label import Label
-from reft.topology import Topology
+from reft.topology import Coordinate, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -81,34 +75,31 @@ class Recovery:
 
     Args:
         topology: placement of the running incarnation.
-        rank: this global rank.
+        control: connections to all ranks.
         job_id: the job.
         job_dir: this node's directory of the job.
-        secret: the job's secret: every message carries it (P11).
+        secret: the job's secret.
         completing: how this incarnation stores versions, to complete the version on nodes that hold nothing
             of it; None: it is not completed. Given on all ranks or on none.
         layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
-        group: gloo group of all ranks; the default group if None.
-        window_bytes, faults, timeout_secs: see :func:`execute`.
+        window_bytes, faults: see :func:`execute`.
     """
 
     def __init__(
         self,
         topology: Topology,
-        rank: int,
+        control: ControlGroup,
         *,
         job_id: str,
         job_dir: Path,
         secret: bytes,
         completing: Completing | None = None,
         layout: LayoutSpec = None,
-        group: dist.ProcessGroup | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         faults: FaultPlan | None = None,
-        timeout_secs: float | None = None,
     ) -> None:
         self._topology = topology
-        self._rank = rank
+        self._rank = rank = control.rank
         self._at = topology.coordinates[rank]
         self._node = topology.nodes[rank]
         self._job_id = job_id
@@ -117,9 +108,9 @@ class Recovery:
         self._completing = completing
         self._layout = layout
         self._faults = faults
-        self._exchange = Exchange(topology, rank, secret, group)
+        self._exchange = Exchange(topology, control)
         self._ledger = Ledger(self._exchange)
-        self._courier = _Courier(topology, rank, group, window_bytes, timeout_secs)
+        self._courier = _Courier(topology, control, self._ledger, window_bytes)
         self._found: _Found
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
@@ -142,11 +133,10 @@ class Recovery:
     def restore(self, prepare: Prepare, sink: Sink) -> RecoveryOutcome | NotRecoverable:
         """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
 
-        Every rank first verifies what it sends to others. Then ``prepare`` gets the host image and ``sink``
-        the blocks of the other sections, each verified just before it is handed over. Where a block that a
-        rank reads for itself is corrupt, or one was damaged on the way, some of the state has been written
-        by then: the plan is made again, and both are called again. If the result is then
-        :class:`NotRecoverable`, the live state has to be restored from elsewhere.
+        ``prepare`` gets the host image and ``sink`` the blocks of the other sections, each verified just
+        before it is handed over. Where a block is corrupt, some of the state has been written by then: the
+        plan is made again, and both are called again. If the result is then :class:`NotRecoverable`, the
+        live state has to be restored from elsewhere.
 
         Args:
             prepare: takes this coordinate's host image, before the first block.
@@ -165,10 +155,8 @@ class Recovery:
             with opened_arenas(self._job_dir, [found.inventory], self._secret) as self._courier.arenas:
                 self._courier.take_up(found.plans, found.parts, self._group)
                 if found.decodes:
-                    self._courier.rebuild(self._ledger, self._job_dir, self._secret)
-                elif self._courier.carry_out(
-                    self._ledger, prepare, sink, self._faults, self._completion(found)
-                ):
+                    self._courier.rebuild(self._job_dir, self._secret)
+                elif self._courier.carry_out(prepare, sink, self._faults, self._completion(found)):
                     plan = found.plans[self._group]
                     repairs = self._ledger.repairs(plan)
                     outcome = RecoveryOutcome(plan, self._courier.stats(), repairs, attempt)
@@ -227,8 +215,8 @@ class Recovery:
         for group in sorted(parts):
             for peer in parts[group]:
                 bodies.setdefault(peer, []).append(packed[group])
-        told = self._exchange.swap(
-            {peer: msgpack.packb(messages) for peer, messages in bodies.items()}, "exchanging block tables"
+        told = self._exchange.control.swap(
+            {peer: msgpack.packb(messages) for peer, messages in bodies.items()}
         )
         for body in told.values():
             for packed_table in msgpack.unpackb(body):
@@ -303,10 +291,9 @@ class _Courier:
     """Carries plans out on one rank and adds up what it moved."""
 
     topology: Topology
-    rank: int
-    group: dist.ProcessGroup | None
+    control: ControlGroup
+    ledger: Ledger
     window_bytes: int
-    timeout_secs: float | None
     arenas: ArenaSet = field(default_factory=dict)
     moved: list[TransferStats] = field(default_factory=list)
     plans: Mapping[Group, RecoveryPlan] = field(default_factory=dict)
@@ -318,16 +305,23 @@ class _Courier:
         """What to carry out: the plans of the groups this rank takes part in, its own first."""
         self.plans, self.parts, self._plan = plans, parts, plans[own]
 
-    def rebuild(self, ledger: Ledger, job_dir: Path, secret: bytes) -> None:
+    @property
+    def _at(self) -> Coordinate:
+        return self.topology.coordinates[self.control.rank]
+
+    @property
+    def _node(self) -> str:
+        return self.topology.nodes[self.control.rank]
+
+    def rebuild(self, job_dir: Path, secret: bytes) -> None:
         """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
         the ledger; what they are part of is decoded in a later round, in another way."""
-        at = self.topology.coordinates[self.rank]
         part = {group: plan.to_decode() for group, plan in self.plans.items()}
 
-        def verify() -> frozenset[BlockSource]:
+        def reserve() -> frozenset[BlockSource]:
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
             decoder.reserve()
-            return verify_sources(tuple(part.values()), self.topology, self.rank, self.arenas)
+            return frozenset()
 
         def move() -> frozenset[BlockSource]:
             return self._move(tuple(part.values()), take, None, room_for=room_for, counted=False)
@@ -339,15 +333,27 @@ class _Courier:
         def take(fetch: Fetch, data: torch.Tensor) -> None:
             decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
 
-        node = self.topology.nodes[self.rank]
-        with closing(Decoder(self._plan, at, job_dir, node, secret, kept_bytes=self.window_bytes)) as decoder:
-            if not ledger.share(part, self.parts, verify, Flaw.STORED):
-                ledger.share(part, self.parts, move, Flaw.IN_TRANSIT)
-                ledger.share(part, self.parts, decoder.store, Flaw.OTHER_DATA)
+        kept_bytes = self.window_bytes
+        decoder = Decoder(self._plan, self._at, job_dir, self._node, secret, kept_bytes=kept_bytes)
+        with closing(decoder):
+            self._share(part, reserve, Flaw.STORED)
+            if not self._share(part, move, Flaw.IN_TRANSIT):
+                self._share(part, decoder.store, Flaw.OTHER_DATA)
+
+    def _share(
+        self, plans: Mapping[Group, RecoveryPlan], stage: Callable[[], frozenset[BlockSource]], flaw: Flaw
+    ) -> bool:
+        """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
+        refused = self.ledger.share(plans, self.parts, stage, flaw)
+        if refused and flaw is Flaw.IN_TRANSIT:
+            label, suspects = self._plan.label, self.ledger.in_transit(self._node)
+            self.ledger.share(
+                plans, self.parts, lambda: find_corrupt(label, suspects, self.arenas), Flaw.STORED
+            )
+        return refused
 
     def carry_out(
         self,
-        ledger: Ledger,
         prepare: Prepare,
         sink: Sink,
         faults: FaultPlan | None,
@@ -359,14 +365,14 @@ class _Courier:
         """
         plans = tuple(self.plans.values())
         kept = tuple(plan.to_keep() for plan in plans)
-        nbytes = self._plan.image_bytes(self.topology.coordinates[self.rank], Section.HOST)
+        nbytes = self._plan.image_bytes(self._at, Section.HOST)
         host = torch.empty(nbytes, dtype=torch.uint8)
 
-        def verify() -> frozenset[BlockSource]:
+        def reserve() -> frozenset[BlockSource]:
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
             if completion is not None:
                 completion.reserve()
-            return verify_sources((*plans, *kept), self.topology, self.rank, self.arenas)
+            return frozenset()
 
         def room_for(fetch: Fetch) -> torch.Tensor | None:
             return None if completion is None else completion.room_for(fetch)
@@ -403,13 +409,12 @@ class _Courier:
                 completion.seal()
             return frozenset()
 
-        stages = [verify, move_host, prepare_state, move_state]
+        stages = [move_host, prepare_state, move_state]
         if completion is not None:
-            stages += [move_kept, seal]
+            stages = [reserve, *stages, move_kept, seal]
         known = {group: plan.with_kept() for group, plan in self.plans.items()}
-        flaws = {verify: Flaw.STORED}
         try:
-            return not any(ledger.share(known, self.parts, s, flaws.get(s, Flaw.IN_TRANSIT)) for s in stages)
+            return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
         finally:
             if completion is not None:
                 completion.close()
@@ -426,14 +431,12 @@ class _Courier:
         result = execute(
             plans,
             self.topology,
-            self.rank,
+            self.control,
             self.arenas,
             sink,
-            group=self.group,
             room_for=room_for,
             window_bytes=self.window_bytes,
             faults=faults,
-            timeout_secs=self.timeout_secs,
         )
         # What is read in order to decode does not restore anything yet: only its sending counts.
         self.moved.append(result.stats if counted else replace(result.stats, bytes_from={}))
@@ -448,7 +451,6 @@ class _Courier:
             bytes_from=dict(total),
             sent_bytes=sum(part.sent_bytes for part in self.moved),
             buffer_bytes=max(part.buffer_bytes for part in self.moved),
-            waves=sum(part.waves for part in self.moved),
             secs=sum(part.secs for part in self.moved),
         )
 

@@ -1,10 +1,10 @@
 """Carrying out a recovery plan: blocks from the arenas of all hosts straight into live tensors.
 
-Host memory to host memory over a gloo process group. Every block is checked against the checksum taken
-when it was copied, just before it is handed over (P5). What is sent is also checked where it is stored,
-before any live tensor is touched. What fails is made known to all ranks, which plan again without it and so
-fall down the ladder together. Memory is bounded by the window: there is never a second copy of the state
-(P9).
+Host memory to host memory, over connections between the ranks that have something for each other. One thread
+reads and writes these connections, others check and hand over what has arrived, and what lies on this node.
+Every block is checked against the checksum taken when it was copied, just before it is handed over (P5). What
+fails is made known to all ranks, which plan again without it and so fall down the ladder together. Memory is
+bounded by the window: there is never a second copy of the state (P9).
 """
 
 from __future__ import annotations
@@ -14,29 +14,22 @@ import os
 import threading
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import timedelta
+from contextlib import closing
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from reft.comm.collectives import network_errors
+from reft.comm.control import ControlGroup
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.load.exchange import NOT_IN_GROUP, BrokenOffError
-from reft.load.local import ArenaSet, find_corrupt
-from reft.load.plan import (
-    BlockSource,
-    Fetch,
-    RecoveryPlan,
-    SourceKind,
-    format_bytes_from,
-)
-from reft.load.waves import Move, Wave, serving_ranks, waves_of
+from reft.load.exchange import BrokenOffError
+from reft.load.inbox import Inbox, RoomFor
+from reft.load.local import ArenaSet
+from reft.load.moves import make_moves
+from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, format_bytes_from
 from reft.store.header import checksum
 from reft.topology import Topology
 
@@ -51,10 +44,6 @@ and must not be kept, unless it is the room given for the block, or of a local o
 stays until it is closed. May be called again for the same block, and by several threads at once for
 different blocks."""
 
-RoomFor = Callable[[Fetch], torch.Tensor | None]
-"""Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length), or None: a
-buffer that is used again will do."""
-
 
 @dataclass(frozen=True)
 class TransferStats:
@@ -64,20 +53,18 @@ class TransferStats:
         bytes_from: bytes handed to the sink by kind of source.
         sent_bytes: bytes sent to other ranks.
         buffer_bytes: memory of the receive buffers.
-        waves: network waves that this rank took part in.
         secs: wall time.
     """
 
     bytes_from: Mapping[str, int]
     sent_bytes: int = 0
     buffer_bytes: int = 0
-    waves: int = 0
     secs: float = 0.0
 
     def __str__(self) -> str:
         return (
-            f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB sent in "
-            f"{self.waves} waves, {self.secs:.3f} s"
+            f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB sent, "
+            f"{self.secs:.3f} s"
         )
 
 
@@ -89,83 +76,46 @@ class TransferResult:
     bad: frozenset[BlockSource]
 
 
-def verify_sources(
-    plans: Sequence[RecoveryPlan], topology: Topology, rank: int, arenas: ArenaSet
-) -> frozenset[BlockSource]:
-    """Check what this rank will send to others, before any live tensor is touched. What it reads for
-    itself is checked when it is handed over: a second look at all of it would cost as much as the copy.
-
-    Returns:
-        Sources whose bytes are corrupt or cannot be read.
-    """
-    bad: frozenset[BlockSource] = frozenset()
-    for plan in plans:
-        servers = serving_ranks(plan, topology)
-        mine = [f for fetches in plan.fetches.values() for f in fetches if servers.get(f.source) == rank]
-        bad |= find_corrupt(plan.label, mine, arenas)
-    return bad
-
-
 def execute(
     plans: Sequence[RecoveryPlan],
     topology: Topology,
-    rank: int,
+    control: ControlGroup,
     arenas: ArenaSet,
     sink: Sink,
     *,
     room_for: RoomFor = lambda fetch: None,
-    group: dist.ProcessGroup | None = None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
-    timeout_secs: float | None = None,
 ) -> TransferResult:
     """Move every block of the plans once. Called on all ranks at the same time.
 
     Args:
         plans: of one version: this rank's own sharding group first, then those it sends for besides.
+        control: connections to all ranks.
         arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
         room_for: where blocks arrive that are to stay there, beside the window.
-        group: gloo group of all ranks; the default group if None.
-        window_bytes: receive buffers of this rank, and most bytes it sends ahead. A block larger than
-            half of it still passes, alone.
+        window_bytes: receive buffers of this rank. A block larger than that still passes, alone.
         faults: injected faults.
-        timeout_secs: longest wait for one block of a peer; the group's timeout if None.
 
     Raises:
         TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
         BrokenOffError: anything else that failed here, while peers wait for this rank.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
-    transfer = _Transfer(
-        plans[0],
-        topology,
-        rank,
-        arenas,
-        sink,
-        room_for=room_for,
-        group=group,
-        faults=faults or FaultPlan(),
-        timeout_secs=timeout_secs,
-    )
+    transfer = _Transfer(plans[0], topology, control, sink, faults or FaultPlan())
     try:
-        return transfer.run(waves_of(plans, topology, rank, window_bytes // 2))
+        return transfer.run(plans, arenas, room_for, window_bytes)
     except TransferError:
         raise
     except Exception as error:
         if transfer.failure is error:  # the peers were served
             raise
+        control.leave()
         raise BrokenOffError(
-            f"the transfer of {plans[0].label} broke off on rank {rank}: {type(error).__name__}: {error}"
+            f"the transfer of {plans[0].label} broke off on rank {control.rank}: "
+            f"{type(error).__name__}: {error}"
         ) from error
-
-
-@dataclass
-class _Posted:
-    """A wave in flight: receives with their buffers, and sends."""
-
-    receives: list[tuple[Move, torch.Tensor, dist.Work]] = field(default_factory=list)
-    sends: list[dist.Work] = field(default_factory=list)
 
 
 class _Transfer:
@@ -175,96 +125,75 @@ class _Transfer:
         self,
         plan: RecoveryPlan,
         topology: Topology,
-        rank: int,
-        arenas: ArenaSet,
+        control: ControlGroup,
         sink: Sink,
-        *,
-        room_for: RoomFor,
-        group: dist.ProcessGroup | None,
         faults: FaultPlan,
-        timeout_secs: float | None,
     ) -> None:
         self._label = plan.label
-        self._fetches = plan.fetches[topology.coordinates[rank]]
+        self._fetches = plan.fetches[topology.coordinates[control.rank]]
         self._topology = topology
-        self._rank = rank
-        self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
+        self._control = control
+        self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
+        self._zeros = torch.empty(0, dtype=torch.uint8)
         self._sink = sink
-        self._room_for = room_for
-        self._group = group
         self._faults = faults
-        self._timeout = None if timeout_secs is None else timedelta(seconds=timeout_secs)
         self._bad: set[BlockSource] = set()
         self.failure: Exception | None = None
         self._counting = threading.Lock()
-        # This rank's share of the cores it may run on.
-        neighbours = topology.nodes.count(topology.nodes[rank])
-        self._cores = len(os.sched_getaffinity(0)) // neighbours
         self._arrived = 0
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
-        self._sent_bytes = 0
 
-    def run(self, mine: Sequence[Wave]) -> TransferResult:
-        """``mine``: this rank's part of every wave that it has a part in."""
+    def run(
+        self, plans: Sequence[RecoveryPlan], arenas: ArenaSet, room_for: RoomFor, window_bytes: int
+    ) -> TransferResult:
         started = time.perf_counter()
-        buffers = self._make_buffers(mine)
-        posted = self._post(mine[0], buffers[0]) if mine else None
-        # Local blocks are read while the first wave is on its way.
-        self._deliver_local([fetch for fetch in self._fetches if fetch.kind is SourceKind.LOCAL])
-        for at in range(len(mine)):
-            # The next wave is posted before this one is checked and copied: the network stays busy.
-            following = self._post(mine[at + 1], buffers[(at + 1) % 2]) if at + 1 < len(mine) else None
-            if posted is not None:
-                self._finish(posted)
-            posted = following
+        self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
+        me = self._control.rank
+        moves = [move for plan in plans for move in make_moves(plan, self._topology)]
+        sends: dict[int, list[memoryview]] = {}
+        for move in moves:
+            if move.src == me:
+                sends.setdefault(move.dst, []).append(self._read(move.fetch).numpy().data)
+        incoming = [move for move in moves if move.dst == me]
+        local = [fetch for fetch in self._fetches if fetch.kind is SourceKind.LOCAL]
+        work = _Work(local, len(incoming))
+        with closing(Inbox(incoming, room_for, window_bytes, work.arrived)) as inbox:
+            threads = [
+                threading.Thread(target=self._work, args=(work, inbox), name="reft-restore", daemon=True)
+                for _ in range(self._threads(len(self._fetches)))
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                self._control.stream(sends, inbox.streams(), inbox.wake)
+            except BaseException:
+                work.give_up()
+                raise
+            finally:
+                for thread in threads:
+                    thread.join()
         if self.failure is not None:
             raise self.failure
         stats = TransferStats(
             bytes_from=dict(self._bytes_from),
-            sent_bytes=self._sent_bytes,
-            buffer_bytes=sum(buffer.numel() for buffer in buffers),
-            waves=len(mine),
+            sent_bytes=sum(len(view) for views in sends.values() for view in views),
+            buffer_bytes=inbox.peak_bytes,
             secs=time.perf_counter() - started,
         )
         return TransferResult(stats, frozenset(self._bad))
 
-    def _make_buffers(self, waves: Sequence[Wave]) -> tuple[torch.Tensor, torch.Tensor]:
-        incoming = [sum(m.buffer_bytes for m in wave if m.dst == self._rank) for wave in waves]
-        sizes = max(incoming[0::2], default=0), max(incoming[1::2], default=0)
-        return torch.empty(sizes[0], dtype=torch.uint8), torch.empty(sizes[1], dtype=torch.uint8)
+    def _threads(self, blocks: int) -> int:
+        """Hashing and copying release the interpreter, and one core alone does not reach the bandwidth of the
+        memory: this rank's share of the cores it may run on."""
+        neighbours = self._topology.nodes.count(self._topology.nodes[self._control.rank])
+        return min(_MAX_THREADS, blocks, max(1, len(os.sched_getaffinity(0)) // neighbours))
 
-    def _post(self, wave: Wave, buffer: torch.Tensor) -> _Posted:
-        posted = _Posted()
-        offset = 0
-        for move in wave:
-            fetch = move.fetch
-            if move.dst == self._rank:
-                into = self._room_for(fetch)
-                if into is None:
-                    into = buffer[offset : offset + fetch.nbytes]
-                    offset += move.buffer_bytes
-                with network_errors(f"receiving {fetch} from rank {move.src}"):
-                    posted.receives.append((move, into, _work(dist.irecv(into, move.src, self._group))))
-            else:
-                with network_errors(f"sending {fetch} to rank {move.dst}"):
-                    posted.sends.append(_work(dist.isend(self._read(fetch), move.dst, self._group)))
-                self._sent_bytes += fetch.nbytes
-        return posted
-
-    def _finish(self, posted: _Posted) -> None:
-        for move, buffer, work in posted.receives:
-            with network_errors(f"receiving {move.fetch} from rank {move.src}"):
-                self._wait(work)
-            self._deliver(move.fetch, buffer)
-        for work in posted.sends:
-            with network_errors(f"sending blocks of {self._label}"):
-                self._wait(work)
-
-    def _wait(self, work: dist.Work) -> None:
-        if self._timeout is None:
-            work.wait()
-        else:
-            work.wait(self._timeout)
+    def _work(self, work: _Work, inbox: Inbox) -> None:
+        while (block := work.next()) is not None:
+            number, fetch, data = block
+            self._deliver(fetch, data)
+            if number is not None:
+                inbox.used(number)
 
     def _read(self, fetch: Fetch) -> torch.Tensor:
         """The stored bytes, in place. A source that has vanished is read as zeros, which are refused where
@@ -272,22 +201,12 @@ class _Transfer:
         stored = self._stored.get((fetch.node, fetch.arena))
         data = None if stored is None else stored[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
         if data is None or data.numel() != fetch.nbytes:
-            return torch.zeros(fetch.nbytes, dtype=torch.uint8)
+            if self._zeros.numel() < fetch.nbytes:
+                self._zeros = torch.zeros(fetch.nbytes, dtype=torch.uint8)
+            return self._zeros[: fetch.nbytes]
         return data
 
-    def _deliver_local(self, fetches: Sequence[Fetch]) -> None:
-        """Several threads: hashing and copying release the GIL, and one core alone does not reach the
-        bandwidth of the memory."""
-        threads = min(_MAX_THREADS, len(fetches), self._cores)
-        if threads <= 1:
-            for fetch in fetches:
-                self._deliver(fetch, self._read(fetch))
-            return
-        with ThreadPoolExecutor(threads, "reft-restore") as pool:
-            for _ in pool.map(lambda fetch: self._deliver(fetch, self._read(fetch)), fetches):
-                pass
-
-    def _deliver(self, fetch: Fetch, data: torch.Tensor) -> None:
+    def _deliver(self, fetch: Fetch, data: torch.Tensor | None) -> None:
         with self._counting:
             self._arrived += 1
             half = 2 * self._arrived >= len(self._fetches) > 2 * (self._arrived - 1)
@@ -296,6 +215,7 @@ class _Transfer:
         try:
             if half:
                 self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
+            data = self._read(fetch) if data is None else data
             if checksum(data.numpy().data) != fetch.checksum:
                 logger.debug("%s: corrupt on arrival", fetch)
                 self._bad.add(fetch.source)
@@ -308,10 +228,40 @@ class _Transfer:
             self.failure = error
 
 
-def _work(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise TransferError(NOT_IN_GROUP)
-    return work
+class _Work:
+    """Blocks to hand over: first what has arrived, so that its buffers are soon free, then local ones."""
+
+    def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
+        self._local = deque(local)
+        self._here: deque[tuple[int, Fetch, torch.Tensor]] = deque()
+        self._to_come = incoming
+        self._changed = threading.Condition()
+
+    def arrived(self, number: int, fetch: Fetch, data: torch.Tensor) -> None:
+        with self._changed:
+            self._here.append((number, fetch, data))
+            self._to_come -= 1
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nothing more is to come, and nothing of what is there is of use."""
+        with self._changed:
+            self._here.clear()
+            self._local.clear()
+            self._to_come = 0
+            self._changed.notify_all()
+
+    def next(self) -> tuple[int | None, Fetch, torch.Tensor | None] | None:
+        """The next block, with its number and bytes if it has come over the network; None at the end."""
+        with self._changed:
+            while True:
+                if self._here:
+                    return self._here.popleft()
+                if self._local:
+                    return None, self._local.popleft(), None
+                if not self._to_come:
+                    return None
+                self._changed.wait()
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:

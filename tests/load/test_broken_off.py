@@ -8,32 +8,31 @@ from unittest import mock
 
 import pytest
 
-from reft.load import exchange, transfer
+from reft.load import transfer
 from reft.load.exchange import BrokenOffError, Exchange
 from reft.load.ledger import Flaw, Ledger
 from reft.store.label import Label
 
 
-def _execute() -> Any:
+def _execute(control: mock.MagicMock) -> Any:
     plan: Any = SimpleNamespace(label=Label(1, 7))
-    with mock.patch.object(transfer, "_Transfer") as made, mock.patch.object(transfer, "waves_of"):
+    with mock.patch.object(transfer, "_Transfer") as made:
         made.return_value.failure = None
         made.return_value.run.side_effect = MemoryError("no room for buffers")
-        return transfer.execute([plan], mock.MagicMock(), 1, {}, mock.MagicMock())
+        return transfer.execute([plan], mock.MagicMock(), control, {}, mock.MagicMock())
 
 
 def test_p6_what_breaks_off_a_transfer_is_told_apart_from_what_its_sink_raised() -> None:
+    control = mock.MagicMock(rank=1)
     with pytest.raises(BrokenOffError, match=r"rank 1: MemoryError: no room"):
-        _execute()
+        _execute(control)
+    control.leave.assert_called_once_with()  # its peers hear of it now
 
 
 def test_p6_a_rank_whose_transfer_broke_off_does_not_wait_for_peers_that_wait_for_it() -> None:
-    ledger = Ledger(Exchange(mock.MagicMock(), 1, b"s" * 32, None))
+    control = mock.MagicMock(rank=1)
+    control.any_of.side_effect = control.gather_bytes.side_effect = AssertionError("it waits")
+    ledger = Ledger(Exchange(mock.MagicMock(), control))
     plans: Any = {(0, 0): SimpleNamespace(label=Label(1, 7))}
-    waits = AssertionError("it waits")
-    with (
-        mock.patch.object(exchange, "allgather_bytes", side_effect=waits),
-        mock.patch.object(exchange.dist, "all_reduce", side_effect=waits),
-        pytest.raises(BrokenOffError),
-    ):
-        ledger.share(plans, {(0, 0): [0, 1]}, _execute, Flaw.IN_TRANSIT)
+    with pytest.raises(BrokenOffError):
+        ledger.share(plans, {(0, 0): [0, 1]}, lambda: _execute(control), Flaw.IN_TRANSIT)

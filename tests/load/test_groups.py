@@ -17,10 +17,10 @@ from reft.load.decide import (
     plan_recovery,
 )
 from reft.load.inventory import Inventory
+from reft.load.moves import make_moves
 from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.sift import Summary, sift, summarize
-from reft.load.waves import make_waves, waves_of
 from reft.store.header import ArenaState
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology
@@ -168,18 +168,14 @@ def test_p3_summaries_decide_what_all_block_tables_together_decide(job):
         plan = results[peers[0]][group]
         for source in {f.source for fetches in plan.fetches.values() for f in fetches}:
             assert set(topology.readers(source.node, *group)) <= set(peers)
-        sent += [m for w in make_waves(plan, topology, 256) for m in w]
-    moves = [m for rank, plans in enumerate(results) for w in own_waves(plans, topology, rank) for m in w]
-    assert sorted(map(repr, moves)) == sorted(map(repr, sent * 2))  # once by its sender, once by its receiver
-
-
-def own_waves(plans, topology, rank):
-    """What a rank sends and receives; of a wave with two groups' moves, each move is its own or served."""
-    waves = waves_of(plans.values(), topology, rank, 256)
-    assert all(rank in (m.src, m.dst) for wave in waves for m in wave)
-    at = topology.coordinates[rank]
-    assert all((m.fetch.pp, m.fetch.tp) == (at.pp, at.tp) for wave in waves for m in wave if m.dst == rank)
-    return waves
+        sent += make_moves(plan, topology)
+    # Between two ranks all that one sends the other, and no more, in the order in which it is expected.
+    for src in range(topology.world_size):
+        for dst in range(topology.world_size):
+            expected = [m for m in sent if (m.src, m.dst) == (src, dst)]
+            for rank in (src, dst):
+                own = [m for plan in results[rank].values() for m in make_moves(plan, topology)]
+                assert [m for m in own if (m.src, m.dst) == (src, dst)] == expected
 
 
 @settings(max_examples=60, deadline=None)

@@ -96,5 +96,5 @@ def test_offline_topology_names_what_is_missing(memory):
 
 
 def test_planning_and_local_reading_need_no_torch():
-    code = "import sys, reft.load.local, reft.load.waves; assert 'torch' not in sys.modules"
+    code = "import sys, reft.load.local, reft.load.moves; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -20,7 +20,7 @@ from reft.load.plan import RecoveryPlan
 from tests.prefork import Popen
 
 from .fleet import JOB, NEW, OLD, SECRET, without
-from .worker import DEAD, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+from .worker import DEAD, MORE, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 TESTS = Path(__file__).parents[1]
 ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
@@ -66,7 +66,7 @@ def results(memory):
     )
     assert codes == [-9 if rank == DEAD.dp else 0 for rank in range(WORLD_SIZE)], text
     found = [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
-    return {name: [per_rank.get(name) for per_rank in found] for name in ["messages", *SCENARIOS]}
+    return {name: [per_rank.get(name) for per_rank in found] for name in [*MORE, *SCENARIOS]}
 
 
 def restored(results, name, label=NEW):
@@ -81,10 +81,13 @@ def restored(results, name, label=NEW):
     return results[name]
 
 
-def test_messages_of_any_length_and_strangers(results):
-    refused = "AuthenticationError"
-    told = {"equal": True, "refused": refused, "swapped": refused}
-    assert all(result == told for result in results["messages"])
+def test_messages_of_any_length_arrive(results):
+    assert all(result["equal"] for result in results["messages"])
+
+
+def test_a_load_connects_a_rank_with_its_sharding_group_only(results):
+    """Two groups of two members: beside the tree's, a rank has a connection to one peer and not to three."""
+    assert [result["added"] for result in results["connections"]] == [1] * WORLD_SIZE
 
 
 def test_nodes_serve_groups_that_none_of_their_ranks_belongs_to(results):
@@ -164,12 +167,11 @@ def test_p5_a_parity_of_other_data_is_told_from_a_corrupt_one(results):
         assert "restored from other blocks of its stripe" in result["repaired"][0]
 
 
-def test_p9_many_waves_through_a_small_window(results):
+def test_p9_a_state_passes_through_a_small_window(results):
     """The whole state of a new node passes through 4 KiB of buffers."""
     newcomer = restored(results, "node_lost")[2]
     assert sum(newcomer["bytes_from"].values()) > 40_000
-    assert newcomer["waves"] > 10
-    assert newcomer["buffer_bytes"] <= 4096
+    assert 0 < newcomer["buffer_bytes"] <= 4096
 
 
 def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results):

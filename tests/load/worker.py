@@ -16,16 +16,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
 from reft.blocks import STATE_SECTIONS, Section
-from reft.comm.collectives import allgather_bytes
+from reft.comm.control import ControlGroup
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.load.complete import Blueprint, Completing, Room
-from reft.load.exchange import Exchange
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
 from reft.load.plan import NotRecoverable
@@ -104,13 +104,17 @@ SCENARIOS = {
 }
 
 
+MORE = ("messages", "connections")
+
+
 class Rank:
     """What this rank restores in one scenario, compared with what the job had."""
 
-    def __init__(self, root: Path, name: str, rank: int) -> None:
+    def __init__(self, root: Path, name: str, control: ControlGroup) -> None:
+        self.control = control
         self.scenario = SCENARIOS[name]
         self.topology = self.scenario.placement
-        self.rank = rank
+        rank = control.rank
         self.at = self.topology.coordinates[rank]
         self.node = self.topology.nodes[rank]
         self.job_dir = root / name / self.node
@@ -132,9 +136,8 @@ class Rank:
         self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
 
     def recovery(self, **options) -> Recovery:
-        defaults = {"window_bytes": 4096, "timeout_secs": 30.0}
-        arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, **defaults, **options}
-        return Recovery(self.topology, self.rank, **arguments)
+        arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, "window_bytes": 4096}
+        return Recovery(self.topology, self.control, **arguments, **options)
 
     def completing(self, scheme: str = "arc") -> Completing:
         """As a session would store versions."""
@@ -185,7 +188,6 @@ class Rank:
             "planned": outcome.plan.bytes_from_at(self.at),
             "total": outcome.plan.bytes_from,
             "buffer_bytes": outcome.stats.buffer_bytes,
-            "waves": outcome.stats.waves,
             "repaired": [str(r) for r in outcome.repaired],
             "flaws": [r.flaw.name for r in outcome.repaired],
             "rounds": outcome.rounds,
@@ -209,16 +211,18 @@ def attempt(action) -> dict[str, object]:
     return {"error": None}
 
 
-def flip_on_the_way(me: Rank) -> None:
-    """After the sources were verified, before the blocks are sent: n1 damages what it is about to send."""
-    me_prepare = me.prepare
+class FlipsOnTheWay(ControlGroup):
+    """Damages the first block of the state that it sends; what it holds stays in order."""
 
-    def prepare(host: bytes) -> None:
-        if me.node == "n1" and me.prepared == 0:
-            damage(me.job_dir / "rank0-slot0.arena", Section.REPLICATED, member=1)
-        me_prepare(host)
+    flipped = False
 
-    me.prepare = prepare
+    def stream(self, sends, receives, wake=None) -> None:
+        for peer, (first, *others) in sends.items():
+            if wake is not None and len(first) == RING.block_bytes and not self.flipped:
+                self.flipped, damaged = True, bytearray(first)
+                damaged[7] ^= 0x40
+                sends = {**sends, peer: [memoryview(damaged), *others]}
+        super().stream(sends, receives, wake)
 
 
 def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
@@ -233,10 +237,10 @@ def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
         arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
 
 
-def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
-    me = Rank(root, name, rank)
+def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
+    me, rank = Rank(root, name, control), control.rank
     if name == "corrupt_on_the_way":
-        flip_on_the_way(me)
+        me.control = (FlipsOnTheWay if me.node == "n1" else ControlGroup)(30.0, node=me.node, secret=SECRET)
     if name == "arena_vanished":
 
         def vanish() -> None:
@@ -245,7 +249,7 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
 
         return me.report(me.recover(between=vanish))
     if "complet" in name or name == "another_scheme":
-        return run_completion(root, name, rank)
+        return run_completion(root, name, control)
     faults = {
         "injected_raise": FaultConfig(point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=1, action="raise"),
         "peer_killed": FaultConfig(
@@ -269,9 +273,9 @@ def run_scenario(root: Path, name: str, rank: int) -> dict[str, object]:
     return me.report(me.recover())
 
 
-def run_completion(root: Path, name: str, rank: int) -> dict[str, object]:
+def run_completion(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
     """Recover with completion; then, as at a second start, once more."""
-    me, again = Rank(root, name, rank), Rank(root, name, rank)
+    me, again = Rank(root, name, control), Rank(root, name, control)
     how = me.completing("arc:2" if name == "another_scheme" else "arc")
     with no_room_for_files() if name == "no_room_to_complete" and me.at == DEAD else nullcontext():
         report = me.report(me.recover(completing=how))
@@ -310,7 +314,7 @@ def execute_whole(me: Rank) -> dict[str, object]:
             in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
 
     arenas = {} if me.node == "n1" else open_arenas(me.job_dir, inventory, SECRET)
-    result = execute([plan], me.topology, me.rank, arenas, sink, room_for=room_for, window_bytes=10**6)
+    result = execute([plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6)
     close_arenas(arenas)
     return {
         "in_room": in_room,
@@ -321,15 +325,31 @@ def execute_whole(me: Rank) -> dict[str, object]:
     }
 
 
-def messages(rank: int) -> dict[str, object]:
-    mine = bytes([rank]) * (0 if rank == 2 else 1000 * rank + 1)
-    gathered = allgather_bytes(mine)
-    expected = [b"" if r == 2 else bytes([r]) * (1000 * r + 1) for r in range(WORLD_SIZE)]
-    secret = b"z" * 32 if rank == 3 else SECRET
-    exchange = Exchange(RING.topology, rank, secret, None)
-    refused = attempt(lambda: exchange.gather(lambda: mine, "a test"))
-    swapped = attempt(lambda: exchange.swap(dict.fromkeys(range(WORLD_SIZE), mine), "a test"))
-    return {"equal": gathered == expected, "refused": refused["error"], "swapped": swapped["error"]}
+def messages(control: ControlGroup) -> dict[str, object]:
+    def length(rank: int) -> int:
+        return 0 if rank == 2 else 1000 * rank + 1
+
+    rank = control.rank
+    found = control.swap({peer: bytes([rank, peer]) * length(rank) for peer in range(WORLD_SIZE)})
+    others = [r for r in range(WORLD_SIZE) if r != rank]
+    return {"equal": found == {peer: bytes([peer, rank]) * length(peer) for peer in others}}
+
+
+def connections() -> int:
+    return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("tcp"))
+
+
+def added_connections(root: Path, rank: int) -> dict[str, object]:
+    """What a load adds to the connections of the control plane."""
+    name = "older_in_one_group"
+    control = ControlGroup(60.0, node=SCENARIOS[name].placement.nodes[rank], secret=SECRET)
+    before = connections()
+    me = Rank(root, name, control)
+    assert not isinstance(me.recover(), NotRecoverable)
+    added = connections() - before
+    control.gather_bytes(b"")  # nobody leaves before all have counted
+    control.leave()
+    return {"added": added}
 
 
 def main() -> None:
@@ -343,13 +363,16 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     results: dict[str, object] = {}
-    for name in ["messages", *SCENARIOS]:
+    control = ControlGroup(30.0, node=f"host{rank}", secret=SECRET)
+    for name in [*MORE, *SCENARIOS]:
         if name == "messages":
-            results[name] = messages(rank)
+            results[name] = messages(control)
+        elif name == "connections":
+            results[name] = added_connections(root, rank)
         elif name == "whole_plan_executed":
-            results[name] = execute_whole(Rank(root, name, rank))
+            results[name] = execute_whole(Rank(root, name, control))
         else:
-            results[name] = run_scenario(root, name, rank)
+            results[name] = run_scenario(root, name, control)
         (root / f"result-{rank}.json").write_text(json.dumps(results))
 
 
