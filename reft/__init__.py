@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from reft.hook.on_import import hook_deepspeed
+
 if TYPE_CHECKING:
     from reft.config import ReftConfig
     from reft.data.resumable import resumable
@@ -72,3 +74,6 @@ def __getattr__(name: str) -> Any:
     if name == "topology":  # the module, which can be called
         return import_module("reft.topology")
     return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
+
+
+hook_deepspeed()

@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from reft.elastic.script import run_module, run_script
+from reft.hook.on_import import PostImportFinder
 
 ENV_PREFORK = "REFT_TEST_PREFORK"
 _LAUNCHERS = ("reft.elastic.launch", "reft.cli", "torch.distributed.run")
@@ -249,6 +250,8 @@ class Forks:
         self._environment = _Environment()
         self._path = [entry for entry in sys.path[1:] if entry != str(_ROOT)]
         self._argv0 = sys.argv[0]
+        # Scripts are to find DeepSpeed as it is, until they import reft or are launched by it.
+        sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
         for name in PRELOADED:
             try:
                 importlib.import_module(name)

@@ -39,6 +39,7 @@ class Command:
 COMMANDS = {
     "launch": Command("reft.elastic.launch", "main", "torchrun with reft: start this node's trainers", True),
     "rendezvous": Command("reft.elastic.rendezvous", "main", "serve the store where nodes meet", True),
+    "hook": Command("reft.cli.hook", "hook_app", "heed the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
     "plan": Command("reft.cli.plan", "plan_command", "what a job's protection will cost and survive"),
     "simulate": Command("reft.cli.simulate", "simulate_app", "predict idle time and overhead of pipelines"),

@@ -17,81 +17,23 @@ import ctypes
 import importlib.util
 import io
 import json
-import logging
 import os
 import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from reft.elastic.exits import EX_PEER_FAILED, EX_REFUSED, Cause, ExitNote, is_refusal
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
-
-logger = logging.getLogger(__name__)
+from reft.hook.on_import import hook_deepspeed
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
-
-
-class PostImportFinder(MetaPathFinder):
-    """Calls back right after a module was imported, once.
-
-    Args:
-        name: the module.
-        callback: called with no arguments; what it raises is logged, the import stands.
-    """
-
-    def __init__(self, name: str, callback: Callable[[], None]) -> None:
-        self._name = name
-        self._callback = callback
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        # Not importlib.util.find_spec(): that asks this finder again. To be asked is not to be imported:
-        # transformers looks whether there is a DeepSpeed long before it imports it.
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                self._call()
-
-        # On the instance: the spec keeps its real loader for whoever asks for resources or sources.
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
-
-    def _call(self) -> None:
-        try:
-            self._callback()
-        except Exception:
-            # P10: a script without a `reft` block must run, whatever DeepSpeed this is.
-            logger.exception("reft could not be installed into %s; training runs UNPROTECTED", self._name)
-
-
-def install_deepspeed_hook() -> None:
-    """Have :mod:`reft.hook.install` do its work as soon as the script imports DeepSpeed."""
-
-    def install() -> None:
-        from reft.hook.install import install as install_hook
-
-        install_hook()
-
-    sys.meta_path.insert(0, PostImportFinder("deepspeed", install))
 
 
 def die_with_launcher() -> None:
@@ -240,7 +182,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m reft.elastic.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2
     die_with_launcher()
-    install_deepspeed_hook()
+    hook_deepspeed()
     if argv[0] == "-m":
         name = argv[1]
         sys.argv = ["-m", *argv[2:]]

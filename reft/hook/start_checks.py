@@ -12,6 +12,7 @@ from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.hook.coordinates import declared_on_one_host
 from reft.hook.script_look import ScriptLook
+from reft.hook.unlaunched import what_is_missing
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
@@ -89,6 +90,8 @@ def _say_what_is_survived(session: Session) -> None:
             "each failed by itself; the loss of the host is the loss of all of them",
             *(", ".join(claimed), ENV_NODE_ID),
         )
+    if missing := what_is_missing(persists=config.persist.dir is not None):
+        logger.warning("%s", missing)
     if shortfall := _shortfall(session):
         logger.warning("%s%s", "" if losses else "TOLERANCE IS 0: ", shortfall)
 

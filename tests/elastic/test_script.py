@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reft.elastic.exits import Cause, ExitNote
-from reft.elastic.script import PostImportFinder
+from reft.hook.on_import import PostImportFinder
 
 ROOT = Path(__file__).resolve().parents[2]
 

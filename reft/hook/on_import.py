@@ -1,0 +1,71 @@
+"""reft comes into ``deepspeed.initialize`` when DeepSpeed is imported. ``import reft`` arranges it, under any
+launcher; nothing heavy is imported before the script does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_DEEPSPEED = "deepspeed"
+
+
+class PostImportFinder(MetaPathFinder):
+    """Calls back right after a module was imported, once.
+
+    Args:
+        name: the module.
+        callback: called with no arguments.
+    """
+
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self._name = name
+        self._callback = callback
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        # Not importlib.util.find_spec(): that asks this finder again. To be asked is not to be imported:
+        # transformers looks whether there is a DeepSpeed long before it imports it.
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._callback()
+
+        # On the instance: the spec keeps its real loader for whoever asks for resources or sources.
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+def hook_deepspeed() -> None:
+    """Have :mod:`reft.hook.install` do its work as soon as DeepSpeed is imported: now, if it is."""
+    if hasattr(sys.modules.get(_DEEPSPEED), "initialize"):
+        _install()
+    elif not any(isinstance(finder, PostImportFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, PostImportFinder(_DEEPSPEED, _install))
+
+
+def _install() -> None:
+    try:
+        from reft.hook.install import install
+
+        install()
+    except Exception:
+        import logging
+
+        # P10: a script without a `reft` block must run, whatever DeepSpeed this is.
+        logging.getLogger(__name__).exception(
+            "reft could not be installed into %s; training runs UNPROTECTED", _DEEPSPEED
+        )
