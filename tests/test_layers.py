@@ -22,7 +22,7 @@ LAYERS = (
     ("profile",),
     ("policy",),
     ("hook",),
-    ("elastic",),
+    ("elastic", "hf"),
     ("tools",),
     ("cli", "pretrain"),
 )

@@ -163,6 +163,10 @@ class DataPosition:
         """A step begins: the script has come to where it was, with every engine that it has."""
         WATCH.resuming = self._unmoved = None
 
+    def leave_to_script(self) -> None:
+        """The script goes to where the version was, random states included: nothing is changed or checked."""
+        WATCH.resuming = self._unmoved = self._saved = self._check = None
+
     # -- versions ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:

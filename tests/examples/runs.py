@@ -85,13 +85,19 @@ def ended(job: WatchedCluster) -> list[int]:
     return [index for index, node in sorted(job.current.items()) if not node.running]
 
 
-def check_that_a_lost_node_changes_nothing(example: Example, tmp_path: Path, step: int) -> None:
-    """Lose a node when the version of ``step`` is committed; every loss must be that of the run without reft."""
-    undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
+def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
+    """Train with reft, and lose a node when the version of ``step`` is committed."""
     fault = {"point": "after_commit", "step": step, "pp": 0, "dp": 1, "action": "kill_node"}
-    disturbed = example.run(tmp_path / "disturbed", {"enabled": True, "faults": [fault]}, loses_node=True)
-    assert [source for _, source in disturbed.resumed] == ["memory"], disturbed.log[-4000:]
-    assert disturbed.resumed[0][0] >= step
+    outcome = example.run(directory, {"enabled": True, "faults": [fault]}, loses_node=True)
+    assert [source for _, source in outcome.resumed] == ["memory"], outcome.log[-4000:]
+    assert outcome.resumed[0][0] >= step
+    return outcome
+
+
+def check_that_a_lost_node_changes_nothing(example: Example, tmp_path: Path, step: int) -> None:
+    """Every loss must be that of the run without reft."""
+    undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
+    disturbed = lose_a_node(example, tmp_path / "disturbed", step)
     wrong = {
         at: losses for at, losses in disturbed.losses.items() if set(losses) != set(undisturbed.losses[at])
     }

@@ -1,0 +1,127 @@
+"""Hugging Face's ``Trainer`` with DeepSpeed goes on where the version was taken.
+
+    trainer = reft.hf.resumable(Trainer(...))
+    trainer.train()
+
+The engine is made within ``train()``, when the Trainer has already decided where it begins. So methods of
+it are wrapped on the instance: as soon as there is an engine its state is loaded, and passes over the
+data that were trained before the failure are left out, as when the Trainer resumes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from reft.errors import ConfigError
+
+_STATE = "trainer"
+"""Key of the Trainer's state among the client state."""
+_KEPT = ("total_flos", "num_input_tokens_seen", "best_metric", "best_global_step", "best_model_checkpoint")
+"""What the Trainer's state holds beside its place. Its log grows with every step, and is not kept."""
+_PREPARE, _PASS, _RNG = "_prepare_for_training", "_run_epoch", "_load_rng_state"
+_NEEDED = {
+    _PREPARE: {"max_steps", "train_dataloader", "resume_from_checkpoint"},
+    _PASS: {
+        *("epoch", "num_update_steps_per_epoch", "resume_from_checkpoint", "epochs_trained"),
+        "steps_trained_in_current_epoch",
+    },
+    _RNG: {"checkpoint"},
+}
+
+
+def resumable(trainer: Any) -> Any:
+    """Have a ``transformers.Trainer`` go on, after a failure, where the newest version was taken.
+
+    Weights, optimizer, scheduler, random states, the step and the place in the data come back. The Trainer's
+    log begins anew, and an evaluation or checkpoint that was due at the restored step is not made again.
+    Without a ``reft`` block in the DeepSpeed configuration the Trainer trains as before.
+
+    Args:
+        trainer: with ``TrainingArguments(deepspeed=...)``; ``train()`` was not called yet.
+
+    Returns:
+        The same Trainer.
+
+    Raises:
+        ConfigError: it is no Trainer of a transformers release whose loop is known (5.0 or later).
+    """
+    for name, arguments in _NEEDED.items():
+        method = getattr(trainer, name, None)
+        if method is None or not arguments <= inspect.signature(method).parameters.keys():
+            kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
+            raise ConfigError(
+                f"found {kind}, whose method {name} is missing or takes other arguments; expected the "
+                f"Trainer of transformers 5.0 or later"
+            )
+    wrapped = _Resumption(trainer)
+    for name, wrapper in ((_PREPARE, wrapped.prepare), (_PASS, wrapped.run_pass), (_RNG, wrapped.load_rng)):
+        original = getattr(trainer, name)
+        setattr(trainer, name, functools.wraps(original)(functools.partial(wrapper, original)))
+    return trainer
+
+
+class _Resumption:
+    """Loads the state of one Trainer and leaves out the passes that were trained before."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._rng: dict[str, Any] | None = None
+        """The version's random states, until the Trainer asks for them."""
+        self._step: int | None = None
+        """The restored one, until the pass that it lies in has begun."""
+
+    def _capture(self) -> dict[str, Any]:
+        state = self._trainer.state
+        return {_STATE: {name: getattr(state, name) for name in _KEPT}}
+
+    def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The engine is made."""
+        from reft.hook.deepspeed import attach, session_of
+        from reft.state.rng import capture_rng
+
+        result = original(*args, **kwargs)
+        trainer = self._trainer
+        engine = trainer.model_wrapped
+        if session_of(engine) is None:
+            return result
+        session = attach(engine, client_state=self._capture)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments["resume_from_checkpoint"]
+        path, client_state = engine.load_checkpoint(given or trainer.args.output_dir)
+        saved = (client_state or {}).get(_STATE)
+        if path is None or saved is None:
+            return result
+        for name, value in saved.items():
+            setattr(trainer.state, name, value)
+        trainer.state.global_step = self._step = int(engine.global_steps)
+        session.state.data.leave_to_script()
+        self._rng = capture_rng()
+        return result
+
+    def run_pass(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """One pass over the data."""
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        if self._step is not None:
+            trainer = self._trainer
+            if trainer.state.global_step >= trainer.state.max_steps:
+                trainer.control.should_training_stop = True
+                return
+            first, steps = divmod(self._step, bound["num_update_steps_per_epoch"])
+            if bound["epoch"] < first:
+                return
+            skipped = 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
+            bound |= {"epochs_trained": first, "steps_trained_in_current_epoch": skipped}
+            bound |= {"resume_from_checkpoint": trainer.args.output_dir}
+            self._step = None
+        original(**bound)
+
+    def load_rng(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """The Trainer is where the version was: within a pass, or before one begins."""
+        from reft.state.rng import restore_rng
+
+        if self._rng is None:
+            original(*args, **kwargs)
+        else:
+            restore_rng(self._rng)
+            self._rng = None

@@ -1,0 +1,43 @@
+"""A Hugging Face Trainer that loses a node ends with the weights of a run without reft, in every bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .runs import Example, lose_a_node
+
+pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
+pytest.importorskip("accelerate", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
+
+TRAINER = Example("trainer.py", "trainer.json", ("--epochs", "2"))
+PASS = 16
+"""Steps of a pass over the example's 256 samples: two ranks, batches of 4, two batches a step."""
+
+
+def weights(run: Path) -> bytes:
+    return (run / "checkpoints" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trainer") / "undisturbed"
+    log = TRAINER.run(directory, {"enabled": False}).log
+    assert log.count("'loss'") == 2 * 2 * PASS, "two nodes log two passes"
+    return directory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [PASS // 2, PASS], ids=["within a pass", "at the end of a pass"])
+def test_a_trainer_goes_on_where_the_version_was_taken(undisturbed: Path, tmp_path: Path, step: int) -> None:
+    lose_a_node(TRAINER, tmp_path / "disturbed", step)
+    assert weights(tmp_path / "disturbed") == weights(undisturbed)
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    import reft.hf
+    from reft import ConfigError
+
+    with pytest.raises(ConfigError, match=r"found builtins.list.*expected the Trainer of transformers 5.0"):
+        reft.hf.resumable([])
