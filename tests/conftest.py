@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from reft.elastic.local_cluster import LocalCluster
+from reft.tools.local_cluster import LocalCluster
 from tests.prefork import Popen
 
 # Two busy cores: how long an example takes says nothing, and no test asserts a time. The examples are the same

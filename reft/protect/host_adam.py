@@ -214,16 +214,16 @@ class AdamReplica:
             raise ValueError(
                 f"found {len(self.tensors)} partitions for {len(self.groups)} groups; expected one for each"
             )
-        self._params = [torch.nn.Parameter(t.master, requires_grad=True) for t in self.tensors]
-        self._optimizer = _make_optimizer(self.recipe, self._params)
+        self.params = [torch.nn.Parameter(t.master, requires_grad=True) for t in self.tensors]
+        self.optimizer = _make_optimizer(self.recipe, self.params)
         self._set_groups(self.groups)
         self._link()
         self._replay_powers()
 
     def _link(self) -> None:
-        for param, tensors in zip(self._params, self.tensors, strict=True):
+        for param, tensors in zip(self.params, self.tensors, strict=True):
             step: Any = self.applied if self.recipe.kind.compiled else torch.tensor(float(self.applied))
-            self._optimizer.state[param] = {
+            self.optimizer.state[param] = {
                 "step": step,
                 "exp_avg": tensors.exp_avg,
                 "exp_avg_sq": tensors.exp_avg_sq,
@@ -231,7 +231,7 @@ class AdamReplica:
 
     def bind(self, tensors: Sequence[ReplicaTensors]) -> None:
         """Go on in other memory, which holds what the present one does."""
-        for param, new in zip(self._params, tensors, strict=True):
+        for param, new in zip(self.params, tensors, strict=True):
             param.data = new.master
         self.tensors = tensors
         self._link()
@@ -273,10 +273,10 @@ class AdamReplica:
         if not record.skipped:
             self._check_gradients(record, gradients)
             self._set_groups(record.groups)
-            for param, gradient in zip(self._params, gradients, strict=True):
+            for param, gradient in zip(self.params, gradients, strict=True):
                 param.grad = _final(gradient, record.multiplier)
-            self._optimizer.step()
-            for param in self._params:
+            self.optimizer.step()
+            for param in self.params:
                 param.grad = None
             self.applied += 1
         self.number = record.number
@@ -333,7 +333,7 @@ class AdamReplica:
             self._refuse(f"the gradients of step {record.number} have {found} elements instead of {expected}")
 
     def _set_groups(self, groups: Sequence[GroupStep]) -> None:
-        for live, new in zip(self._optimizer.param_groups, groups, strict=True):
+        for live, new in zip(self.optimizer.param_groups, groups, strict=True):
             live.update(lr=new.lr, betas=new.betas, eps=new.eps, weight_decay=new.weight_decay)
             if "bias_correction" in live:
                 live["bias_correction"] = new.bias_correction
@@ -341,7 +341,7 @@ class AdamReplica:
     def _replay_powers(self) -> None:
         """DeepSpeed's kernel multiplies its powers of beta up step by step and keeps them to itself; the
         owner's are those of steps 1, 2, 3, ... Make the same calls, on tensors of one element."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if not self.applied or not self.recipe.kind.compiled:
             return
         for step in (self.applied + _REPLAY_FAR, *range(1, self.applied + 1)):

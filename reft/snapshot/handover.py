@@ -34,7 +34,7 @@ from reft.snapshot.request import SnapshotRequest
 
 logger = logging.getLogger(__name__)
 
-_FENCE_SECS = 300.0
+FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 
 
@@ -142,10 +142,10 @@ class Handover:
         self.apply(FenceNear())
         if approached or self._state.holds_training:
             with self._hurried(), self._changed:
-                if not self._changed.wait_for(lambda: not self._state.holds_training, _FENCE_SECS):
+                if not self._changed.wait_for(lambda: not self._state.holds_training, FENCE_SECS):
                     logger.error(
                         "the copy of step %d has not ended after %.0f s; its version is given up",
-                        *(next(v.label.step for v in self._state.versions if v.holds_training), _FENCE_SECS),
+                        *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
                     )
         self.apply(TensorsChange())
         self._copying.copier.fence()

@@ -95,8 +95,10 @@ class PeerOptimizers:
     def __init__(self, options: RecomputeOptions, stats: RecomputeStats | None = None) -> None:
         self._options = options
         self.stats = stats or RecomputeStats()
-        self._base: Filling | None = None
-        self._replicas: dict[int, AdamReplica] = {}
+        self.base: Filling | None = None
+        """The newest committed version: what the next one's partitions are recomputed from."""
+        self.replicas: dict[int, AdamReplica] = {}
+        """By member."""
         self._accepted_steps: dict[int, int] = {}
         self._told: set[object] = set()
         self._refused_steps: Counter[int] = Counter()
@@ -118,7 +120,7 @@ class PeerOptimizers:
     def compare(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
         """The owners' checksums are known: accept what is near enough, count the rest."""
         for member, gradients in _kept(filling, images).items():
-            replica = self._replicas.get(member)
+            replica = self.replicas.get(member)
             if replica is None or replica.stale or replica.number != filling.label.step or step is None:
                 continue
             try:
@@ -136,12 +138,12 @@ class PeerOptimizers:
 
     def committed(self, filling: Filling) -> None:
         """The version that the next one is made from."""
-        self._base = filling
+        self.base = filling
 
     def forget(self) -> None:
         """The layout changed: begin anew."""
-        self._base = None
-        self._replicas.clear()
+        self.base = None
+        self.replicas.clear()
 
     def _warn_if_in_vain(self, member: int, filling: Filling, cause: str) -> None:
         """Nothing wrong is kept, but everything is paid for twice."""
@@ -164,7 +166,7 @@ class PeerOptimizers:
     def _recompute(
         self, member: int, filling: Filling, images: LiveImages, step: OptimizerStep | None
     ) -> None:
-        base, number = self._base, filling.label.step
+        base, number = self.base, filling.label.step
         if step is None:
             raise ReftError("nothing is known of how the optimizer made this step")
         if base is None or base.layout is not filling.layout:
@@ -187,7 +189,7 @@ class PeerOptimizers:
     ) -> AdamReplica:
         """The member's optimizer, over the new memory, as it was after the version before."""
         number = base.label.step
-        replica = self._replicas.get(member)
+        replica = self.replicas.get(member)
         if replica is not None and not replica.stale and replica.number == number:
             replica.bind(tensors)
             return replica
@@ -197,7 +199,7 @@ class PeerOptimizers:
         applied -= not step.record.skipped
         if replica is None:
             made = AdamReplica(self._options.recipe, step.record.groups, tensors, number, applied)
-            self._replicas[member] = made
+            self.replicas[member] = made
             return made
         replica.restart(tensors, number, applied)
         return replica
@@ -251,7 +253,7 @@ class PeerOptimizers:
             cause: one of few, it is counted by.
             detail: what of it may be another one every time.
         """
-        replica = self._replicas.get(member)
+        replica = self.replicas.get(member)
         if replica is not None:
             replica.mark_stale(cause)
         self.stats.resynced[cause] = self.stats.resynced.get(cause, 0) + 1

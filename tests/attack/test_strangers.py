@@ -21,13 +21,13 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from reft.elastic.local_cluster import LocalNode
 from reft.elastic.rendezvous import RendezvousServer
 from reft.errors import AuthenticationError
 from reft.store import wire
 from reft.store.door import Door, door_key, knock, listen
 from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.store.wire import Channel
+from reft.tools.local_cluster import LocalNode
 from tests.elastic.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
 from tests.prefork import Popen

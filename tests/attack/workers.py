@@ -321,7 +321,7 @@ def slow(rank: int, root: Path) -> dict[str, Any]:
             me.step(step)
             me.snapshot(step, must=False)
             with mock.patch.object(
-                me.worker._handover, "wait_for", wraps=me.worker._handover.wait_for
+                Handover, "wait_for", autospec=True, side_effect=Handover.wait_for
             ) as wait:
                 me.worker.await_vote(step - 1, 0.05)
                 waits.append(wait.call_count)
@@ -348,7 +348,7 @@ def stuck_copy(rank: int, root: Path) -> dict[str, Any]:
         request = me.snapshot(2)
         if rank == 1:
             assert entered.wait(DEADLINE_SECS)
-        with mock.patch.object(handover, "_FENCE_SECS", 0.2 if rank == 1 else DEADLINE_SECS):
+        with mock.patch.object(handover, "FENCE_SECS", 0.2 if rank == 1 else DEADLINE_SECS):
             me.step(3)
         release.set()
         assert request.done.wait(DEADLINE_SECS)

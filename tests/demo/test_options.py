@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from reft.elastic.local_cluster import KillKind
 from reft.errors import ConfigError
 from reft.tools.demo.options import Kill, derive_layout, parse
+from reft.tools.local_cluster import KillKind
 from reft.topology import Degrees
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reft.elastic.local_cluster import LocalCluster
+from reft.tools.local_cluster import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from reft.elastic.local_cluster import KillKind
+from reft.tools.local_cluster import KillKind
 
 from .cluster import WatchedCluster, cluster
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from reft.elastic.local_cluster import LocalCluster, LocalClusterError, LocalNode
 from reft.env import ENV_EVENTS
 from reft.tools.demo.history import History, Incarnation
+from reft.tools.local_cluster import LocalCluster, LocalClusterError, LocalNode
 from tests.faults.cases import Optimizer, PlannedJob, Shape
 
 MODEL = (

@@ -145,7 +145,7 @@ class Watched:
     @property
     def newest(self) -> Any:
         """The newest committed version in this rank's memory."""
-        return self.session.worker.sealer.peer_optimizers._base
+        return self.session.worker.sealer.peer_optimizers.base
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
@@ -318,10 +318,10 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str, **aor: int) ->
                 param.data.copy_(torch.nextafter(param.data, torch.tensor(torch.inf)))
 
     def other_kernel(step: int) -> None:
-        for replica in watched.session.worker.sealer.peer_optimizers._replicas.values():
+        for replica in watched.session.worker.sealer.peer_optimizers.replicas.values():
             if id(replica) not in optimizers:
                 optimizers.add(id(replica))
-                replica._optimizer.register_step_post_hook(nudge)
+                replica.optimizer.register_step_post_hook(nudge)
 
     with told:
         out = watched.result(train(watched.engine, 3 * SHORT_STEPS, other_kernel))

@@ -157,7 +157,7 @@ def test_the_replica_works_in_the_callers_memory() -> None:
     final = [g.float().mul_(record.multiplier) for g in owner.gradients(2)]
     replica.apply(step_of(owner.optimizer, 2), final)
     assert [t.data_ptr() for group in replica.tensors for t in group.all] == before
-    assert [p.data_ptr() for p in replica._params] == [g.master.data_ptr() for g in replica.tensors]
+    assert [p.data_ptr() for p in replica.params] == [g.master.data_ptr() for g in replica.tensors]
     assert all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))
     assert torch.equal(final[0], owner.gradients(2)[0].float().mul_(record.multiplier))
 

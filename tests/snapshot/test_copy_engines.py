@@ -18,7 +18,7 @@ import torch
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.snapshot.copying import cuda as copy_cuda
-from reft.snapshot.copying.engine import CopyEngine, Mark, Piece, copy_engine_for
+from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece, copy_engine_for
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
@@ -201,7 +201,7 @@ def test_the_fence_waits_for_a_copy_that_is_being_handed_over(
     live = device.put(random_bytes(100))
     memory = host_memory(engine, 100)
     engine.begin()
-    monkeypatch.setattr(engine._order, "copying", _slowly(engine._order.copying, inside, release))
+    monkeypatch.setattr(CallOrder, "copying", _slowly(CallOrder.copying, inside, release))
     copier = threading.Thread(target=lambda: engine.copy([(live, memory)]))
     copier.start()
     assert inside.wait(WAIT_SECS)
@@ -220,8 +220,8 @@ def _slowly(copying: Callable[..., Any], inside: threading.Event, release: threa
     """The engine's own bracket around a copy, held up inside."""
 
     @contextmanager
-    def slow(after: Mark | None) -> Iterator[int]:
-        with copying(after) as version:
+    def slow(order: CallOrder, after: Mark | None) -> Iterator[int]:
+        with copying(order, after) as version:
             inside.set()
             release.wait(WAIT_SECS)
             yield version

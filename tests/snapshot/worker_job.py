@@ -202,11 +202,11 @@ def scenario_memory(rank: int, root: Path) -> dict[str, object]:
     """One rank has no memory for a while."""
     me = Rank(rank, root)
     if rank == 3:
-        me.arenas._limit_bytes = 1000
+        me.arenas.limit_bytes = 1000
     outcome, stale = {}, None
     for step in range(1, 12):
         if step == 4:
-            me.arenas._limit_bytes = None
+            me.arenas.limit_bytes = None
         me.step(step)
         outcome[step] = me.settle(me.snapshot(step))
         stale = me.stats.stale_since_step if step == 3 else stale
@@ -322,13 +322,13 @@ def scenario_switch(rank: int, root: Path) -> dict[str, object]:
         if who == rank:
             me.order(scheme)
         if step == 6 and rank == 2:
-            me.arenas._limit_bytes = 2 * max(size for _, _, size in me.arenas_found().values())
+            me.arenas.limit_bytes = 2 * max(size for _, _, size in me.arenas_found().values())
         dist.barrier()
         me.step(step)
         outcome[step] = me.settle(me.snapshot(step, must=True))
         found[step] = sorted(me.arenas_found().values())
         if step == 9 and rank == 2:
-            me.arenas._limit_bytes = None
+            me.arenas.limit_bytes = None
     me.worker.close(10)
     return {
         "outcome": outcome,
@@ -410,7 +410,7 @@ def scenario_pressure(rank: int, root: Path) -> dict[str, object]:
             whole = sum(size for _, _, size in me.arenas_found().values())
             limits = {16: whole - 1, 20: whole // 2, 26: None}
         if rank == 2 and step in limits:
-            me.arenas._limit_bytes = limits[step]
+            me.arenas.limit_bytes = limits[step]
         time.sleep(0.06)
         dist.barrier()
         me.step(step)

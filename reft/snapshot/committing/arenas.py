@@ -78,7 +78,8 @@ class ArenaSet:
         self._count = count
         self._secret = secret
         self._identity = identity
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        """Most bytes that this rank's arenas may take; None means what is free."""
         self._local_world_size = local_world_size
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
@@ -255,11 +256,6 @@ class ArenaSet:
     # -- what it takes -----------------------------------------------------------------------------
 
     @property
-    def limit_bytes(self) -> int | None:
-        """Most bytes that this rank's arenas may take; None means what is free."""
-        return self._limit_bytes
-
-    @property
     def count(self) -> int:
         """Versions that this rank holds."""
         return self._count - len(self._unused)
@@ -359,9 +355,9 @@ class ArenaSet:
         return arena
 
     def _check_limit(self, wanted: int) -> None:
-        if self._limit_bytes is not None and wanted * self.count > self._limit_bytes:
+        if self.limit_bytes is not None and wanted * self.count > self.limit_bytes:
             raise OutOfMemoryError(
                 f"{self.count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self.count / 2**20:.1f} "
-                f"MiB, but reft.memory_limit_bytes leaves this rank {self._limit_bytes / 2**20:.1f} MiB; "
+                f"MiB, but reft.memory_limit_bytes leaves this rank {self.limit_bytes / 2**20:.1f} MiB; "
                 f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
             )

@@ -16,8 +16,8 @@ from typing import Any
 
 from reft.arguments import Parser
 from reft.config import parse_block
-from reft.elastic.local_cluster import KillKind
 from reft.errors import ConfigError
+from reft.tools.local_cluster import KillKind
 from reft.topology import Degrees
 
 _STEPS = 24
