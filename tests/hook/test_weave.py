@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule
 from reft.hook.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
 from reft.snapshot.scheduling.trace import StepTrace
 from tests.hook.ranks import run_ranks
-from tests.hook.weave_job import STAGED_STEPS, STEPS, VARIANTS, GPipe
+from tests.hook.weave_job import STEPS, VARIANTS, GPipe
 
 JOB = Path(__file__).with_name("weave_job.py")
 WAITING = ("Recv", "Send", "Reduce", "Aggregate")
@@ -230,7 +230,7 @@ def test_nothing_is_planned_beside_the_optimizer_step(results: list[dict[str, An
 def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: list[dict[str, Any]]) -> None:
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
-        assert run["losses"] == r["long_reference"][:STAGED_STEPS]
+        assert run["losses"] == r["long_reference"][: run["steps"]]
         assert stats["staged"] > 0
         assert stats["staged_bytes"] > 0
         assert len(run["compared"]) >= 3
@@ -247,30 +247,14 @@ def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict
         run, stats = r["staged"], r["staged"]["stats"]
         assert run["overflow"] == "staging"
         copied_whole(stats, run["bytes"])
-        in_windows = [c for trace in run["chunks"] for c in trace if c["tier"] == 1]
         # What a version copies in its own step and what it drains do not fit into one.
-        assert any(updated_within(run["updates"], chunks) for chunks in by_version(run, in_windows))
+        assert run["drained_later"]
 
 
 def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
     """Every version taken was copied to its last byte; beyond them only what a slower peer then gave up."""
     beyond = sum(stats["tier_bytes"].values()) - stats["taken"] * nbytes
     assert 0 <= beyond <= stats["skipped"].get("a peer skipped it", 0) * nbytes, stats
-
-
-def by_version(run: dict[str, Any], chunks: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Chunks between the hand-over of one version that was committed and that of the next."""
-    handed_over = [*sorted(run["handed_over"]), float("inf")]
-    for begin, end in pairwise(handed_over):
-        yield [c for c in chunks if begin <= c["begin_secs"] < end]
-
-
-def updated_within(updates: list[list[float]], chunks: list[dict[str, Any]]) -> bool:
-    return any(
-        min(c["begin_secs"] for c in chunks) < begin < max(c["begin_secs"] for c in chunks)
-        for begin, _ in updates
-        if chunks
-    )
 
 
 def test_an_evaluation_in_between_changes_nothing(results: list[dict[str, Any]]) -> None:
