@@ -176,11 +176,23 @@ extern "C" void reft_hash_reset(Hash* hash) {
   hash->total = 0;
 }
 
-// ``ranges``: ``count`` times target (0: it is hashed only), source and bytes.
-extern "C" void reft_copy_and_hash(Hash* hash, const uint64_t* ranges, size_t count) {
-  for (const uint64_t* range = ranges; range != ranges + 3 * count; range += 3)
-    copy_and_hash(*hash, reinterpret_cast<uint8_t*>(range[0]), reinterpret_cast<const uint8_t*>(range[1]),
-                  range[2]);
+struct Range {
+  uint8_t* target;  // null: it is hashed only
+  const uint8_t* source;
+  size_t nbytes;
+
+  // Whether the other one goes on where this one ends: of a tensor that was cut into chunks.
+  bool continues_in(const Range& next) const {
+    return source + nbytes == next.source && (target ? target + nbytes == next.target : !next.target);
+  }
+};
+
+extern "C" void reft_copy_and_hash(Hash* hash, const Range* ranges, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    Range range = ranges[i];
+    for (; i + 1 < count && range.continues_in(ranges[i + 1]); ++i) range.nbytes += ranges[i + 1].nbytes;
+    copy_and_hash(*hash, range.target, range.source, range.nbytes);
+  }
   _mm_sfence();
 }
 
