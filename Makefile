@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv wheel demo test test-all lint bench gpu faults storm deepspeed-versions clean
+.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm deepspeed-versions clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,14 @@ wheel: venv  ## dist/*.whl, one for every Python from 3.11 on
 	  PATH=$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl;; \
 	esac
 	@ls dist/*.whl
+
+docs: venv  ## the documentation site, in build/site
+	$(BIN)/python -m pip install -q -e '.[docs]' --no-build-isolation
+	$(BIN)/python -m tests.docs.support
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+clock: venv  ## from git clone to the first survived loss of a node, by the commands of docs/quickstart.md
+	tests/docs/clock.sh
 
 demo: venv  ## train over four nodes, kill one, watch it go on, compare with an undisturbed run
 	$(BIN)/reft demo $(ARGS)

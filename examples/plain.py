@@ -62,8 +62,9 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(args, model=model, model_parameters=model.parameters())
     if args.compile:
         engine.compile()
-    sampler = DistributedSampler(samples())
-    loader = DataLoader(sampler.dataset, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler)
+    data = samples()
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler)
     loader = reft.resumable(loader)  # reft
     engine.load_checkpoint(args.save_dir)
 

@@ -1,0 +1,190 @@
+"""Writes docs/support.md: what is supported, from the tables that tests run, and what is refused, from the code
+that refuses it.
+
+    python -m tests.docs.support [PATH]
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "support.md"
+_STATE_TESTS = ROOT / "tests" / "state"
+_REFUSING = ("support.py", "adapters.py", "optimizer.py", "catalogue.py", "cpu_adam.py", "gradients.py")
+
+
+@dataclass(frozen=True)
+class Tested:
+    """One row that a person has written, and the test that keeps it.
+
+    Attributes:
+        subject: launcher, or way to read data.
+        happens: what reft does.
+        test: a file below ``tests/``.
+    """
+
+    subject: str
+    happens: str
+    test: str
+
+
+LAUNCHERS = (
+    Tested(
+        "`reft launch script.py`, `reft launch -m module`",
+        "hooks the script, which stays as it is; node daemon, restarts, replacement of nodes",
+        "elastic/test_nodes.py",
+    ),
+    Tested(
+        "`reft launch --rank-order across-nodes`",
+        "the same, and puts the data-parallel copies of a pipeline stage on different nodes",
+        "elastic/test_rank_order.py",
+    ),
+    Tested(
+        "`torchrun`, `deepspeed`, `accelerate`, `srun python`, with `import reft` in the script or `reft hook install` "
+        "once for the environment",
+        "snapshots and recovery from memory; no daemon, so nothing is persisted; the launcher's own restarts; said at "
+        "the start",
+        "elastic/test_unlaunched.py",
+    ),
+    Tested(
+        "Hugging Face `Trainer`, with `reft.hf.resumable(trainer)`",
+        "under any of these: goes on at the step and the batch, within an epoch too",
+        "examples/test_trainer.py",
+    ),
+)
+LOADERS = {
+    "own_loader": (
+        "`train_batch()` with DeepSpeed's own loader (`training_data=`)",
+        "goes on behind the last batch",
+    ),
+    "repeating": ("`train_batch(it)`, `it = iter(RepeatingLoader(loader))`", "goes on behind the last batch"),
+    "repeating_workers": (
+        "the same, the loader with worker processes",
+        "goes on behind the last batch; random numbers drawn in workers begin anew",
+    ),
+    "resumable": ("`loader = reft.resumable(loader)`, plain engine", "goes on behind the last batch"),
+    "skips": (
+        "a loop that skips what `engine.global_steps` says was taken",
+        "goes on there, in the order of the undisturbed run; checked",
+    ),
+    "starts_anew": (
+        "a loop that begins its loader anew",
+        "other data; a warning at the first step names the lines",
+    ),
+    "mixes": (
+        "a generator over several loaders",
+        "position unknown; a warning at the first step, unless client state is attached",
+    ),
+    "reads_ahead": ("`reft.resumable`, read ahead by the script", "a warning at the first step"),
+}
+_ENGINES = {"pipe": "PipelineEngine", "plain": "DeepSpeedEngine"}
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [
+        "# What is supported",
+        "Written by `python -m tests.docs.support`; do not edit. DeepSpeed 0.19; `tests/deepspeed_versions.py` runs "
+        "older releases.",
+        "## Engines, ZeRO stages and precisions",
+        "Each row is trained, killed, restored and compared bit for bit by `tests/state/test_engines.py`.",
+        _table(
+            ("engine", "ZeRO", "precision", "optimizer", "DeepSpeed's wrapper", "reft's adapter"), engines()
+        ),
+        "## Refused at the start",
+        "The error names what was found and what to change, and ends the job with exit code 2 before a step.",
+        _table(("found", "what to change"), refusals()),
+        "## Launchers",
+        _table(
+            ("started with", "what happens", "test"),
+            ((t.subject, t.happens, f"`tests/{t.test}`") for t in LAUNCHERS),
+        ),
+        "## Data loaders",
+        "After a failure, by `tests/attack/test_p8_data.py`:",
+        _table(("the script reads", "what happens"), LOADERS.values()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: object) -> str:
+    lines = [head, ["---"] * len(head), *rows]  # type: ignore[misc]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def engines() -> list[tuple[str, ...]]:
+    """Engine, ZeRO stage, precision, optimizer, wrapper and adapter of every case of the state's tests."""
+    sys.path.insert(0, str(_STATE_TESTS))
+    try:
+        from engine_cases import CASES
+        from test_engines import ADAPTERS
+    finally:
+        sys.path.remove(str(_STATE_TESTS))
+    rows = {}
+    for name, (adapter, wrapper) in ADAPTERS.items():
+        config = CASES[name].get("config", {})
+        rows[
+            (
+                _ENGINES["pipe" if CASES[name].get("pipe") else "plain"],
+                str(config.get("zero_optimization", {}).get("stage", 0)),
+                _precision(config),
+                "DeepSpeed's (`torch_adam`)" if "optimizer" in config else "given to `initialize`",
+                f"`{wrapper}`",
+                f"`{adapter}`",
+            )
+        ] = None
+    return sorted(rows)
+
+
+def _precision(config: dict[str, dict[str, object]]) -> str:
+    precision = next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
+    gradients = config.get("data_types", {}).get("grad_accum_dtype")
+    return f"{precision}, gradients in {gradients}" if gradients else precision
+
+
+def refusals() -> list[tuple[str, str]]:
+    """What the state adapters refuse and advise, as it is written in their sources."""
+    found = {}
+    for file in _REFUSING:
+        for pair in _refused_in(ast.parse((ROOT / "reft" / "state" / file).read_text())):
+            found[pair] = None
+    return list(found)
+
+
+def _refused_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refuse":
+            said = [_text(argument) for argument in node.args]
+        elif (
+            isinstance(node, ast.Tuple) and len(node.elts) == 3 and not isinstance(node.elts[0], ast.Constant)
+        ):
+            said = [_text(element) for element in node.elts[1:]]
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            yield from (
+                (f"`{a}*`", b)
+                for k, v in pairs
+                if k and (a := _text(k)).startswith("deepspeed.") and (b := _text(v))
+            )
+            continue
+        else:
+            continue
+        if len(said) == 2 and said[0] and " " in said[1]:
+            yield said[0], said[1]
+
+
+def _text(node: ast.expr) -> str:
+    """A literal string; what is put in at run time is an ellipsis. Empty for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "…" for part in node.values)
+    return ""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1] if len(sys.argv) > 1 else PAGE).write_text(document())
