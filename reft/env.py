@@ -25,6 +25,7 @@ ENV_EVENTS = "REFT_EVENTS"
 ENV_PROFILE = "REFT_PROFILE"
 """Set by ``reft profile``, which measures jobs with and without the block."""
 ENV_LOG_LEVEL = "REFT_LOGLEVEL"
-"""What the launcher logs: a level of :mod:`logging`, INFO by default."""
+"""What reft logs to stderr: a level of :mod:`logging`; without it INFO, and in trainers what the script's
+logging lets through."""
 ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
 """Every process of a local cluster has ``<token>:<node id>`` here, wherever it was forked."""

@@ -9,8 +9,11 @@ resort (warnings to stderr). The launcher and the node daemon have no coordinate
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass
+
+from reft.env import ENV_LOG_LEVEL
 
 NAME = "reft"
 
@@ -60,15 +63,24 @@ class PrefixHandler(logging.Handler):
 
 
 def install() -> None:
-    """Have the lines of this process begin with the prefix. Doing it twice does no harm."""
+    """Have the lines of this process begin with the prefix, and go to stderr where REFT_LOGLEVEL asks for a
+    level. Doing it twice does no harm."""
+    if os.environ.get(ENV_LOG_LEVEL):
+        to_stderr()
+        return
     logger = logging.getLogger(NAME)
     if not any(isinstance(handler, PrefixHandler) for handler in logger.handlers):
         logger.handlers.insert(0, PrefixHandler())
 
 
-def to_stderr(level: int | str = logging.INFO) -> None:
-    """Log to stderr, for a process that is reft's own. Replaces what an earlier call set up."""
+def to_stderr() -> None:
+    """Log to stderr, for a process that is reft's own: what REFT_LOGLEVEL says, else INFO. Replaces what an
+    earlier call set up."""
     logger = logging.getLogger(NAME)
     logger.handlers = [PrefixHandler(), logging.StreamHandler(sys.stderr)]
-    logger.setLevel(level)
     logger.propagate = False
+    wanted = os.environ.get(ENV_LOG_LEVEL) or "INFO"
+    known = logging.getLevelNamesMapping()
+    logger.setLevel(known.get(wanted.upper(), logging.INFO))
+    if wanted.upper() not in known:
+        logger.warning("%s is %r; write DEBUG, INFO, WARNING or ERROR", ENV_LOG_LEVEL, wanted)

@@ -10,8 +10,8 @@ import reft
 
 ROOT = Path(reft.__file__).parent
 LAYERS = (
-    ("arguments", "errors", "env", "naming", "log", "durable", "backoff", "native", "optim"),
-    ("events", "mac", "topology", "blocks"),
+    ("arguments", "errors", "env", "naming", "durable", "backoff", "native", "optim"),
+    ("events", "log", "mac", "topology", "blocks"),
     ("protect",),
     ("config",),
     ("config_keys",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,25 @@ def test_lines_begin_with_job_rank_and_step(program: str) -> None:
         "of others",
     ]
     assert found.stderr.splitlines() == [mark + line for line in expected]
+
+
+@pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("warning", 1), ("ERROR", 0), ("loud", 3)])
+@pytest.mark.parametrize("program", ["silent", "basic"])
+def test_reft_loglevel_is_for_trainers_too(program: str, level: str, lines: int) -> None:
+    """Whatever the program's own logging lets through."""
+    script = SCRIPT.partition("log.set_place")[0] + "logger.info('information')"
+    found = subprocess.run(
+        [sys.executable, "-c", script, program],
+        env={**os.environ, "REFT_LOGLEVEL": level},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    said = found.stderr.splitlines()
+    assert said[-2:] == ["reft: before all", "reft: information"][: min(lines, 2)]
+    if level == "loud":
+        assert "REFT_LOGLEVEL is 'loud'; write DEBUG, INFO, WARNING or ERROR" in said[0]
 
 
 def test_other_handlers_get_the_prefix_too(

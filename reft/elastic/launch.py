@@ -38,7 +38,6 @@ from reft.elastic.rendezvous_client import RendezvousClient
 from reft.env import (
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,
-    ENV_LOG_LEVEL,
     ENV_MEMORY_DIR,
     ENV_NODE_DECLARED,
     ENV_NODE_ID,
@@ -319,6 +318,11 @@ def main(argv: Sequence[str]) -> int:
 def launch(options: LaunchOptions) -> int:
     """Run one node of a job to its end; returns the exit code, as :func:`main` does."""
     _log_to_stderr(options.job_id, f"launcher {options.node}")
+    if options.script is not None and not options.script.exists():
+        logger.error(
+            "there is no script %s; write its path behind the options, or -m for a module", options.script
+        )
+        return 2
     try:
         return Launcher(options).run()
     except (ConfigError, AuthenticationError) as error:
@@ -331,7 +335,7 @@ def launch(options: LaunchOptions) -> int:
 
 def _log_to_stderr(job: str, who: str) -> None:
     log.set_place(job, who)
-    log.to_stderr(os.environ.get(ENV_LOG_LEVEL, "INFO").upper())
+    log.to_stderr()
     # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 

@@ -20,22 +20,17 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.arguments import Parser
-from reft.config import parse_block
 from reft.elastic.checks import check_numbers
+from reft.elastic.hostfile import apply_hostfile
 from reft.elastic.node import default_node_id
-from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
+from reft.elastic.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
 
 logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
-_BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 _SMALL_JOB_NODES = 32
-_FREE_RESTARTS = 10
-_RESTARTS = 3
-"""Failures of trainers that follow each other without a new version in between."""
-_STOP_SECS = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,7 @@ class LaunchOptions:
     Attributes:
         config: torchrun's part.
         entrypoint: program to start.
+        script: the training script; None for a module, or another program.
         arguments: its arguments.
         memory_dir: directory for the memory of all jobs on this node.
         node: this node's id.
@@ -61,6 +57,7 @@ class LaunchOptions:
 
     config: LaunchConfig
     entrypoint: str
+    script: Path | None
     arguments: tuple[str, ...]
     memory_dir: Path
     node: str
@@ -88,11 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="reft launch",
         words="SCRIPT [ARGUMENTS]...",
-        description="torchrun, with reft: the training script keeps its state in the memory of its peers, "
-        "and any node may die and be replaced. Every option of torchrun works as there, but for two "
-        "defaults: the nodes meet by c10d, and without --max-restarts trainers that fail are started again "
-        f"until {_RESTARTS} restarts in a row brought no new version. A number given is for all of the job's "
-        "life.",
+        description=DESCRIPTION,
         parents=[torchrun.get_args_parser()],
         add_help=False,  # that parser has it
     )
@@ -101,65 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
         rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
         max_restarts=os.environ.get("PET_MAX_RESTARTS"),
     )
-    ours = parser.add_argument_group("reft")
-    ours.add_argument(
-        "--memory-dir",
-        "--memory_dir",
-        default=os.environ.get(ENV_MEMORY_DIR) or str(parse_block({}).memory_dir),
-        help=f"tmpfs directory for snapshots on this node ({ENV_MEMORY_DIR}; default: %(default)s). It takes "
-        "the place of memory_dir in the reft block.",
-    )
-    ours.add_argument(
-        "--node-id",
-        "--node_id",
-        default=os.environ.get(ENV_NODE_ID),
-        help="name of this node, declared to be a unit that fails by itself; without it the host is that, "
-        "whatever runs on it (default: host name and memory directory)",
-    )
-    ours.add_argument(
-        "--job-id",
-        "--job_id",
-        default=os.environ.get(ENV_JOB_ID),
-        help=f"name of the job's memory ({ENV_JOB_ID}; default: --rdzv-id, else made of user, directory, "
-        "program and arguments). The same name finds the memory that an earlier launch left.",
-    )
-    ours.add_argument("--no-daemon", "--no_daemon", action="store_true", help="start no node daemon")
-    ours.add_argument(
-        "--keep-memory", "--keep_memory", action="store_true", help="keep the memory after a good end, too"
-    )
-    ours.add_argument(
-        "--grace-secs",
-        "--grace_secs",
-        type=float,
-        help="after SIGTERM or Ctrl-C: time for the trainers to commit and persist (default: the reft "
-        "block's, 25)",
-    )
-    ours.add_argument(
-        "--stop-secs",
-        "--stop_secs",
-        type=float,
-        default=_STOP_SECS,
-        help="time between SIGTERM and SIGKILL for trainers when the job restarts (default: %(default)s)",
-    )
-    ours.add_argument(
-        "--max-peer-restarts",
-        "--max_peer_restarts",
-        type=int,
-        default=_FREE_RESTARTS,
-        help="restarts because of lost peers are free until so many came without any progress in between; "
-        "then they use up --max-restarts (default: %(default)s)",
-    )
-    ours.add_argument(
-        "--rank-order",
-        "--rank_order",
-        type=_rank_turn,
-        default=0,
-        metavar="ORDER",
-        help="by-node: a node's ranks in a row, as torchrun numbers them (default). across-nodes: dealt out "
-        "to the nodes in turns, so that DeepSpeed's own order puts the data-parallel peers of a pipeline "
-        "stage on different nodes without a change to the script; with a tensor-parallel degree of N, "
-        "across-nodes:N keeps its groups on one node. The same on every node",
-    )
+    add_own_options(parser)
     return parser
 
 
@@ -179,11 +114,12 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     Raises:
         ConfigError: something does not fit together; says what to write.
     """
+    apply_hostfile(args)
     memory_dir = _memory_dir(args)
     job_id = _job_id(args)
     restarts_renew = args.max_restarts is None
     if restarts_renew:
-        args.max_restarts = _RESTARTS
+        args.max_restarts = RESTARTS
     if args.rdzv_id in ("", "none"):
         # Jobs that meet at one rendezvous without an id must not be taken for one.
         args.rdzv_id = job_id
@@ -202,6 +138,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     return LaunchOptions(
         config=config,
         entrypoint=entrypoint,
+        script=None if args.module or args.no_python else Path(args.training_script),
         arguments=arguments,
         memory_dir=memory_dir,
         node=args.node_id or default_node_id(memory_dir),
@@ -214,18 +151,6 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         free_restarts=args.max_peer_restarts,
         restarts_renew=restarts_renew,
         rank_turn=args.rank_order,
-    )
-
-
-def _rank_turn(order: str) -> int:
-    """What ``--rank-order`` says, as :func:`reft.elastic.agreement.deal_ranks` takes it."""
-    name, _, size = order.partition(":")
-    if order == _BY_NODE:
-        return 0
-    if name == _ACROSS_NODES and (not size or (size.isdecimal() and int(size) > 0)) and order[-1] != ":":
-        return int(size or 1)
-    raise argparse.ArgumentTypeError(
-        f"{order!r}; write {_BY_NODE}, {_ACROSS_NODES}, or {_ACROSS_NODES}:N for a tensor-parallel degree N"
     )
 
 

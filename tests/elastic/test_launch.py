@@ -209,6 +209,35 @@ def test_a_working_directory_that_was_removed_is_said(
         parse()
 
 
+def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    memory = tmp_path / "memory"
+    where = ("--memory-dir", str(memory))
+    for options, says in (
+        ((str(tmp_path / "absent.py"),), "there is no script"),
+        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write seconds from 0 on"),
+        (("--grace-secs=-0.5", "x.py"), "--grace-secs is -0.5"),
+        (("--monitor-interval", "-1", "x.py"), "--monitor-interval is -1"),
+    ):
+        assert main([*where, *options]) == 2
+        assert says in capfd.readouterr().err
+        assert not memory.exists()
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from reft.cli import main; code = main(['launch', '--help']); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"
+    for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
+        assert option in done.stdout
+
+
 # -- one node ------------------------------------------------------------------------------------------
 
 
