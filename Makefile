@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm deepspeed-versions clean
+.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm matrix clean
 
 venv: $(STAMP)
 
@@ -80,8 +80,8 @@ faults: venv  ## the fault matrix: every pair of values, with all variants and p
 storm: venv  ## real jobs under random attacks, compared with undisturbed runs: SEED=, SECS=
 	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs $(or $(SECS),1800) $(ARGS)
 
-deepspeed-versions: venv  ## the integration tests against the oldest supported DeepSpeed releases
-	$(BIN)/python -m tests.deepspeed_versions $(ARGS)
+matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so

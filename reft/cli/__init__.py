@@ -116,4 +116,4 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _say(text: str) -> None:
     from rich.console import Console
 
-    Console(stderr=True).print(text, style="red", markup=False)
+    Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False)

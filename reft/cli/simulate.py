@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 MicroBatches = Annotated[int, typer.Option(min=1, help="per pipeline and step")]
 
 
-@simulate_app.command("has")
+@simulate_app.command("has", short_help="overhead of a snapshot every step, for each way of taking it")
 def has_command(
     *,
     model: Annotated[str | None, typer.Option(help="one job instead: a model of reft.tools.pretrain")] = None,
@@ -87,7 +87,7 @@ def has_command(
             console.print(f"drawn: {path}", markup=False)
 
 
-@simulate_app.command("pipeline")
+@simulate_app.command("pipeline", short_help="one step of a schedule: when each stage waits")
 def pipeline_command(
     *,
     schedule: Annotated[

@@ -267,7 +267,7 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if not codec.is_plain(tensor):
         raise UnsupportedStateError(
             f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}; expected a "
             f"plain torch.Tensor"

@@ -222,10 +222,19 @@ def _library_lowering(value: Any) -> _Lower | None:
     return None
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor of one of torch's own classes, whose bytes are all there is to it."""
+    import torch
+
+    kind = type(value)
+    # torch 2.4 has no class for buffers.
+    return kind in (torch.Tensor, torch.nn.Parameter) or kind is getattr(torch.nn, "Buffer", None)
+
+
 def _torch_lowering(value: Any) -> _Lower | None:
     import torch
 
-    if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if is_plain(value):
         return _lower_tensor
     return {
         torch.dtype: lambda v, path, depth: _ext(_Ext.TORCH_DTYPE, str(v)),
