@@ -89,8 +89,8 @@ def document() -> str:
     """The whole page."""
     parts = [
         "# What is supported",
-        "Written by `python -m tests.docs.support`; do not edit. DeepSpeed 0.19; `tests/deepspeed_versions.py` runs "
-        "older releases.",
+        "Written by `python -m tests.docs.support`; do not edit. DeepSpeed 0.19; `make matrix` runs older "
+        "releases.",
         "## Engines, ZeRO stages and precisions",
         "Each row is trained, killed, restored and compared bit for bit by `tests/state/test_engines.py`.",
         _table(
