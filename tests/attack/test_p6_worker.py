@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attack.workers import FAILURES, Results, dead, failures, layouts, slow, stuck_copy, went_back
+from tests.attack.workers import (
+    FAILURES,
+    Results,
+    astray,
+    dead,
+    failures,
+    layouts,
+    slow,
+    stuck_copy,
+    went_back,
+)
 
 # Places where the version is good, whatever fails there.
 _COMMITTED = {
@@ -20,7 +30,7 @@ _COMMITTED = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")
-    return Results(root, failures, went_back, layouts, slow, stuck_copy, dead)
+    return Results(root, failures, went_back, astray, layouts, slow, stuck_copy, dead)
 
 
 def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
@@ -42,6 +52,15 @@ def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(r
         assert result["before"][-1]
         assert result["committed"] == [True, True]
         assert set(result["in_files"]) == {"step 4 (incarnation 2)"}
+
+
+def test_p3_ranks_that_vote_on_different_steps_commit_neither_and_come_together_again(
+    results: Results,
+) -> None:
+    for result in results.of(astray):
+        assert not result["during"]
+        assert result["after"][-1]
+        assert set(result["in_files"].values()) == {7}
 
 
 def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(results: Results) -> None:

@@ -249,6 +249,16 @@ def went_back(rank: int, root: Path) -> dict[str, Any]:
     return {"before": before, "committed": committed, "in_files": me.newest_labels()}
 
 
+def astray(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 1 is a step further than rank 0: what they vote on is not the same version."""
+    me = Rank(rank, root)
+    assert me.take(1)
+    during = me.take(2 + rank)
+    after = [me.take(step) for step in range(4, 8)]
+    me.worker.close(10)
+    return {"during": during, "after": after, "in_files": me.newest_in_files()}
+
+
 def layouts(rank: int, root: Path) -> dict[str, Any]:
     """Rank 1 fails while the ranks agree on a layout, and while they carry out an order."""
     me, step, found = Rank(rank, root), 0, {}
