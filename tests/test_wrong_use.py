@@ -18,6 +18,7 @@ FILES = {
     "block.json": json.dumps({"reft": 5}).encode(),
     "key.json": json.dumps({"reft": {"enabledd": True}}).encode(),
     "ds.json": json.dumps({"train_batch_size": 8, "reft": {"enabled": True}}).encode(),
+    "plain.json": json.dumps({"train_batch_size": 8}).encode(),
     "script.py": b"raise SystemExit(3)",
 }
 PLAN = "plan ds.json --model 1.3b --dp 4"
@@ -28,7 +29,10 @@ CASES = [
     "--nonsense",
     "version --nonsense",
     "config",
-    *(f"config --check {name}" for name in (*UNREADABLE, "null.json", "block.json", "key.json", "directory")),
+    *(
+        f"config --check {name}"
+        for name in (*UNREADABLE, "null.json", "plain.json", "block.json", "key.json", "directory")
+    ),
     *(
         f"launch {options} script.py"
         for options in (
@@ -61,6 +65,7 @@ CASES = [
             "--nonsense",
         )
     ),
+    *(f"config --script {name}" for name in ("nofile.py", "broken.json", "bytes.json", "directory")),
     "launch",
     "profile",
     "profile --nproc-per-node -3 script.py",

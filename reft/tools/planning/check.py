@@ -1,0 +1,165 @@
+"""What a DeepSpeed JSON alone says of a job under reft: what is refused, warned of, survived and kept.
+
+Pure. What the engine and the placement decide is said by the job itself at its start (P12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reft.config import ReftConfig, Variant, load_config
+from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME
+
+_COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+_STAGES = (0, 1)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome.
+
+    Attributes:
+        block: the checked ``reft`` block.
+        refused: what the job will be refused for, each with what to change.
+        warned: what it will be warned of.
+        facts: what it survives, keeps and copies, by name.
+    """
+
+    block: ReftConfig
+    refused: tuple[str, ...]
+    warned: tuple[str, ...]
+    facts: Mapping[str, str]
+
+
+def check_config(config: Mapping[str, Any]) -> Checked:
+    """Check a DeepSpeed configuration.
+
+    Raises:
+        ConfigError: it has no ``reft`` block, one that cannot be used, or parts that are no objects.
+    """
+    if BLOCK_NAME not in config:
+        raise ConfigError(
+            f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the job; write '
+            f'"{BLOCK_NAME}": {{"enabled": true}}'
+        )
+    block = load_config(config)
+    refused = (*_engine_refusals(config), *_block_refusals(block))
+    return Checked(block, refused, tuple(_warnings(block)), _facts(config, block))
+
+
+def _engine_refusals(config: Mapping[str, Any]) -> Iterator[str]:
+    zero = _part(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in _STAGES:
+        yield f'"zero_optimization.stage" is {stage!r}: reft takes ZeRO stage 0 or 1; write 1'
+    for part in ("offload_optimizer", "offload_param"):
+        device = _part(zero, part).get("device", "none")
+        if device != "none":
+            yield f'"zero_optimization.{part}.device" is {device!r}: offloaded state is not taken; remove it'
+    kind = str(_part(config, "optimizer").get("type", "")).lower()
+    if kind in _COMPRESSING_OPTIMIZERS:
+        yield f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker; write "AdamW"'
+    if kind == "muon":
+        yield '"optimizer.type" is "muon", whose state reft does not know; write "AdamW"'
+    autocast = _part(config, "torch_autocast")
+    if autocast.get("enabled") and str(autocast.get("dtype")) in ("fp16", "float16", "half"):
+        yield '"torch_autocast" in fp16 scales gradients by itself; write "dtype": "bfloat16", or use "fp16"'
+    for path, change in (
+        ("amp.enabled", 'use "fp16" or "bf16" instead'),
+        ("quantize_training.enabled", "remove it"),
+        ("hybrid_engine.enabled", "write false"),
+        ("compile.deepcompile", "write false"),
+    ):
+        part, _, key = path.partition(".")
+        if _part(config, part).get(key):
+            yield f'"{path}" is on, and reft does not know its state; {change}'
+    if _enables(_part(config, "compression_training")):
+        yield '"compression_training" is on, and reft does not know its state; remove it'
+    size = config.get("sequence_parallel_size", 1)
+    if size != 1:
+        yield f'"sequence_parallel_size" is {size!r}: such ranks are not known to reft; write 1'
+
+
+def _block_refusals(block: ReftConfig) -> Iterator[str]:
+    if block.chooses or block.allow_unprotected or block.variant is Variant.NONE:
+        return
+    survived = block.scheme.certain_losses
+    if survived < block.tolerance and (survived or "tolerance" in block.model_fields_set):
+        yield (
+            f'"tolerance" is {block.tolerance}, but "protection": "{block.protection}" survives {survived} '
+            f'lost node(s): on several nodes the job is not started; write "protection": "auto", or '
+            f'"tolerance": {survived}'
+        )
+
+
+def _warnings(block: ReftConfig) -> Iterator[str]:
+    if not block.enabled:
+        yield f'"{BLOCK_NAME}.enabled" is false: reft has no effect; write true'
+    if block.variant is Variant.NONE:
+        yield '"variant" is "none": no versions are taken, and nothing can be resumed; write "has"'
+    if not block.chooses and not block.scheme.certain_losses:
+        yield '"protection" is "none": the loss of a node loses its memory for good; write "auto"'
+    if block.persist.dir is None:
+        yield (
+            "nothing is written to storage: when more nodes are lost than are survived, the job cannot be "
+            'resumed; write "persist": {"dir": ..., "interval_steps": ...}'
+        )
+    if block.faults:
+        yield '"faults" makes ranks fail on purpose; remove it from a job that counts'
+
+
+def _facts(config: Mapping[str, Any], block: ReftConfig) -> dict[str, str]:
+    if block.chooses:
+        survives = f"what survives {block.tolerance} lost node(s) is chosen at the start, if there is room"
+    else:
+        survives = (
+            f"{block.scheme.certain_losses} lost node(s) per sharding group, where the replicas of a "
+            f"pipeline stage are on different nodes"
+        )
+    persist = block.persist
+    storage = f"every {persist.interval_steps} steps" if persist.interval_steps else "only when told to stop"
+    return {
+        "survives": survives,
+        "after a failure": f"at most {block.interval_steps} step(s) are done again, and those being copied",
+        "memory": _memory(config, block),
+        "cost": "copies run in the pipeline's idle time; 'reft plan' computes bytes and seconds for a model",
+        "storage": f"{persist.dir}, {storage}" if persist.dir is not None else "nothing",
+    }
+
+
+def _memory(config: Mapping[str, Any], block: ReftConfig) -> str:
+    """Of a pipeline stage over all its replicas, with Adam: weights and moments."""
+    half = any(_part(config, key).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
+    weights, optimizer = (2, 12) if half else (4, 8)
+    versions = f"{block.arena_count} versions of {weights + optimizer} bytes a parameter (Adam)"
+    if block.chooses:
+        return f"{versions}, and the redundancy that is chosen"
+    scheme = block.scheme
+    partitioned = _part(config, "zero_optimization").get("stage", 0) == 1
+    copied = scheme.copies if not partitioned else scheme.certain_losses
+    if not copied and not scheme.parities:
+        return versions
+    parts = [f"{copied} more cop{'y' if copied == 1 else 'ies'}"] if copied else []
+    if scheme.parities:
+        parts.append(f"{scheme.parities} parit{'y' if scheme.parities == 1 else 'ies'} of a part each")
+    return f"{versions}, and {' and '.join(parts)}, over the replicas of a stage together"
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'"{key}" is {value!r}; expected an object')
+    return value
+
+
+def _enables(part: Any) -> bool:
+    """Whether anything under ``part`` is enabled."""
+    if not isinstance(part, Mapping):
+        return False
+    return any(
+        (key in ("enabled", "technique_enabled") and value is True) or _enables(value)
+        for key, value in part.items()
+    )

@@ -1,0 +1,177 @@
+"""``reft config --check`` and ``--script``: what can be told before a job is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft import cli
+from reft.errors import ConfigError
+from reft.hook.script_look import ScriptLook
+from reft.tools.planning.check import check_config
+
+ON = {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"zero_optimization": {"stage": 2}}, '"zero_optimization.stage" is 2'),
+        ({"zero_optimization": {"stage": 3}}, "write 1"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer.device",
+        ),
+        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}}, "offload_param.device"),
+        ({"optimizer": {"type": "OneBitAdam"}}, 'write "AdamW"'),
+        ({"optimizer": {"type": "Muon"}}, 'write "AdamW"'),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast"),
+        ({"amp": {"enabled": True}}, '"fp16" or "bf16"'),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
+        ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"reft": {**ON, "tolerance": 2}}, 'write "protection": "auto", or "tolerance": 1'),
+        ({"reft": {**ON, "tolerance": 1, "protection": "none"}}, "survives 0 lost node(s)"),
+    ],
+)
+def test_what_the_job_will_be_refused_for(config: dict[str, Any], said: str) -> None:
+    [refused] = check_config({"reft": ON, **config}).refused
+    assert said in refused
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+            "bf16": {"enabled": True},
+        },
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "amp": {"enabled": False}},
+        {"compression_training": {"layer_reduction": {"enabled": False}}},
+        {"reft": {**ON, "protection": "none"}},
+        {"reft": {**ON, "protection": "auto", "tolerance": 3}},
+        {"reft": {**ON, "tolerance": 2, "allow_unprotected": True}},
+    ],
+)
+def test_what_is_taken_is_not_refused(config: dict[str, Any]) -> None:
+    assert check_config({"reft": ON, **config}).refused == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"enabled": False}, "reft has no effect"),
+        ({**ON, "variant": "none"}, "no versions are taken"),
+        ({**ON, "protection": "none"}, '"protection" is "none"'),
+        (ON, "nothing is written to storage"),
+        ({**ON, "faults": [{"point": "during_step", "step": 1}]}, '"faults" makes ranks fail'),
+    ],
+)
+def test_what_the_job_will_be_warned_of(block: dict[str, Any], said: str) -> None:
+    assert any(said in text for text in check_config({"reft": block}).warned)
+
+
+def test_memory_and_tolerance_are_told() -> None:
+    facts = check_config({"reft": {**ON, "protection": "arc:2"}, "bf16": {"enabled": True}}).facts
+    assert facts["survives"].startswith("2 lost node(s)")
+    assert "2 versions of 14 bytes a parameter" in facts["memory"]
+    assert "2 more copies" in facts["memory"]
+    both = check_config({"reft": {**ON, "protection": "arc+aec", "persist": {"dir": "/x"}}}).facts
+    assert "3 versions of 12 bytes a parameter (Adam), and 1 more copy and 1 parity" in both["memory"]
+    assert both["storage"] == "/x, only when told to stop"
+
+
+def test_no_block_is_told_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match='write "reft"'):
+        check_config({"train_batch_size": 8})
+
+
+PLAIN = """
+import torch
+torch.manual_seed(1)
+engine = deepspeed.initialize(model=model)[0]
+{load}
+{loop}
+    engine.backward(engine(batch(step)))
+    engine.step()
+"""
+LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < steps:"
+
+
+@pytest.mark.parametrize(
+    ("load", "loop", "said"),
+    [
+        ("", LOOP, "neither engine.load_checkpoint nor reft.resume"),
+        (
+            f"if os.path.exists(latest): {LOAD}",
+            LOOP,
+            "line 5: `engine.load_checkpoint(save_dir)` is called only",
+        ),
+        (f"if Path(save_dir).is_dir():\n    {LOAD}", LOOP, "finds nothing before the script has saved"),
+        (f"if args.resume: {LOAD}", LOOP, "is called only if `args.resume`"),
+        (f"args.resume and {LOAD}", LOOP, "is called only if `args.resume`"),
+        (LOAD, "for step in range(steps):", "Write for step in range(engine.global_steps, steps)"),
+        (LOAD, "for step in range(0, 10):", "begins at 0 in every life"),
+        (
+            f"{LOAD}\nloader = DataLoader(data, num_workers=4)",
+            LOOP,
+            "a DataLoader whose 4 workers read ahead",
+        ),
+        (f"{LOAD}\nloader = DataLoader(data)", LOOP, "loader = reft.resumable(loader)"),
+        (f"{LOAD}\norder = torch.randperm(9)", LOOP, "is drawn by `torch.randperm(9)`"),
+    ],
+)
+def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str) -> None:
+    [finding] = ScriptLook(PLAIN.format(load=load, loop=loop), "train.py").findings()
+    assert said in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("load", "loop"),
+    [
+        (LOAD, LOOP),
+        ("reft.resume(engine)", "for step in range(engine.global_steps, steps):"),
+        (f"{LOAD}\nif x: engine.load_checkpoint(other)", LOOP),
+        (f"if __name__ == '__main__': {LOAD}", LOOP),
+        (f"def load():\n    {LOAD}\nif x: y()", LOOP),
+        (f"{LOAD}\nloader = reft.resumable(DataLoader(data, num_workers=4))", LOOP),
+        (LOAD, "for step in range(start, steps):"),
+        (LOAD, "for step in range(steps):\n    if step < engine.global_steps: continue"),
+        (LOAD, "for epoch in range(2):\n  for step in range(3):"),
+        (LOAD, "for _ in range(2):"),
+    ],
+)
+def test_what_is_right_is_not_found(load: str, loop: str) -> None:
+    assert ScriptLook(PLAIN.format(load=load, loop=loop), "train.py").findings() == []
+
+
+def test_no_seed_is_told() -> None:
+    [finding] = ScriptLook("reft.resume(engine)", "train.py").findings()
+    assert "no seed is set" in str(finding)
+
+
+def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, script = tmp_path / "ds.json", tmp_path / "train.py"
+    script.write_text("import torch\ntorch.manual_seed(1)\n")
+
+    def run(config: dict[str, Any], *more: str) -> tuple[int, str]:
+        path.write_text(json.dumps(config))
+        return cli.main(["config", "--check", str(path), *more]), capsys.readouterr().out
+
+    code, out = run({"reft": ON})
+    assert (code, "survives: 1 lost node(s)" in out, "WARNING: nothing is written" in out) == (0, True, True)
+    code, out = run({"reft": ON, "zero_optimization": {"stage": 3}})
+    assert (code, 'REFUSED: "zero_optimization.stage" is 3' in out) == (1, True)
+    code, out = run({"reft": ON}, "--script", str(script))
+    assert (code, f"WARNING: {script}: the script calls neither" in out) == (0, True)
+    code, out = run({"reft": {**ON, "strict": True}}, "--script", str(script), "--json")
+    told = json.loads(out)
+    assert (code, told["well"], told["refused"], len(told["warned"])) == (1, False, [], 2)
+    assert told["block"]["strict"] is True
