@@ -481,7 +481,7 @@ def _state_of(record: Record) -> ArenaState:
 def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
-        raise ArenaError(f"{path}: not a regular file")
+        raise ArenaError(f"{path}: not a regular file; remove it")
     try:
         geometry = decode_geometry(memoryview(os.pread(fd, PAGE_BYTES, 0)), secret)
     except TornRecordError as error:

@@ -193,7 +193,7 @@ class DaemonClient:
                 # A note must never end a trainer, whatever it holds.
                 _close(channel)
                 channel = None
-                logger.exception("a note to the daemon was lost")
+                logger.exception("the daemon was not told of a version; it learns of the next one")
         _close(channel)
 
     def _connect(self) -> Channel:

@@ -117,7 +117,7 @@ class Daemon:
             listener = listen(path)
             threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
             self._job_dir.record_daemon()
-            logger.warning("%s was made again; listening there", path)
+            logger.warning("%s was removed and made again; the daemon listens there now", path)
 
     def end(self) -> None:
         """End soon; what is being written to storage is abandoned, what is there stays."""

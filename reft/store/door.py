@@ -124,7 +124,7 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
     except AuthenticationError as error:
         connection.close()
         raise AuthenticationError(
-            f"the {purpose} at {endpoint} has another secret than this node, or is none of reft's. Every "
+            f"the {purpose} at {endpoint} has another secret than this node, or is not reft's. Every "
             f"process of a job needs the same secret: share ~/.reft/secret between the hosts, or set "
             f"REFT_SECRET to the same 64 hexadecimal digits everywhere, and check the address"
         ) from error
@@ -217,7 +217,7 @@ class Door:
                 if self._is_closed():
                     return
                 if not troubled:
-                    logger.warning("the door of the %s cannot accept connections: %s", self._purpose, error)
+                    logger.warning("the %s cannot accept connections: %s", self._purpose, error)
                 troubled = True
                 time.sleep(_TROUBLE_SECS)
 

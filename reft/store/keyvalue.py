@@ -195,7 +195,7 @@ class KeyValueStore:
         wanted = [self._prefix + k for k in keys]
         while not self._line.ask("wait", wanted, max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
 
     def local_address(self) -> str:
         """The address of this host that the store's host sees."""
@@ -223,7 +223,7 @@ class _Line:
         with self._lock:
             was_connected = self._channel is not None
             if not was_connected and time.monotonic() < self._refused_until:
-                raise StoreError(f"the rendezvous store at {self._endpoint} did not answer a moment ago")
+                raise StoreError(f"the rendezvous store at {self._endpoint} did not answer its last request")
             try:
                 try:
                     done, result = self._ask_once(operation, *arguments)

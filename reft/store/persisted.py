@@ -147,7 +147,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise PersistError(
             f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); remove the "
-            f"directory if it is of no use"
+            f"directory if it is not needed"
         ) from error
 
 

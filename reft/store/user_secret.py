@@ -57,8 +57,8 @@ def _read(path: Path) -> bytes:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             raise AuthenticationError(
-                f"{path} is no file of your own (owner {facts.st_uid}, you are {os.geteuid()}): remove it, "
-                f"and reft makes one, {_HINT}"
+                f"{path} is not a regular file of yours (owner {facts.st_uid}, you are {os.geteuid()}): "
+                f"remove it, and reft makes one, {_HINT}"
             )
         if facts.st_mode & 0o077:
             raise AuthenticationError(

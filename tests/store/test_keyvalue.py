@@ -68,7 +68,7 @@ def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
 
 
 def test_waiting_ends_with_the_key_or_with_the_time(store: KeyValueStore) -> None:
-    with pytest.raises(TimeoutError, match="nobody wrote key, other"):
+    with pytest.raises(TimeoutError, match="no node wrote key, other"):
         store.wait(["key", "other"], timedelta(seconds=0.1))
     setter = threading.Timer(0.2, lambda: [store.set(k, "v") for k in ("key", "other")])
     setter.start()

@@ -48,7 +48,7 @@ def test_p11_a_file_that_others_can_use_is_refused(path: Path, mode: int) -> Non
 def test_p11_a_link_and_anothers_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user_secret()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(AuthenticationError, match="no file of your own"):
+    with pytest.raises(AuthenticationError, match="not a regular file of yours"):
         user_secret()
     monkeypatch.undo()
     monkeypatch.delenv("REFT_SECRET", raising=False)

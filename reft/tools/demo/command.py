@@ -213,19 +213,17 @@ def _recovery_text(recovery: Recovery) -> str:
 
 def _verdict(report: Report) -> str:
     if report.problem is not None:
-        return f"NOT WELL: {report.problem}"
+        return f"FAILED: {report.problem}"
     difference = report.max_abs_loss_difference
     if difference is None:
-        return "NOT WELL: some losses are missing"
+        return "FAILED: some losses are missing"
     if difference:
         wrong = [
             step
             for step, (a, b) in enumerate(zip(report.losses, report.reference_losses, strict=True), 1)
             if a != b
         ]
-        return (
-            f"NOT WELL: losses differ by up to {difference:.3g}; first at step {wrong[0] if wrong else '?'}"
-        )
+        return f"FAILED: losses differ by up to {difference:.3g}; first at step {wrong[0] if wrong else '?'}"
     return (
         f"all {report.steps} losses equal those of the undisturbed run without reft, to the last bit "
         f"({len(report.failures)} failure(s), {report.total_secs:.0f} s in all)"

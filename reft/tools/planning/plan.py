@@ -109,7 +109,7 @@ class JobPlan:
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        """What is not well; empty if all is."""
+        """What the plan does not satisfy; empty if it satisfies all."""
         found = []
         if why := self.planned.why_not(self.choice.wished):
             found.append(f"{self.planned.name}: {why}")
