@@ -111,11 +111,9 @@ class PlainHashingCopier(HashingCopier):
         for target, source, nbytes in ranges.tolist():
             for at in range(0, nbytes, _CACHED_BYTES):
                 part = min(_CACHED_BYTES, nbytes - at)
-                read = source + at
                 if target:
-                    copy(target + at, read, part)
-                    read = target + at  # the source may have changed meanwhile
-                self._hash.update((ctypes.c_ubyte * part).from_address(read))
+                    copy(target + at, source + at, part)
+                self._hash.update((ctypes.c_ubyte * part).from_address(source + at))
 
     def take(self) -> int:
         value = self._hash.intdigest()

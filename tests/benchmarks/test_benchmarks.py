@@ -80,6 +80,18 @@ def check_estimate(found: dict[str, Any]) -> None:
     assert found["samples"] >= 1
 
 
+def test_host_copies_compares_every_way_of_one_core(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "host_copies.py"), "--quick", "--json"]
+    made = subprocess.run(
+        [*command, "--shm", str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_SECS, check=True
+    )
+    assert not list(tmp_path.iterdir())
+    found = json.loads(made.stdout)["ways"]
+    assert set(found) == {"plain", "past_caches", "hash", "copy_then_hash", "copy_and_hash"}
+    for way in found.values():
+        check_estimate(way["secs_to_plain"])
+
+
 def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
     result = run("memory_copy.py", "--stages", folder=tmp_path)
     check_head(result, "memory_copy")

@@ -1,0 +1,115 @@
+"""What one core copies and hashes in host memory: the limit of what a version, or a restore, costs there.
+
+Source and target are larger than the caches, the target is in shared memory as an arena is. The ways take
+turns; times are the thread's processor time, ratios are to ``plain`` in the same round:
+
+- plain: torch's copy, on one thread;
+- past_caches: reft's copy, without a checksum;
+- hash: xxh3_64 of the source, by the xxhash package;
+- copy_then_hash: past the caches, piece by piece, each hashed by the package while it is in the cache;
+- copy_and_hash: reft's one pass, as versions are copied and blocks restored.
+
+    python benchmarks/host_copies.py [--json] [--mib 512] [--rounds 9]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from common import MIB
+from results import estimate, machine
+
+from reft.store.header import checksum
+from reft.store.stream import PlainHashingCopier, copier, hashing_copier, ranges_of
+
+BLOCK_BYTES = 4 * MIB
+
+
+def ways(target: torch.Tensor, source: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Each copies or hashes all bytes, block by block as versions are cut."""
+    to, at, nbytes = target.data_ptr(), source.data_ptr(), source.numel()
+    blocks = [
+        ranges_of([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))]) for x in range(0, nbytes, BLOCK_BYTES)
+    ]
+    fused, apart = hashing_copier(), PlainHashingCopier()
+
+    def hashed(hasher: Any) -> Callable[[], object]:
+        def run() -> None:
+            for block in blocks:
+                hasher.copy(block)
+                hasher.take()
+
+        return run
+
+    return {
+        "plain": lambda: target.copy_(source),
+        "past_caches": lambda: copier()(to, at, nbytes),
+        "hash": lambda: checksum(source.numpy().data),
+        "copy_then_hash": hashed(apart),
+        "copy_and_hash": hashed(fused),
+    }
+
+
+def measure(nbytes: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Bytes per second and the ratio to a plain copy, by way."""
+    torch.set_num_threads(1)
+    path = folder / f"reft-host-copies-{os.getpid()}"
+    try:
+        target = torch.from_file(str(path), True, nbytes, dtype=torch.uint8).fill_(1)
+    finally:
+        path.unlink(missing_ok=True)
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    secs: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for name, run in ways(target, source).items():
+            began = time.thread_time()
+            run()
+            took = max(time.thread_time() - began, 1e-9)
+            if number:  # the first round touches memory
+                secs.setdefault(name, []).append(took)
+    plain = secs["plain"]
+    return {
+        name: {
+            "bytes_per_sec": nbytes / estimate(taken).median,
+            "secs_to_plain": estimate([a / b for a, b in zip(taken, plain, strict=True)]).to_json(),
+        }
+        for name, taken in secs.items()
+    }
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    made.add_argument("--mib", type=int, default=512, help="MiB of the source (default 512)")
+    made.add_argument("--rounds", type=int, default=9, help="(default 9)")
+    made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs of the target")
+    made.add_argument("--quick", action="store_true", help="little memory and few rounds: for the tests")
+    options = made.parse_args()
+    nbytes, rounds = (8 * MIB + 123, 2) if options.quick else (options.mib * MIB, options.rounds)
+    found = measure(nbytes, rounds, options.shm)
+    if options.json:
+        print(json.dumps({"benchmark": "host_copies", "machine": machine(), "bytes": nbytes, "ways": found}))
+        return 0
+    for name, way in found.items():
+        ratio = way["secs_to_plain"]
+        low, high = ratio["ci95"]
+        print(
+            f"{name:16}{way['bytes_per_sec'] / 1e9:6.1f} GB/s, {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
