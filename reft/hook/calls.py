@@ -6,6 +6,7 @@ The signature is the wrapped method's own, so that every release of DeepSpeed is
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Se
 
 def what_to_write(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
     """The line by which it resumes the newest state."""
+    if "transformers.trainer" in sys.modules:
+        return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
     calls = [tagged] if tagged is not None else bases
     behind = str(calls[-1]) if calls else "deepspeed.initialize"
     return (

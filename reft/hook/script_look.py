@@ -102,7 +102,15 @@ class ScriptLook:
             )
 
     def _no_load(self) -> Iterator[Finding]:
-        if not any(self._named(*LOADS)):
+        if self._has_trainer():
+            if not any(self._named("resumable")):
+                yield Finding(
+                    0,
+                    "the script trains with a Hugging Face Trainer that reft does not know of",
+                    "After a failure it would not be resumed: it would stop with an error",
+                    "Write trainer = reft.hf.resumable(trainer) before trainer.train()",
+                )
+        elif not any(self._named(*LOADS)):
             yield Finding(
                 0,
                 "the script calls neither engine.load_checkpoint nor reft.resume",
@@ -131,13 +139,17 @@ class ScriptLook:
             )
 
     def _seed(self) -> Iterator[Finding]:
-        if not any(self._named(*_SEEDS)):
+        if not any(self._named(*_SEEDS)) and not self._has_trainer():
             yield Finding(
                 0,
                 "no seed is set",
                 "A job is resumed exactly all the same; its first start cannot be repeated",
                 "Write torch.manual_seed(seed) before the model is made",
             )
+
+    def _has_trainer(self) -> bool:
+        """Whether it makes a Hugging Face ``Trainer``, which loads and seeds by itself."""
+        return any(_name(call).endswith("Trainer") for call in self._calls)
 
     def _named(self, *names: str) -> Iterator[ast.Call]:
         return (call for call in self._calls if _name(call) in names)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from reft import cli
 from reft.errors import ConfigError
+from reft.hook.calls import what_to_write
 from reft.hook.script_look import ScriptLook
 from reft.tools.planning.check import check_config
 
 ON = {"enabled": True}
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,22 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
 )
 def test_what_is_right_is_not_found(load: str, loop: str) -> None:
     assert ScriptLook(PLAIN.format(load=load, loop=loop), "train.py").findings() == []
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_the_examples_lack_nothing(example: Path) -> None:
+    assert ScriptLook(example.read_text(), example.name).findings() == []
+
+
+def test_a_trainer_that_is_not_resumable_is_told() -> None:
+    [finding] = ScriptLook("trainer = Trainer(model, options)\ntrainer.train()", "train.py").findings()
+    assert "reft.hf.resumable(trainer)" in str(finding)
+
+
+def test_at_the_first_step_it_is_told_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reft.resume(engine)" in what_to_write([], None)
+    monkeypatch.setitem(sys.modules, "transformers.trainer", ModuleType("transformers.trainer"))
+    assert "reft.hf.resumable(trainer)" in what_to_write([], None)
 
 
 def test_no_seed_is_told() -> None:
