@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,14 @@ def main() -> int:
     nbytes, rounds = (8 * MIB + 123, 2) if options.quick else (options.mib * MIB, options.rounds)
     found = measure(nbytes, rounds, options.shm)
     if options.json:
-        print(json.dumps({"benchmark": "host_copies", "machine": machine(), "bytes": nbytes, "ways": found}))
+        head = {
+            "benchmark": "host_copies",
+            "date": date.today().isoformat(),
+            "command": " ".join(["python", "benchmarks/host_copies.py", *sys.argv[1:]]),
+            "machine": machine(),
+            "bytes": nbytes,
+        }
+        print(json.dumps({**head, "ways": found}, indent=2))
         return 0
     for name, way in found.items():
         ratio = way["secs_to_plain"]
