@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ from reft.hook.install import ds_config_of
 from reft.hook.living import require_no_other
 from reft.naming import own_name_of_process, own_program, siblings
 from reft.state.codec import decode, encode
-from reft.state.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
+from reft.state.fingerprint import (
+    AT_LAUNCH,
+    Fact,
+    Fingerprint,
+    differences,
+    facts_of_arguments,
+    require_same,
+)
 from reft.store.fingerprints import newest_record, record_fingerprint
 from reft.store.jobdir import find_jobs, make_job_directory
 from reft.store.joblock import JobLock, holder
@@ -209,7 +217,7 @@ class Identity:
         now = self.fingerprint
         if self.restarted:
             # Nobody is there to answer: the job goes on, and says so.
-            for line in differences(_only(was, AT_LAUNCH), _only(now, AT_LAUNCH)):
+            for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
                 logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self._config.accept_changes)
@@ -277,10 +285,6 @@ class Identity:
             logger.warning("the job's settings cannot be recorded beside its memory: %s", error)
 
 
-def _only(fingerprint: Fingerprint, names: tuple[str, ...]) -> Fingerprint:
-    return Fingerprint({name: fact for name, fact in fingerprint.facts.items() if name in names})
-
-
 def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
 
@@ -288,6 +292,7 @@ def _restarts() -> int:
 def _settings(engine: Any) -> dict[str, Fact]:
     config = ds_config_of(engine)
     facts: dict[str, Fact] = {
+        **facts_of_arguments(sys.argv[1:]),
         "script": own_program()[0],
         "seed": torch.initial_seed(),
         "config.train_batch_size": int(engine.train_batch_size()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,24 @@ def check_start(session: Session) -> None:
     )
     _require_tolerance(session)
     if session.is_rank_zero:
+        _check_persist_dir(session)
         _say_what_is_survived(session)
+
+
+def _check_persist_dir(session: Session) -> None:
+    """On one rank: it is a directory that every node sees. Its own are made, those above it are not: where a
+    file system is missing, nothing is written beneath its mount point."""
+    wanted = session.config.persist.dir
+    if wanted is None:
+        return
+    there = wanted if wanted.exists() else wanted.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = "cannot be written to" if there.is_dir() else "is no directory"
+        logger.warning(
+            'checkpoints cannot be written to persist.dir, %s: %s %s. Make it, or write another "dir" into '
+            '"persist"; until then only memory can be resumed from',
+            *(wanted, there, found),
+        )
 
 
 def warn(session: Session, text: str) -> None:

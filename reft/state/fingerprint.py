@@ -6,7 +6,8 @@ Pure: the facts are collected by :mod:`reft.hook.identity` and stored beside wha
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reft.errors import FingerprintError
@@ -16,9 +17,17 @@ Fact = str | int | float | bool | None
 _FORMAT = 1
 ACCEPT_KEY = "accept_changes"
 """Key of the ``reft`` block that lists facts which may differ."""
-AT_LAUNCH = ("script", "seed")
+AT_LAUNCH = ("script", "seed", "arguments")
 """Compared when a person starts the job. Not when it restarts by itself: another node may see the script
 under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
+_HOW_LONG_AND_WHERE = re.compile(
+    r"(?:^|[-_.])(?:accept|checkpoints?|ckpt|config|debug|dir|directory|epochs?|eval|exit|every|files?|folder"
+    r"|host|interval|iter|iterations?|iters|job|keep|local|log|logdir|logging|load|memory|node|out|output|path"
+    r"|port|profile|print|quiet|rank|reft|resume|run|saves?|steps?|stop|tensorboard|timeout|until|verbose|wait"
+    r"|wandb|workers)(?:[-_.]|$)",
+    re.I,
+)
+"""Words in the name of an option that says how long, how often, where to and how loudly a job trains."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,10 @@ class Fingerprint:
     def without(self, names: Collection[str]) -> Fingerprint:
         """The same without some facts and what lies under them."""
         return Fingerprint({name: fact for name, fact in self.facts.items() if not _is_under(name, names)})
+
+    def only(self, names: Collection[str]) -> Fingerprint:
+        """Some facts and what lies under them alone."""
+        return Fingerprint({name: fact for name, fact in self.facts.items() if _is_under(name, names)})
 
     def encode(self) -> bytes:
         """JSON, equal for equal facts."""
@@ -53,6 +66,37 @@ class Fingerprint:
                 f"{_FORMAT} with facts; it was damaged, or written by another release of reft"
             )
         return cls(facts)
+
+
+def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
+    """A script's arguments that may change what it trains, as facts ``arguments.NAME``.
+
+    Left out are paths, JSON texts, and options whose name says how long, how often, where to or how loudly
+    the job trains: a job that is started again for more steps is the same one.
+    """
+    given: dict[str, list[str]] = {"": []}
+    name = ""
+    for word in arguments:
+        if word.startswith("-") and not _is_number(word):
+            name, equals, value = word.lstrip("-").partition("=")
+            given[name] = [value] if equals else []
+        else:
+            given[name].append(word)
+    return {
+        f"arguments.{name or 'positional'}": " ".join(values)
+        for name, values in given.items()
+        if (name or values)
+        and not _HOW_LONG_AND_WHERE.search(name)
+        and not any("/" in value or value.startswith(("{", "[")) for value in values)
+    }
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def changed(was: Fingerprint, now: Fingerprint) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import reft
 from reft.elastic.exits import EX_REFUSED, is_refusal
@@ -55,20 +57,21 @@ class Place:
 
 
 def make(block: dict[str, Any] | None, model: nn.Module | None = None, **options: Any) -> Any:
-    """An engine; ``options`` take the place of the configuration's."""
+    """An engine; ``options`` are parts of the configuration, or arguments of ``deepspeed.initialize``."""
     torch.manual_seed(7)
-    arguments = {name: options.pop(name) for name in ("optimizer", "lr_scheduler") if name in options}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "steps_per_print": None,
-        **options,
+        **{name: value for name, value in options.items() if isinstance(value, dict)},
     }
-    config = {key: value for key, value in config.items() if value is not None} | {"steps_per_print": None}
+    arguments = {name: value for name, value in options.items() if not isinstance(value, dict)}
+    if "optimizer" in arguments:
+        del config["optimizer"]
     if block is not None:
         config["reft"] = block
     model = model or nn.Linear(WIDTH, WIDTH)
-    if "optimizer" in config and not isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
+    if "optimizer" in config:
         arguments["model_parameters"] = model.parameters()
     engine = reft.initialize(model=model, config=config, **arguments)[0]
     HEARD.engine = engine
@@ -80,14 +83,52 @@ def pipeline(block: dict[str, Any], stages: int = 2) -> Any:
     return make(block, PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss))
 
 
+class Secretive(torch.optim.SGD):
+    """Keeps state that only its own state_dict knows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "secret": 1}
+
+
+class Forgetful:
+    """A scheduler without a state_dict."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None: ...
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+
 def step(engine: Any, batch: torch.Tensor) -> None:
     engine.backward(engine(batch).square().mean())
     engine.step()
 
 
+def settle(engine: Any) -> None:
+    session = session_of(engine)
+    if session is not None and session.worker is not None:
+        session.worker.drain(120)
+
+
 def train(engine: Any) -> None:
     while engine.global_steps < STEPS:
         step(engine, torch.ones(2, WIDTH))
+        settle(engine)
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(64, WIDTH)), batch_size=2, shuffle=True, **options)
+
+
+def lived(place: Place, **changes: Any) -> None:
+    """An earlier life, killed as far as memory can tell."""
+    engine = make(place.block(), **changes)
+    engine.load_checkpoint(str(place.checkpoints))
+    train(engine)
+    session_of(engine).close()
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -121,6 +162,185 @@ def no_protection(place: Place) -> None:
     make(place.block(protection="none"))
 
 
+# -- engines ---------------------------------------------------------------------------------------------
+
+
+def zero_2(place: Place) -> None:
+    make(place.block(), zero_optimization={"stage": 2})
+
+
+def zero_3(place: Place) -> None:
+    make(place.block(), zero_optimization={"stage": 3})
+
+
+def optimizer_with_secrets(place: Place) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    make(place.block(), model, optimizer=Secretive(model.parameters(), lr=0.1))
+
+
+def scheduler_without_state(place: Place) -> None:
+    make(place.block(), lr_scheduler=Forgetful)
+
+
+def no_optimizer(place: Place) -> None:
+    make(place.block(), optimizer=None)
+
+
+def experts(place: Place) -> None:
+    from deepspeed.moe.layer import MoE
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, k=1)
+
+    make(place.block(), Model())
+
+
+def two_engines(place: Place) -> None:
+    make(place.block())
+    first = HEARD.engine
+    try:
+        make(place.block())
+    finally:
+        session_of(first).close()
+
+
+def attached_but_not_enabled(place: Place) -> None:
+    reft.attach(make(None), config={"enabled": False})
+
+
+def unknown_key(place: Place) -> None:
+    make(place.block(protecton="arc"))
+
+
+def checkpoints_without_a_place(place: Place) -> None:
+    make(place.block(persist={"interval_steps": 5}))
+
+
+def no_room_for_parities(place: Place) -> None:
+    make(place.block(protection="rs:2"))
+
+
+def two_names(place: Place) -> None:
+    make({**place.block(), "job_id": f"name{os.environ['RANK']}"})
+
+
+# -- loads -----------------------------------------------------------------------------------------------
+
+
+def no_load(place: Place) -> None:
+    train(make(place.block()))
+
+
+def no_load_strict(place: Place) -> None:
+    train(make(place.block(strict=True)))
+
+
+def only_base_weights(place: Place) -> None:
+    engine = make(place.block())
+    engine.save_checkpoint(str(place.checkpoints))
+    engine.load_checkpoint(str(place.checkpoints), load_module_only=True)
+    train(engine)
+
+
+def always_one_tag(place: Place) -> None:
+    engine = make(place.block())
+    engine.save_checkpoint(str(place.checkpoints), tag="base")
+    engine.load_checkpoint(str(place.checkpoints), tag="base")
+    train(engine)
+
+
+def restarted_without_load(place: Place) -> None:
+    lived(place)
+    train(make(place.block()))
+
+
+def other_learning_rate(place: Place) -> None:
+    lived(place)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}
+    reft.resume(make(place.block(), optimizer=optimizer))
+
+
+def other_model(place: Place) -> None:
+    lived(place)
+    reft.resume(make(place.block(), nn.Linear(WIDTH, WIDTH, bias=False)))
+
+
+def other_arguments(place: Place) -> None:
+    before = sys.argv
+    try:
+        sys.argv = [before[0], "--corpus", "english", "--steps", "5"]
+        lived(place)
+        sys.argv = [before[0], "--corpus", "german", "--steps", "9"]
+        reft.resume(make(place.block()))
+    finally:
+        sys.argv = before
+
+
+# -- data ------------------------------------------------------------------------------------------------
+
+
+def loader_with_workers(place: Place, **options: Any) -> None:
+    engine = make(place.block(**options))
+    reft.resume(engine)
+    for (batch,) in loader(num_workers=1):
+        step(engine, batch)
+        settle(engine)
+        if engine.global_steps == STEPS:
+            break
+
+
+def loader_with_workers_strict(place: Place) -> None:
+    loader_with_workers(place, strict=True)
+
+
+def own_order(place: Place) -> None:
+    engine = make(place.block())
+    reft.resume(engine)
+    data = torch.ones(64, WIDTH)
+    for indices in torch.randperm(64).split(2):
+        step(engine, data[indices])
+        settle(engine)
+        if engine.global_steps == STEPS:
+            break
+
+
+def resumable_of_a_list(place: Place) -> None:
+    make(place.block())
+    reft.resumable([torch.ones(2, WIDTH)])
+
+
+def client_state_that_cannot_be_kept(place: Place) -> None:
+    engine = make(place.block())
+    reft.attach(engine, client_state=lambda: {"file": object()})
+    reft.resume(engine)
+    train(engine)
+
+
+# -- memory and disk -------------------------------------------------------------------------------------
+
+
+def too_little_memory(place: Place) -> None:
+    engine = make(place.block(memory_limit_bytes=2**16))
+    reft.resume(engine)
+    train(engine)
+
+
+def no_place_for_checkpoints(place: Place) -> None:
+    make(place.block(persist={"dir": str(place.checkpoints / "not" / "there")}))
+
+
+def pipeline_with_a_list(place: Place) -> None:
+    engine = pipeline(place.block(allow_unprotected=True))
+    reft.resume(engine)
+    given = [next(batches())] * STEPS
+    data = iter(given)
+    while engine.global_steps < STEPS:
+        engine.train_batch(data)
+        settle(engine)
+
+
 def everybody_on_one_node(place: Place) -> None:
     os.environ["REFT_NODE_ID"], os.environ["LOCAL_RANK"] = "node", os.environ["RANK"]
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
@@ -129,13 +349,41 @@ def everybody_on_one_node(place: Place) -> None:
 
 
 SETUPS: tuple[Callable[[Place], None], ...] = (
+    zero_2,
+    zero_3,
+    optimizer_with_secrets,
+    scheduler_without_state,
+    no_optimizer,
+    two_engines,
+    attached_but_not_enabled,
+    unknown_key,
+    checkpoints_without_a_place,
+    no_room_for_parities,
+    two_names,
+    no_load,
+    no_load_strict,
+    only_base_weights,
+    always_one_tag,
+    restarted_without_load,
+    other_learning_rate,
+    other_model,
+    other_arguments,
+    loader_with_workers,
+    loader_with_workers_strict,
+    own_order,
+    resumable_of_a_list,
+    client_state_that_cannot_be_kept,
+    too_little_memory,
+    no_place_for_checkpoints,
     more_losses_than_nodes,
     auto_for_more_losses_than_nodes,
     no_protection,
     everybody_on_one_node,
+    experts,
     # DeepSpeed's groups are a pipeline's from here on.
     pipeline_over_two_nodes,
     pipeline_allowed_to_be_unprotected,
+    pipeline_with_a_list,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.errors import FingerprintError
-from reft.state.fingerprint import Fingerprint, changed, differences, require_same
+from reft.state.fingerprint import Fingerprint, changed, differences, facts_of_arguments, require_same
 
 ONE = Fingerprint({"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7})
 
@@ -57,3 +57,19 @@ def test_p7_what_is_accepted_may_differ_with_all_under_it_and_nothing_beside() -
 def test_p7_what_is_not_a_fingerprint_is_refused(data: bytes) -> None:
     with pytest.raises(FingerprintError, match="cannot be read"):
         Fingerprint.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ("--lr 0.1 --seed=3", {"lr": "0.1", "seed": "3"}),
+        ("small --dropout -0.5 --flag", {"positional": "small", "dropout": "-0.5", "flag": ""}),
+        ("--steps 10 --save-dir out --log_interval 5 --ckpt x --max-iters 9 --local_rank=0", {}),
+        ("--data /corpus/a --model 7b", {"model": "7b"}),
+        ('--deepspeed_config ds.json --overrides {"a":1}', {}),
+        ("--layers 2 4 --learning-steps-per-print 1", {"layers": "2 4"}),
+        ("", {}),
+    ],
+)
+def test_arguments_that_may_change_the_numbers_are_facts(arguments: str, facts: dict[str, str]) -> None:
+    assert facts_of_arguments(arguments.split()) == {f"arguments.{k}": v for k, v in facts.items()}
