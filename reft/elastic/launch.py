@@ -36,6 +36,7 @@ from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.env import (
+    ENV_DRY_RUN,
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,
     ENV_MEMORY_DIR,
@@ -182,6 +183,7 @@ class Launcher(Observer):
                 ENV_NODE_DECLARED: str(int(options.node_declared)),
                 ENV_MEMORY_DIR: str(options.memory_dir),
                 ENV_JOB_ID: options.job_id,
+                ENV_DRY_RUN: str(int(options.dry_run)),
                 ENV_LAUNCHER_PID: str(os.getpid()),
                 ENV_SECRET: self._secret.hex(),
             }

@@ -46,6 +46,7 @@ class LaunchOptions:
         node: this node's id.
         node_declared: somebody gave it, and thereby says that the node fails by itself.
         job_id: name of the job's memory.
+        dry_run: end before the first step.
         daemon: start the node daemon.
         keep_memory: do not remove the memory after a good end.
         grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
@@ -63,6 +64,7 @@ class LaunchOptions:
     node: str
     node_declared: bool
     job_id: str
+    dry_run: bool
     daemon: bool
     keep_memory: bool
     grace_secs: float | None
@@ -116,7 +118,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     """
     apply_hostfile(args)
     memory_dir = _memory_dir(args)
-    job_id = _job_id(args)
+    job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)
     restarts_renew = args.max_restarts is None
     if restarts_renew:
         args.max_restarts = RESTARTS
@@ -144,6 +146,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         node=args.node_id or default_node_id(memory_dir),
         node_declared=bool(args.node_id),
         job_id=job_id,
+        dry_run=args.dry_run,
         daemon=not args.no_daemon,
         keep_memory=args.keep_memory,
         grace_secs=args.grace_secs,

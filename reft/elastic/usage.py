@@ -82,6 +82,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         "then they use up --max-restarts (default: %(default)s)",
     )
     ours.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="start the trainers, build the engine, say what reft would keep, copy and survive or refuse, "
+        "and end before the first step. Memory and checkpoints of the job are not touched",
+    )
+    ours.add_argument(
         "--hostfile",
         "-H",
         metavar="FILE",

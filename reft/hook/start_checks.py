@@ -12,6 +12,7 @@ from reft.config import Variant
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.hook.coordinates import declared_on_one_host
+from reft.hook.dry_run import end_dry_run
 from reft.hook.script_look import ScriptLook
 from reft.hook.unlaunched import what_is_missing
 
@@ -28,6 +29,7 @@ def check_start(session: Session) -> None:
 
     Raises:
         ConfigError: on several nodes fewer losses are survived than wished, and the block does not allow it.
+        SystemExit: this start is a dry run.
     """
     session.events.write(
         "attached",
@@ -41,6 +43,7 @@ def check_start(session: Session) -> None:
     if session.is_rank_zero:
         _check_persist_dir(session)
         _say_what_is_survived(session)
+    end_dry_run(session)
 
 
 def _check_persist_dir(session: Session) -> None:

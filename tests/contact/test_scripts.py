@@ -25,7 +25,7 @@ class Run:
         self.memory, self.saved, self.out = root / "memory", root / "saved", root / "out"
         self.persisted = root / "persisted"
 
-    def start(self, block: dict[str, Any] | None) -> tuple[int, str]:
+    def start(self, block: dict[str, Any] | None, *more: str) -> tuple[int, str]:
         """Run it to its end; the launcher's exit code, and what was printed."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4,
@@ -36,7 +36,7 @@ class Run:
         path.write_text(
             json.dumps(config if block is None else {**config, "reft": {"enabled": True, **block}})
         )
-        options = ("--memory-dir", str(self.memory), "--job-id", "contact", "--max-restarts", "5")
+        options = ("--memory-dir", str(self.memory), "--job-id", "contact", "--max-restarts", "5", *more)
         arguments = (str(path), str(self.saved / "contact"))
         script = SCRIPTS / self._script
         with launched(script, *arguments, cwd=self._root, out=self.out, options=options) as started:
@@ -110,3 +110,14 @@ def test_p12_strict_stops_before_the_first_step(run: Callable[[str], Run]) -> No
     assert code == 2, log
     assert 'says "strict": true' in log
     assert not (job.out / "losses").exists()
+
+
+def test_a_dry_run_says_what_is_kept_and_trains_nothing(run: Callable[[str], Run]) -> None:
+    job = run("resumes.py")
+    code, log = job.start({}, "--dry-run")
+    assert code == 0, log
+    assert "dry run: PP1xDP1xTP1 on 1 node(s), DeepSpeedEngine" in log
+    assert "survives 0 lost node(s)" in log
+    assert "memory: at most " in log
+    assert not (job.out / "losses").exists()
+    assert not list(job.memory.glob("*/*.arena"))
