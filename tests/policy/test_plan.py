@@ -143,7 +143,7 @@ def test_a_plan_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ("model", "cluster", "layouting", "wishes"),
     [
         ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
-        ("34b", "h100", Layouting(4, 8, 16), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
+        ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
         ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_bytes": 3 * 10**9}),
         ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"recompute": True, "protection": "auto"}),
     ],
