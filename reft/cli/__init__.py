@@ -46,6 +46,7 @@ COMMANDS = {
     "profile": Command("reft.cli.profile", "main", "measure where a job's devices wait", True),
     "demo": Command("reft.tools.demo", "main", "train here, kill nodes, compare with a quiet run", True),
     "status": Command("reft.cli.job", "status_command", "newest commit, protection and storage of a node"),
+    "history": Command("reft.cli.history", "history_command", "what failed and what was resumed from"),
     "protect": Command("reft.cli.protect", "protect_command", "show or switch a running job's redundancy"),
     "inspect": Command("reft.cli.memory", "inspect_command", "versions in memory, recoverable or why not"),
     "verify": Command("reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"),

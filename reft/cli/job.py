@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from reft.cli.history import summary
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.cli.protect import describe
 from reft.errors import ReftError
+from reft.store.history import read_history
 from reft.store.jobdir import JobDir, is_running, read_json
 from reft.store.protection import read_record
 
@@ -87,6 +89,7 @@ def _node_status(path: Path) -> dict[str, Any]:
         "memory": str(path),
         "daemon_runs": daemon is not None and is_running(daemon),
         "status": directory.read_status(),
+        "restarts": summary(read_history(path)),
         "protection": None if (record := read_record(path)) is None else record.to_json(),
     }
 
@@ -102,6 +105,7 @@ def _show_status(node: dict[str, Any]) -> None:
     status = node["status"] or {}
     persist = status.get("persist") or {}
     table = Table(title=f"job {node['job_id']}, node {node['node']}", show_header=False)
+    table.add_row("restarts", node["restarts"])
     table.add_row("daemon", "runs" if node["daemon_runs"] else "does not run")
     table.add_row("newest commit", _label(status.get("last_committed")))
     for name, said in zip(("protection", ""), describe(node["protection"] or {}), strict=False):

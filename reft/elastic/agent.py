@@ -75,6 +75,9 @@ class Observer:
     def round_formed(self, agreement: Agreement) -> None:
         """All nodes are there; the trainers start after this."""
 
+    def round_over(self) -> None:
+        """The trainers have failed, or restart for another reason."""
+
     def workers_started(self, pids: list[int]) -> None: ...
 
     def state_changed(self, state: str, **facts: Any) -> None: ...
@@ -156,8 +159,10 @@ class ReftAgent(LocalElasticAgent):
                 if self.all_ended_well or not self._nodes_waiting():
                     return result
                 logger.warning("a peer lost its trainers before it had ended; joining it again")
+                self._observer.round_over()
                 self._restart_workers(group)
             elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+                self._observer.round_over()
                 if not self._may_restart():
                     self._stop_workers(group)
                     group.state = WorkerState.FAILED
@@ -165,6 +170,7 @@ class ReftAgent(LocalElasticAgent):
                 self._restart_workers(group)
             elif self._nodes_waiting():
                 logger.warning("a node joins; the trainers restart with it")
+                self._observer.round_over()
                 self._restart_workers(group)
 
     def _may_restart(self) -> bool:
@@ -180,7 +186,8 @@ class ReftAgent(LocalElasticAgent):
                 reason=f"{failure.reason} (after {self._free_restarts} free restarts without progress)",
             )
         self.failure = failure
-        self._info = replace(self._info, cause=failure.cause)
+        rank = self._worker_group.workers[failure.local_rank].global_rank
+        self._info = replace(self._info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}")
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from reft.elastic.exits import Cause
@@ -46,6 +46,7 @@ class NodeInfo:
         known_step: newest committed step that any node of that round knew of; -1: none.
         newest_step: the one that this node knows of now.
         cause: why the agent's trainers of that round ended; None if they did not fail.
+        failure: the same for people, with the rank.
     """
 
     node: str
@@ -58,6 +59,7 @@ class NodeInfo:
     known_step: int = -1
     newest_step: int = -1
     cause: Cause | None = None
+    failure: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,6 +81,7 @@ class NodeInfo:
             restarts_used=agreement.restarts_used,
             known_step=agreement.known_step,
             cause=None,
+            failure="",
         )
 
 
@@ -93,6 +96,7 @@ class Agreement:
         ranks: global rank of every trainer of each node, by local rank.
         restarts_used: of ``--max-restarts``, by the whole job.
         known_step: newest committed step that any of the nodes knows of; -1: none.
+        failures: why trainers of the round before ended, on the nodes that are still there.
     """
 
     round: int
@@ -101,11 +105,16 @@ class Agreement:
     ranks: tuple[tuple[int, ...], ...]
     restarts_used: int
     known_step: int
+    failures: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Trainers of the job."""
         return sum(map(len, self.ranks))
+
+    def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
+        """Nodes of this round whose agents are not among ``members``."""
+        return tuple(n for n, agent in zip(self.nodes, self.members, strict=True) if agent not in members)
 
 
 def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
@@ -135,6 +144,7 @@ def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
         ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
         restarts_used=used + _uses_restart(last),
         known_step=max(newest, known),
+        failures=_failures(last),
     )
 
 
@@ -175,9 +185,18 @@ def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:
 def _uses_restart(last: Sequence[NodeInfo]) -> bool:
     """Whether the round that ``last`` took part in ended by the job's own fault."""
     causes = {c.cause for c in last}
-    if Cause.OWN in causes:
-        return True
-    expected = set(last[0].members) if last else set()
-    nobody_vanished = {c.agent for c in last} == expected
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
-    return Cause.UNCLEAR in causes and nobody_vanished
+    return Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))
+
+
+def _somebody_vanished(last: Sequence[NodeInfo]) -> bool:
+    return {c.agent for c in last} != (set(last[0].members) if last else set())
+
+
+def _failures(last: Sequence[NodeInfo]) -> tuple[str, ...]:
+    """Causes, not consequences: that peers were lost is said only where nothing else is known."""
+    causes = (Cause.OWN, Cause.UNCLEAR)
+    told = [c for c in last if c.cause in causes]
+    if not told and not _somebody_vanished(last):
+        told = [c for c in last if c.cause is not None]
+    return tuple(f"{c.node}, {c.failure}" for c in told)

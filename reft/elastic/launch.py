@@ -48,6 +48,7 @@ from reft.env import (
 )
 from reft.errors import AuthenticationError, ConfigError, ReftError
 from reft.events import EventLog
+from reft.store import history
 from reft.store.daemon import CONFIG_FILE
 from reft.store.jobdir import STATUS_FILE, read_json
 from reft.store.user_secret import user_secret
@@ -119,6 +120,8 @@ class Launcher(Observer):
         self._daemon: DaemonKeeper | None = None
         self._agent: ReftAgent | None = None
         self._ended_well = False
+        self._before: Agreement | None = None
+        self._over_at: float | None = None
 
     # -- observer ----------------------------------------------------------------------------------
 
@@ -144,6 +147,26 @@ class Launcher(Observer):
             nodes=list(agreement.nodes),
             restarts_used=agreement.restarts_used,
         )
+        self._note_start(agreement)
+
+    def _note_start(self, agreement: Agreement) -> None:
+        """Note in the history what this round follows, as far as this node has seen it."""
+        before = self._before or agreement
+        history.note(
+            self._memory.path,
+            history.STARTED,
+            round=agreement.round,
+            nodes=agreement.nodes,
+            failures=agreement.failures,
+            lost=before.nodes_without(agreement.members),
+            joined=agreement.nodes_without(before.members),
+            newest_step=agreement.known_step,
+            gathering_secs=None if self._over_at is None else time.time() - self._over_at,
+        )
+        self._before, self._over_at = agreement, None
+
+    def round_over(self) -> None:
+        self._over_at = time.time()
 
     def workers_started(self, pids: list[int]) -> None:
         # TorchElastic has just set its own handlers.
@@ -170,6 +193,9 @@ class Launcher(Observer):
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
             return 128 + int(stop.sigval)
+        except JobEndedError as error:
+            history.note(self._memory.path, history.ENDED, reason=str(error))
+            raise
         finally:
             self._signals.quieten()
             self._tidy_up()
@@ -243,6 +269,7 @@ class Launcher(Observer):
         failure = agent.failure
         reason = failure.reason if failure else "the trainers failed"
         self._rendezvous.close(f"node {self._options.node} gave up: {reason}")
+        history.note(self._memory.path, history.ENDED, reason=reason)
         if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
             logger.error("%s", ChildFailedError(self._name(), result.failures))
         return failure.exit_code if failure else 1

@@ -30,6 +30,7 @@ from reft.load.recover import Recovery, RecoveryOutcome
 from reft.state.blob import DecodedBlob
 from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
+from reft.store import history
 from reft.store.arena_files import slots_with
 from reft.store.label import Label
 from reft.store.stream import copy_tensor
@@ -102,6 +103,7 @@ class Restorer:
         if self._advised or int(session.engine.global_steps) == self._first_step:
             return
         self._advised = True
+        self._note(history.STEPPED)
         text = session.state.data.advice()
         if session.copying.variant is Variant.NONE:
             return
@@ -438,13 +440,19 @@ class Restorer:
             logger.warning("resuming from disk (%s): %s", disk, plan)
 
     def _report(self, source: str, began: float) -> None:
+        secs = time.perf_counter() - began
+        self._note(history.RESUMED, source=source, step=int(self._session.engine.global_steps), secs=secs)
         if self._session.is_rank_zero:
             logger.warning(
                 "resumed at step %d from %s in %.2f s",
                 self._session.engine.global_steps,
                 source,
-                time.perf_counter() - began,
+                secs,
             )
+
+    def _note(self, event: str, **facts: Any) -> None:
+        if local_rank() == 0:
+            history.note(self._session.memory.job_dir.path, event, **facts)
 
 
 class _Target:

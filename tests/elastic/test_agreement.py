@@ -146,3 +146,19 @@ def test_restarts_without_a_limit_given_are_counted_from_the_last_new_version_on
     )
     third = agree([a, replace(b, newest_step=newest), info("c", newest_step=6)], renews=renews)
     assert (third.restarts_used, third.known_step) == (used, max(6, newest))
+
+
+def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
+    first = [info(n) for n in "abc"]
+    before = agree(first)
+    told = [replace(c.after(before), failure=f"rank {i}, x") for i, c in enumerate(first)]
+    a, b, c = told
+    own = agree([replace(a, cause=PEER), replace(b, cause=OWN), replace(c, cause=PEER)])
+    assert own.failures == ("node-b, rank 1, x",)
+    lost = agree([replace(a, cause=PEER), replace(b, cause=PEER), info("d")])
+    assert lost.failures == ()
+    assert before.nodes_without(lost.members) == ("node-c",)
+    assert lost.nodes_without(before.members) == ("node-d",)
+    nobody = agree([replace(n, cause=PEER) for n in told])
+    assert len(nobody.failures) == 3
+    assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from reft.store.history import read_history
+
 from .cluster import SCRIPTS, WatchedCluster, cluster
 
 CONFIG = {
@@ -66,14 +68,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]
 def test_p4_a_node_with_two_stages_may_die(
     tmp_path: Path, undisturbed: dict[int, set[str]], args: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
-    with start(tmp_path / "job", *args, options=options) as job:
+    with start(tmp_path / "job", *args, options=(*options, "--keep-memory")) as job:
         job.wait_until(lambda: ranks_at(job, HOLD) == 4 and committed(job), 300, "a version")
         job.kill_node(1)
         job.replace_node(1)
         (job.events_dir / "go").touch()
         assert job.wait(300) == {0: 0, 1: 0}
         found = losses(job)
+        restart = read_history(job.job_dir(0))[-1]
         log = "".join(node.log_path.read_text(errors="replace") for node in job.history)
     assert "TOLERANCE IS 0" not in log
+    assert (restart.lost, restart.joined) == (["node1"], ["node1.1"])
+    assert (restart.resumed_step or 0) >= restart.newest_step > 0
     assert found == undisturbed
     assert sorted(found) == list(range(1, STEPS + 1))

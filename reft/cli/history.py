@@ -1,0 +1,59 @@
+"""``reft history``: what failed, what the job resumed from, and how long that took."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
+from reft.store.history import Round, read_history
+from reft.store.jobdir import JobDir
+
+
+def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+    """Every start of a job's trainers on a node: why the one before ended, and what it resumed from."""
+    nodes = [(JobDir.open(path), read_history(path)) for path in find_memory(memory_dir, job)]
+    if as_json:
+        told = [
+            {"job_id": directory.job_id, "node": directory.node, "rounds": [row.to_json() for row in rounds]}
+            for directory, rounds in nodes
+        ]
+        typer.echo(json.dumps(told, indent=2))
+        return
+    for directory, rounds in nodes:
+        title = f"job {directory.job_id}, as node {directory.node} saw it"
+        table = Table("when", "why", "resumed from", "seconds", title=title, show_lines=True)
+        for row in rounds:
+            table.add_row(f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}", *_cells(row))
+        Console().print(table, markup=False)
+
+
+def summary(rounds: list[Round]) -> str:
+    """One line for ``reft status``."""
+    restarts = [r for r in rounds if r.failures or r.lost]
+    if not restarts:
+        return "none"
+    return f"{len(restarts)}; the last: {why(restarts[-1])}"
+
+
+def why(row: Round) -> str:
+    """What the start followed."""
+    said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
+    if not said:
+        said = [f"node {node} joined" for node in row.joined]
+    return "; ".join(said) if said else "the job was started"
+
+
+def _cells(row: Round) -> tuple[str, str, str]:
+    resumed = "the beginning"
+    if row.resumed_from is not None:
+        resumed = f"step {row.resumed_step} ({row.resumed_from})"
+        if (lost := row.newest_step - (row.resumed_step or 0)) > 0:
+            resumed += f"; {lost} committed steps were lost"
+    parts = ", ".join(f"{name.replace('_', ' ')} {secs:.1f}" for name, secs in row.secs.items())
+    ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
+    return why(row) + ended, resumed, parts

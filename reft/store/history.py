@@ -1,0 +1,121 @@
+"""The restarts of a job, as one node saw them: lines of JSON in the job's memory, which outlasts them.
+
+The launcher notes when a round of trainers starts and why the one before ended, the first trainer of the node
+what it resumed from and when it had made a step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HISTORY_FILE = "history.jsonl"
+STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"
+
+
+def note(job_dir: Path, event: str, **facts: Any) -> None:
+    """Append a line. One that cannot be written is lost, and nothing else happens (P6).
+
+    Args:
+        job_dir: the job's memory on this node.
+        event: STARTED, RESUMED, STEPPED or ENDED.
+        facts: fields of :class:`Round`.
+    """
+    line = json.dumps({"event": event, "unix_secs": time.time(), **facts})
+    try:
+        fd = os.open(job_dir / HISTORY_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(fd, line.encode() + b"\n")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        logger.warning("the restart history in %s cannot be written: %s", job_dir, error)
+
+
+@dataclass
+class Round:
+    """One start of the trainers.
+
+    Attributes:
+        round: 1 for the first start under a launcher.
+        unix_secs: when all nodes were there.
+        nodes: of the round.
+        failures: why trainers of the round before ended: node, rank, and signal, exit code or error.
+        lost: nodes that vanished since the round before.
+        joined: nodes that are new.
+        newest_step: newest committed step that a node knew of; -1: none.
+        resumed_from: ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet.
+        resumed_step: step that it went on from.
+        secs: parts of the interruption: ``gathering`` (from the end of the round before until all nodes were
+            there), ``starting`` (until the load), ``loading``, ``first_step`` (until it was made).
+        ended: what the launcher said when the job ended in this round.
+    """
+
+    round: int
+    unix_secs: float
+    nodes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    newest_step: int = -1
+    resumed_from: str | None = None
+    resumed_step: int | None = None
+    secs: dict[str, float] = field(default_factory=dict)
+    ended: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_history(job_dir: Path) -> list[Round]:
+    """Every start of the trainers that the node has seen; torn or foreign lines are left out."""
+    try:
+        lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return rounds_of(_decoded(lines))
+
+
+def rounds_of(events: Iterable[Mapping[str, Any]]) -> list[Round]:
+    """Put events together. Pure."""
+    rounds: list[Round] = []
+    resumed_at = 0.0
+    for event in events:
+        at = float(event["unix_secs"])
+        if event["event"] == STARTED:
+            told = {k: event[k] for k in ("nodes", "failures", "lost", "joined", "newest_step")}
+            rounds.append(Round(int(event["round"]), at, **told))
+            resumed_at = 0.0
+            if (gathering := event.get("gathering_secs")) is not None:
+                rounds[-1].secs["gathering"] = float(gathering)
+        elif not rounds:
+            continue
+        elif event["event"] == RESUMED:
+            last = rounds[-1]
+            last.resumed_from, last.resumed_step = str(event["source"]), int(event["step"])
+            last.secs["loading"] = float(event["secs"])
+            last.secs["starting"] = max(0.0, at - last.unix_secs - last.secs["loading"])
+            resumed_at = at
+        elif event["event"] == STEPPED and resumed_at:
+            rounds[-1].secs["first_step"] = at - resumed_at
+        elif event["event"] == ENDED:
+            rounds[-1].ended = str(event["reason"])
+    return rounds
+
+
+def _decoded(lines: Iterable[str]) -> Iterable[Mapping[str, Any]]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+            float(event["unix_secs"]), str(event["event"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield event
