@@ -12,7 +12,7 @@ from reft.store.history import note, read_history
 
 from .cluster import WatchedCluster, cluster
 
-LIVES = 5
+LIVES = 4
 """More than the restarts that are allowed without a new version."""
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
