@@ -77,11 +77,10 @@ class Ledger:
         """Sources no plan may use."""
         return frozenset(self._findings)
 
-    def in_transit(self, node: str) -> list[Fetch]:
-        """What arrived corrupt from this node: its bytes may be in order there."""
-        return [
-            f.fetch for f in self._findings.values() if f.flaw is Flaw.IN_TRANSIT and f.fetch.node == node
-        ]
+    def in_transit(self, node: str, label: Label) -> list[Fetch]:
+        """What of a version arrived corrupt from this node: its bytes may be in order there."""
+        found = [f for f in self._findings.values() if f.flaw is Flaw.IN_TRANSIT and f.label == label]
+        return [f.fetch for f in found if f.fetch.node == node]
 
     def share(
         self,
@@ -130,7 +129,7 @@ class Ledger:
         told = self._exchange.control.swap({peer: msgpack.packb(rows) for peer, rows in bodies.items()})
         sources = found | {_unpack(row) for body in told.values() for row in msgpack.unpackb(body)}
         known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
-        for source in sorted(sources):
+        for source in sorted(sources & known.keys()):
             fetch = known[source]
             here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
             self._findings[source] = _Finding(label, fetch, Flaw.STORED if here else flaw)

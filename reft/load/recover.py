@@ -346,7 +346,7 @@ class _Courier:
         """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
         refused = self.ledger.share(plans, self.parts, stage, flaw)
         if refused and flaw is Flaw.IN_TRANSIT:
-            label, suspects = self._plan.label, self.ledger.in_transit(self._node)
+            label, suspects = self._plan.label, self.ledger.in_transit(self._node, self._plan.label)
             self.ledger.share(
                 plans, self.parts, lambda: find_corrupt(label, suspects, self.arenas), Flaw.STORED
             )
