@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from reft.blocks import Section
 from reft.comm.control import ControlGroup
 from reft.errors import ArenaError, UnrecoverableError
 from reft.faults import FaultPlan
@@ -185,6 +186,21 @@ def _once(owner: Any, name: str, error: Exception, nth: int = 1) -> Callable[[Ra
     return lambda me: mock.patch.object(owner, name, act)
 
 
+def _damaged(me: Rank) -> Any:
+    """A patch under which the first version's blocks arrive, and a byte of them is another one."""
+    blocks, calls = RingExchange.blocks, [0]
+
+    def act(self: RingExchange, filling: Filling) -> Any:
+        arrived = blocks(self, filling)
+        calls[0] += 1
+        if calls[0] == 1:
+            came = next(b for b in filling.layout.mine.redundant if b.key.section is Section.OWNED)
+            filling.arena.data[came.arena_offset] ^= 0xFF
+        return arrived
+
+    return mock.patch.object(RingExchange, "blocks", act)
+
+
 _LOST = KeyError("an error that nobody foresaw")
 
 FAILURES: dict[str, Callable[[Rank], Any]] = {
@@ -207,6 +223,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "choose what to send": _once(Filling, "selection", _LOST),
     "choose what to receive": _once(Filling, "selection", _LOST, nth=2),
     "after the exchange": _once(RingExchange, "blocks", _LOST),
+    "what came is damaged": _damaged,
     "check what came": _once(Filling, "check_received", _LOST),
     "seal": _once(Filling, "seal", OSError(28, "no space left on device")),
     "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
