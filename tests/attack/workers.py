@@ -201,6 +201,17 @@ def _damaged(me: Rank) -> Any:
     return mock.patch.object(RingExchange, "blocks", act)
 
 
+def _removed(me: Rank) -> Any:
+    """A patch under which somebody removes the files of versions behind the copy."""
+    hash_rest = Filling.hash_rest
+
+    def act(self: Filling) -> None:
+        hash_rest(self)
+        self.arena.path.unlink(missing_ok=True)
+
+    return mock.patch.object(Filling, "hash_rest", act)
+
+
 _LOST = KeyError("an error that nobody foresaw")
 
 FAILURES: dict[str, Callable[[Rank], Any]] = {
@@ -217,6 +228,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
     "hash": _once(Filling, "hash_rest", _LOST),
+    "its file is gone": _removed,
     "facts": _once(Filling, "own_facts", _LOST),
     "hear facts": _once(Filling, "expect", _LOST),
     "what is wanted": _once(Filling, "wanted", _LOST),
