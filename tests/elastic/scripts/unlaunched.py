@@ -1,6 +1,6 @@
 """A DeepSpeed script under any launcher; with "kill" rank 1 kills itself once behind the fourth step.
 
-ARGS: DeepSpeed's JSON, and "import" for `import reft`, "kill".
+ARGS: DeepSpeed's JSON, and "import" for `import reft`, and with it "kill".
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 if "import" in sys.argv:
-    import reft  # noqa: F401
+    import reft
 import deepspeed
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         if "kill" in sys.argv and rank == 1 and engine.global_steps == 4 and not killed.exists():
-            while not any(out.glob("memory/*/*.arena")):
+            while not reft.attach(engine).stats.committed_step:
                 time.sleep(0.05)
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
