@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm matrix clean
+.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron clean
 
 venv: $(STAMP)
 
@@ -82,6 +82,9 @@ storm: venv  ## real jobs under random attacks, compared with undisturbed runs: 
 
 matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows
 	$(BIN)/python -m tests.matrix $(ARGS)
+
+megatron: venv  ## a checkout of Megatron-DeepSpeed loses a node: DIR=, see docs/megatron.md
+	$(BIN)/python -m tests.megatron.program $(DIR) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so

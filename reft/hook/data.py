@@ -89,12 +89,17 @@ class DataPosition:
         self._check: Position | None = None
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
+        self._left_to_program = False
         WATCH.join(self)
         if self._pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))
 
     def close(self) -> None:
         WATCH.leave(self)
+
+    def leave_to_program(self) -> None:
+        """The program makes its loaders at the position that it finds in its client state."""
+        self._left_to_program = True
 
     def _is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
@@ -171,6 +176,8 @@ class DataPosition:
 
     def state(self) -> dict[str, Any]:
         """Encodable position after the step that just ended."""
+        if self._left_to_program:
+            return {}
         if self._unmoved is not None:
             return self._unmoved
         self._settle()
@@ -229,7 +236,7 @@ class DataPosition:
                 f"was given other data: from here on its losses are not those of the undisturbed run. "
                 f"Write{_LINES_PIPELINE}"
             )
-        if self._stateful is not None:
+        if self._stateful is not None or self._left_to_program:
             return None
         if resumable.positions():
             return None if not self._ahead else _AHEAD

@@ -29,6 +29,7 @@ from reft.hook.calls import LoadCall, bind
 from reft.hook.device_paths import report_untried
 from reft.hook.engine_state import ClientState
 from reft.hook.install import ds_config_of
+from reft.hook.megatron import running_program
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
 from reft.hook.session import Session
@@ -46,8 +47,9 @@ def attach(
     """Put an engine under reft's care. Collective: call it on all ranks at the same point.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first.
+        engine: what ``deepspeed.initialize`` returned first; Megatron's list of it too.
         client_state: called at every snapshot; returns a mapping that ``load_checkpoint`` gives back.
+            Megatron-DeepSpeed's is captured without it.
             Values may be anything :mod:`reft.state.codec` encodes (numbers, strings, containers,
             tensors, arrays).
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
@@ -59,6 +61,8 @@ def attach(
         ConfigError: the block is wrong, or says ``"enabled": false``.
         UnsupportedStateError: the engine holds state reft does not know.
     """
+    if isinstance(engine, list) and len(engine) == 1:
+        engine = engine[0]
     session = session_of(engine)
     if session is not None:
         if client_state is not None:
@@ -73,7 +77,10 @@ def attach(
             'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} into the '
             'DeepSpeed configuration or pass config={"enabled": True}'
         )
-    session = Session(engine, parsed, client_state)
+    program = running_program(engine) if client_state is None else None
+    session = Session(engine, parsed, client_state if program is None else program.client_state)
+    if program is not None:
+        program.join(session)
     setattr(engine, _SESSION, session)
     _wrap(engine, session, Restorer(session))
     report_untried(session)

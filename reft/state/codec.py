@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from math import prod
@@ -59,6 +60,7 @@ class _Ext(enum.IntEnum):
     DEQUE = 18
     RANGE = 19
     SLICE = 20
+    NAMESPACE = 21
 
 
 _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, enum.Enum)
@@ -199,6 +201,7 @@ _LOWER: dict[type, _Lower] = {
         _Ext.DEQUE, [v.maxlen, [_lower(x, f"{path}[{i}]", depth) for i, x in enumerate(v)]]
     ),
     complex: lambda v, path, depth: _ext(_Ext.COMPLEX, [v.real, v.imag]),
+    Namespace: lambda v, path, depth: _ext(_Ext.NAMESPACE, _lower_plain_dict(dict(vars(v)), path, depth)),
     bytearray: lambda v, path, depth: msgpack.ExtType(int(_Ext.BYTEARRAY), bytes(v)),
     PosixPath: lambda v, path, depth: _ext(_Ext.PATH, str(v)),
     range: lambda v, path, depth: _lower_parts(_Ext.RANGE, v, path, depth),
@@ -407,4 +410,5 @@ _RAISE: dict[int, Callable[[Any], Any]] = {
     _Ext.DEQUE: lambda parts: deque(parts[1], parts[0]),
     _Ext.RANGE: lambda parts: range(*parts),
     _Ext.SLICE: lambda parts: slice(*parts),
+    _Ext.NAMESPACE: lambda parts: Namespace(**parts),
 }

@@ -22,7 +22,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -187,6 +187,7 @@ def _record(engine: Any) -> _Recorded:
         swapped.enter_context(_attribute(engine, "checkpoint_engine", recorder))
         swapped.enter_context(_attribute(engine, "_copy_recovery_script", scripts.append))
         swapped.enter_context(_attribute(engine, "_curr_ckpt_path", None))
+        swapped.enter_context(_own_form(engine))
         swapped.enter_context(_without_clones())
         swapped.enter_context(_quiet())
         engine._save_checkpoint(str(_NOWHERE), _TAG, client_state={})
@@ -222,6 +223,19 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+def _own_form(engine: Any) -> AbstractContextManager[None]:
+    """Megatron's models load a state dict of a form of their own, which its ``save_checkpoint`` puts in the
+    place of the module's; those of a pipeline do not."""
+    own = getattr(engine.module, "state_dict_for_save_checkpoint", None)
+    if own is None or hasattr(engine, "grid"):
+        return nullcontext()
+
+    def state_dict(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        return own(prefix=prefix, keep_vars=keep_vars)
+
+    return _attribute(engine.module, "state_dict", state_dict)
 
 
 @contextmanager

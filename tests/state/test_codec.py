@@ -10,6 +10,7 @@ import random
 import struct
 import subprocess
 import sys
+from argparse import Namespace
 from collections import OrderedDict, deque
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ def same(a: Any, b: Any) -> bool:
     """Equal in type, structure and bits."""
     if type(a) is not type(b):
         return False
+    if isinstance(a, Namespace):
+        return same(vars(a), vars(b))
     if isinstance(a, dict):
         return len(a) == len(b) and all(
             same(k, m) and same(v, w) for (k, v), (m, w) in zip(a.items(), b.items(), strict=True)
@@ -116,6 +119,7 @@ values = st.recursive(
         | st.dictionaries(text, inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=4)
         | st.lists(st.tuples(keys, inner), max_size=4).map(OrderedDict)
+        | st.dictionaries(st.text("ab_", max_size=3), inner, max_size=4).map(lambda v: Namespace(**v))
     ),
     max_leaves=12,
 )

@@ -1,0 +1,157 @@
+"""Megatron-DeepSpeed's own training state: what its checkpoint holds beside DeepSpeed's files.
+
+Its training loop counts in its arguments, behind the optimizer step; a version is taken before it has done
+so. What a checkpoint of that step would hold is worked out here, and ``load_checkpoint`` gives it back as
+the program expects it. Nothing of the program is changed but ``--load`` where it was not given: without it,
+the program would not ask for the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from reft.errors import ConfigError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    from reft.hook.session import Session
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINTING = "megatron.checkpointing"
+_CHECKPOINT_VERSION = 3.0
+_REFUSED = {
+    "finetune": "every start, and so every restart after a failure, would begin anew from the weights alone. "
+    "Start once without the reft block and with --save DIR --exit-interval 1, then train with --load DIR",
+    "reset_iteration": "every start, and so every restart after a failure, would begin at iteration 0. Start "
+    "once without the reft block and with --save DIR --exit-interval 1, then train with --load DIR",
+    "curriculum_learning_legacy": "reft does not know how many tokens its steps consume",
+    "data_efficiency_curriculum_learning": "reft does not know how many tokens its steps consume",
+    "random_ltd": "reft does not know how many tokens its steps consume",
+    "compression_training": "the state of the compression is not captured",
+    "mos": "the teacher's state is not captured",
+    "kd": "the teacher's state is not captured",
+}
+"""Options by which a restart would not go on as the undisturbed run does, each with the reason."""
+
+
+def running_program(engine: Any) -> MegatronProgram | None:
+    """The Megatron-DeepSpeed program that has made the engine; None for every other script."""
+    checkpointing = sys.modules.get(_CHECKPOINTING)
+    get_args = getattr(checkpointing, "get_args", None)
+    if get_args is None:
+        return None
+    try:
+        args = get_args()
+    except AssertionError:  # imported for something else: its arguments were never parsed
+        return None
+    return MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
+
+
+class MegatronProgram:
+    """Gives the client state of ``pretrain_gpt.py`` and its like.
+
+    Args:
+        engine: a DeepSpeed engine.
+        args: the program's arguments and counters.
+        checkpointing: its module of that name.
+
+    Raises:
+        ConfigError: it was started with an option that reft cannot resume.
+    """
+
+    def __init__(self, engine: Any, args: Any, checkpointing: Any) -> None:
+        self._engine = engine
+        self._args = args
+        self._checkpointing = checkpointing
+        self._universal: dict[str, Any] | None = None
+        for name, reason in _REFUSED.items():
+            if getattr(args, name, False):
+                raise ConfigError(
+                    f"Megatron was started with --{name.replace('_', '-')}, which reft cannot resume: "
+                    f"{reason}"
+                )
+
+    def join(self, session: Session) -> None:
+        """Leave the position in the data to the program, which derives it from the samples that it has
+        consumed, and see to it that it calls ``load_checkpoint``: it does so with ``--load`` only. The
+        memory's directory is no checkpoint: a job without memory starts as it would have."""
+        session.state.data.leave_to_program()
+        if self._args.load is None:
+            self._args.load = str(session.memory.job_dir.path)
+            if session.is_rank_zero:
+                logger.info("Megatron was started without --load: it resumes from the job's memory only")
+
+    def client_state(self) -> dict[str, Any]:
+        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine counts.
+
+        Raises:
+            UnsupportedStateError: the program does not count its iterations as the engine counts steps.
+        """
+        args, step = self._args, int(self._engine.global_steps)
+        counted = int(getattr(args, "iteration", 0))
+        if step - counted not in (0, 1):
+            raise UnsupportedStateError(
+                f"Megatron is in iteration {counted}, the engine has made {step} steps; expected the same "
+                f"number, or one step more that is not counted yet"
+            )
+        args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
+        if step > counted:
+            self._count(args)
+        state = {
+            "args": args,
+            "checkpoint_version": _CHECKPOINT_VERSION,
+            "iteration": step,
+            "tokens": args.consumed_train_tokens,
+            **self._universal_info(),
+        }
+        return state if args.no_save_rng else {**state, "rng_state": self._rng_state()}
+
+    def _count(self, args: Namespace) -> None:
+        """Count the step as the loop will, and the evaluation that follows it: the next step to come is the
+        next iteration's."""
+        samples = int(self._engine.train_batch_size())
+        args.iteration += 1
+        args.consumed_train_samples += samples
+        args.consumed_train_tokens += samples * args.seq_length
+        if args.eval_interval and args.iteration % args.eval_interval == 0 and args.do_valid:
+            args.consumed_valid_samples += args.eval_iters * samples
+
+    def _universal_info(self) -> dict[str, Any]:
+        """What DeepSpeed's universal checkpoints are converted by; some releases do not have it."""
+        if self._universal is None:
+            describe = getattr(self._checkpointing, "_universal_checkpoint_info", None)
+            key = getattr(self._checkpointing, "UNIVERSAL_CHECKPOINT_INFO", "")
+            info = describe([self._engine]) if describe is not None else None
+            self._universal = {key: info} if _is_plain(info) and info else {}
+        return self._universal
+
+    def _rng_state(self) -> list[dict[str, Any]]:
+        """In the program's form: one entry, or one per data-parallel rank, of which each reads its own."""
+        from deepspeed.accelerator import get_accelerator
+
+        tracker = self._checkpointing.tensor_parallel.get_cuda_rng_tracker()
+        states = {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": get_accelerator().get_rng_state(),
+            "rng_tracker_states": tracker.get_states(),
+        }
+        several = getattr(self._args, "data_parallel_random_init", False)
+        return [states] * (int(self._engine.dp_world_size) if several else 1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether any process can read it back. The rest of the arguments is made anew by the program."""
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return value is None or type(value) in (bool, int, float, str, bytes, torch.dtype)

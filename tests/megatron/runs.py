@@ -1,0 +1,117 @@
+"""Runs a Megatron-DeepSpeed program on nodes of this machine, undisturbed or with a node that is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.elastic.cluster import cluster
+from tests.examples.runs import ended
+
+_SECS = 400.0
+_ITERATION = re.compile(
+    r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \| consumed tokens: +(\d+) \|.*?"
+    r"learning rate: (\S+) \|.*?lm loss: (\d\.\d+E[+-]\d+)"
+)
+_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\d\.\d+E[+-]\d+)")
+_RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
+
+Line = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has printed.
+
+    Attributes:
+        iterations: consumed samples and tokens, learning rate and loss of every iteration, as printed; one that
+            was trained twice has two.
+        validations: losses of the evaluations, by iteration.
+        resumed: step and source of every resumption.
+        codes: exit codes of the nodes.
+        log: of all nodes.
+    """
+
+    iterations: dict[int, list[Line]]
+    validations: dict[int, list[str]]
+    resumed: list[tuple[int, str]]
+    codes: dict[int, int]
+    log: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program with its arguments.
+
+    Attributes:
+        script: to run.
+        arguments: of it.
+        config: the DeepSpeed configuration, without the block.
+        nodes: number of nodes.
+        procs_per_node: ranks on each.
+        env: for all processes.
+    """
+
+    script: Path
+    arguments: Sequence[str]
+    config: Mapping[str, Any]
+    nodes: int
+    procs_per_node: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def run(
+        self, directory: Path, block: Mapping[str, Any] | None, *more: str, loses_node: bool = False
+    ) -> Outcome:
+        """Train to the end. With ``loses_node`` the block has a fault that kills a node: a fresh one replaces it."""
+        directory.mkdir(parents=True)
+        config = directory / "ds_config.json"
+        config.write_text(json.dumps({**self.config, **({"reft": block} if block is not None else {})}))
+        command = (str(self.script), *self.arguments, *more, "--deepspeed", "--deepspeed_config", str(config))
+        with cluster(
+            directory, *command, nodes=self.nodes, procs_per_node=self.procs_per_node, env=dict(self.env)
+        ) as job:
+            if loses_node:
+                job.wait_until(lambda: ended(job), _SECS, "the loss of a node")
+                (lost,) = ended(job)
+                job.kill_node(lost)  # what is left of it: its memory directory
+                job.replace_node(lost)
+            codes = job.wait(_SECS)
+            log = "".join(path.read_text(errors="replace") for path in sorted(directory.glob("node*.log")))
+        return outcome(codes, log)
+
+
+def outcome(codes: dict[int, int], log: str) -> Outcome:
+    iterations: dict[int, list[Line]] = {}
+    for at, *line in _ITERATION.findall(log):
+        iterations.setdefault(int(at), []).append(tuple(line))
+    validations: dict[int, list[str]] = {}
+    for at, loss in _VALIDATION.findall(log):
+        validations.setdefault(int(at), []).append(loss)
+    resumed = [(int(step), source) for step, source in _RESUMED.findall(log)]
+    return Outcome(iterations, validations, resumed, codes, log)
+
+
+def lost_node(step: int) -> dict[str, Any]:
+    """A block by which a node is killed when the version of ``step`` is committed."""
+    fault = {"point": "after_commit", "step": step, "pp": 0, "dp": 1, "action": "kill_node"}
+    return {"enabled": True, "faults": [fault]}
+
+
+def differences(undisturbed: Outcome, disturbed: Outcome) -> list[str]:
+    """What the disturbed run has printed that the undisturbed one has not, or not at all. A line may be missing
+    where the process that prints was killed between a step's commit and its print."""
+    found = []
+    may_miss = {step for step, _ in disturbed.resumed}
+    for at, lines in sorted(undisturbed.iterations.items()):
+        seen = disturbed.iterations.get(at, [])
+        if set(seen) - set(lines) or (not seen and at not in may_miss):
+            found.append(f"iteration {at}: {lines} undisturbed, {seen} disturbed")
+    for at, losses in sorted(undisturbed.validations.items()):
+        again = disturbed.validations.get(at, [])
+        if set(again) - set(losses) or (not again and at not in may_miss):
+            found.append(f"validation at {at}: {losses} undisturbed, {again} disturbed")
+    return found

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from megatron import training
+
+_SECS = 120.0
+
+
+def wait_for_commit(engine: Any) -> None:
+    """A busy machine gives up versions of steps that take a millisecond: wait for each, where reft takes any."""
+    hook = sys.modules.get("reft.hook.deepspeed")
+    session = hook.session_of(engine) if hook is not None else None
+    if session is None or session.worker is None:
+        return
+    stats, deadline = session.stats, time.monotonic() + _SECS
+    while stats.committed_step != engine.global_steps and stats.stale_since_step is None:
+        assert time.monotonic() < deadline, f"step {engine.global_steps} is not committed: {stats}"
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    training.on_step_end = wait_for_commit
+    training.pretrain()
