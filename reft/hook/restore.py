@@ -13,9 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from reft.blocks import Section
 from reft.config import Variant
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
@@ -25,15 +22,14 @@ from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, noth
 from reft.hook.job import noted_commit
 from reft.hook.session import Session
 from reft.hook.start_checks import conditional_loads, loops_that_begin_anew, warn
-from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
+from reft.hook.target import Target
+from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import Recovery, RecoveryOutcome
-from reft.state.blob import DecodedBlob
 from reft.state.host import restore_data_free_state, restore_host_state
 from reft.state.rng import restore_rng
 from reft.store import history
 from reft.store.arena_files import slots_with
 from reft.store.label import Label
-from reft.store.stream import copy_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +192,7 @@ class Restorer:
     def _restore_from_memory(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         session = self._session
         began = time.perf_counter()
-        target = _Target(session)
+        target = Target(session)
         outcome = recovery.restore(target.prepare, target.write)
         if isinstance(outcome, NotRecoverable):
             return outcome
@@ -453,24 +449,6 @@ class Restorer:
     def _note(self, event: str, **facts: Any) -> None:
         if local_rank() == 0:
             history.note(self._session.memory.job_dir.path, event, **facts)
-
-
-class _Target:
-    """Where the recovered bytes go: the host block first, then straight into the live tensors."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.blob: DecodedBlob
-
-    def prepare(self, host: bytes) -> None:
-        """The host block of this coordinate is there: give the engine's state the shape it had."""
-        session = self._session
-        self.blob = DecodedBlob(host)
-        self._images = session.state.adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
-
-    def write(self, fetch: Fetch, data: torch.Tensor) -> None:
-        image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]
-        image.write_from(fetch.start_bytes, data, copy_tensor)
 
 
 def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,27 +169,54 @@ class Completion:
         self._arena: Arena | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
         self._arrived: dict[BlockKey, Fetch] = {}
+        self._hosts: dict[BlockKey, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._making: threading.Thread | None = None
+        self._made = threading.Event()
 
-    def reserve(self) -> None:
-        """Make the arena. Where there is no room the version is not completed here, and the job goes on."""
+    def begin(self) -> None:
+        """Make the arena, while the others go on and the first blocks arrive. Where there is no room the
+        version is not completed here, and the job goes on."""
         plan, path = self._plan, self._how.path
         if path is None or not self._wanted:
             return
         owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
         try:
             drawn = self._how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
-            self._arena = Arena.create(path, drawn.data_bytes, len(drawn.rooms), self._secret)
-            self._arena.begin(self._header)
-        except (ReftError, OSError) as error:
-            logger.warning("%s is not completed here, it is taken anew: %s", plan.label, error)
-            self.close()
+        except ReftError as error:
+            self._give_up(error)
             return
         self._rooms = drawn.rooms
-        self._data = torch.frombuffer(self._arena.data, dtype=torch.uint8)
+        self._making = threading.Thread(
+            target=self._make, args=(path, drawn.data_bytes), name="reft-complete", daemon=True
+        )
+        self._making.start()
+
+    def _make(self, path: Path, data_bytes: int) -> None:
+        try:
+            arena = Arena.create(path, data_bytes, len(self._rooms), self._secret, touch=False)
+            self._arena = arena
+            arena.begin(self._header)
+            self._data = torch.frombuffer(arena.data, dtype=torch.uint8)
+            self._made.set()
+            arena.touch()
+        except Exception as error:  # the state is restored all the same
+            self._give_up(error)
+        finally:
+            self._made.set()
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("%s is not completed here, it is taken anew: %s", self._plan.label, error)
+        self._rooms = {}
 
     def room_for(self, fetch: Fetch) -> torch.Tensor | None:
-        """Where a block of this member's arena arrives; None for all others."""
+        """Where a block of the state arrives in this member's arena; None for all others."""
+        if fetch.key.section is Section.HOST or fetch.key not in self._rooms:
+            return None
+        self._made.wait()
+        return self._place(fetch)
+
+    def _place(self, fetch: Fetch) -> torch.Tensor | None:
         room = self._rooms.get(fetch.key)
         if room is None or not room.fits(fetch):
             return None
@@ -197,19 +224,32 @@ class Completion:
 
     def take(self, fetch: Fetch, data: torch.Tensor) -> None:
         """A verified block is here. Several threads may bring blocks at once."""
-        room = self.room_for(fetch)
-        if room is None:
-            return
-        if room.data_ptr() != data.data_ptr():
-            room.copy_(data)
+        if fetch.key.section is Section.HOST:
+            if fetch.key in self._rooms:
+                self._hosts[fetch.key] = data.clone()  # a few: they do not wait for the arena
+        else:
+            room = self.room_for(fetch)
+            if room is None:
+                return
+            if room.data_ptr() != data.data_ptr():
+                room.copy_(data)
         with self._lock:
             self._arrived[fetch.key] = fetch
 
     def seal(self) -> None:
         """Every block of the version has arrived everywhere: record it, if none is missing here."""
-        arena = self._arena
-        if arena is None:
+        if self._making is None:
             return
+        self._making.join()
+        arena = self._arena
+        if arena is None or not self._rooms:
+            return
+        for key, data in self._hosts.items():
+            place = self._place(self._arrived[key])
+            if place is None:
+                del self._arrived[key]
+            else:
+                place.copy_(data)
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
                 "%s is not completed here, it is taken anew: %d of its blocks are stored in another shape, "
@@ -229,8 +269,8 @@ class Completion:
             arena.seal(entries)
             if self._plan.committed:
                 arena.commit()
-        except (ReftError, OSError) as error:  # the live state is restored all the same
-            logger.warning("%s is not completed here, it is taken anew: %s", self._plan.label, error)
+        except (ReftError, OSError) as error:
+            self._give_up(error)
 
     def _entry(self, key: BlockKey, room: Room, image_bytes: int) -> Entry:
         fetch = self._arrived[key]
@@ -246,6 +286,8 @@ class Completion:
 
     def close(self) -> None:
         """Let go of the arena. The file stays, for the versions to come."""
+        if self._making is not None:
+            self._making.join()
         self._rooms = {}
         self._data = torch.empty(0, dtype=torch.uint8)
         if self._arena is not None:

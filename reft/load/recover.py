@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import torch
@@ -34,7 +35,6 @@ from reft.load.decide import (
     plan_decided,
 )
 from reft.load.exchange import Exchange
-from reft.load.inbox import RoomFor
 from reft.load.inventory import ArenaRecord, Inventory, take_inventory
 from reft.load.ledger import Flaw, Ledger, Repair
 from reft.load.local import ArenaSet, find_corrupt, opened_arenas
@@ -42,7 +42,7 @@ from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.load.rebuild import Decoder
 from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
-from reft.load.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute
+from reft.load.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
 from reft.store.label import Label
 from reft.topology import Coordinate, Topology
 
@@ -130,21 +130,21 @@ class Recovery:
     def _group(self) -> Group:
         return self._at.pp, self._at.tp
 
-    def restore(self, prepare: Prepare, sink: Sink) -> RecoveryOutcome | NotRecoverable:
+    def restore(self, prepare: Prepare, copy: Copy) -> RecoveryOutcome | NotRecoverable:
         """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
 
-        ``prepare`` gets the host image and ``sink`` the blocks of the other sections, each verified just
-        before it is handed over. Where a block is corrupt, some of the state has been written by then: the
-        plan is made again, and both are called again. If the result is then :class:`NotRecoverable`, the
+        ``prepare`` gets the verified host image and ``copy`` the blocks of the other sections, which are
+        verified by what it returns. Where a block is corrupt, some of the state has been written by then:
+        the plan is made again, and both are called again. If the result is then :class:`NotRecoverable`, the
         live state has to be restored from elsewhere.
 
         Args:
             prepare: takes this coordinate's host image, before the first block.
-            sink: takes the blocks of the replicated and owned images of this coordinate.
+            copy: takes the blocks of the replicated and owned images of this coordinate.
 
         Raises:
             TransferError: if a peer is gone, or could not restore its part (the message says which and why).
-            Exception: on the rank where it happened: whatever ``prepare`` or ``sink`` raised.
+            Exception: on the rank where it happened: whatever ``prepare`` or ``copy`` raised.
         """
         for attempt in count(1):
             # Ends: a plan never uses a source in the ledger, so every further round enters new ones, and
@@ -156,7 +156,7 @@ class Recovery:
                 self._courier.take_up(found.plans, found.parts, self._group)
                 if found.decodes:
                     self._courier.rebuild(self._job_dir, self._secret)
-                elif self._courier.carry_out(prepare, sink, self._faults, self._completion(found)):
+                elif self._courier.carry_out(prepare, copy, self._faults, self._completion(found)):
                     plan = found.plans[self._group]
                     repairs = self._ledger.repairs(plan)
                     outcome = RecoveryOutcome(plan, self._courier.stats(), repairs, attempt)
@@ -324,7 +324,7 @@ class _Courier:
             return frozenset()
 
         def move() -> frozenset[BlockSource]:
-            return self._move(tuple(part.values()), take, None, room_for=room_for, counted=False)
+            return self._move(tuple(part.values()), take, room_for=room_for, counted=False)
 
         def room_for(fetch: Fetch) -> torch.Tensor | None:
             room = decoder.room_for(fetch)
@@ -355,7 +355,7 @@ class _Courier:
     def carry_out(
         self,
         prepare: Prepare,
-        sink: Sink,
+        copy: Copy,
         faults: FaultPlan | None,
         completion: Completion | None,
     ) -> bool:
@@ -368,29 +368,25 @@ class _Courier:
         nbytes = self._plan.image_bytes(self._at, Section.HOST)
         host = torch.empty(nbytes, dtype=torch.uint8)
 
-        def reserve() -> frozenset[BlockSource]:
+        def begin() -> frozenset[BlockSource]:
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
             if completion is not None:
-                completion.reserve()
+                completion.begin()
             return frozenset()
 
         def room_for(fetch: Fetch) -> torch.Tensor | None:
             return None if completion is None else completion.room_for(fetch)
 
-        def completed(into: Sink) -> Sink:
-            def take(fetch: Fetch, data: torch.Tensor) -> None:
-                into(fetch, data)
-                if completion is not None:
-                    completion.take(fetch, data)
-
-            return take
+        def take(fetch: Fetch, data: torch.Tensor) -> None:
+            if completion is not None:
+                completion.take(fetch, data)
 
         def move_host() -> frozenset[BlockSource]:
             def keep(fetch: Fetch, data: torch.Tensor) -> None:
                 host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
+                take(fetch, data)
 
-            only = [plan.only(Section.HOST) for plan in plans]
-            return self._move(only, completed(keep), None, room_for=room_for)
+            return self._move([plan.only(Section.HOST) for plan in plans], keep)
 
         def prepare_state() -> frozenset[BlockSource]:
             prepare(host.numpy().tobytes())
@@ -398,11 +394,10 @@ class _Courier:
 
         def move_state() -> frozenset[BlockSource]:
             only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans]
-            return self._move(only, completed(sink), faults, room_for=room_for)
+            return self._move(only, take, copy=copy, faults=faults, room_for=room_for)
 
         def move_kept() -> frozenset[BlockSource]:
-            take = completed(lambda fetch, data: None)
-            return self._move(kept, take, None, room_for=room_for, counted=False)
+            return self._move(kept, take, room_for=room_for, counted=False)
 
         def seal() -> frozenset[BlockSource]:
             if completion is not None:
@@ -411,7 +406,7 @@ class _Courier:
 
         stages = [move_host, prepare_state, move_state]
         if completion is not None:
-            stages = [reserve, *stages, move_kept, seal]
+            stages = [begin, *stages, move_kept, seal]
         known = {group: plan.with_kept() for group, plan in self.plans.items()}
         try:
             return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
@@ -423,20 +418,13 @@ class _Courier:
         self,
         plans: Sequence[RecoveryPlan],
         sink: Sink,
-        faults: FaultPlan | None,
         *,
-        room_for: RoomFor = lambda fetch: None,
         counted: bool = True,
+        **options: Any,
     ) -> frozenset[BlockSource]:
+        window_bytes = self.window_bytes
         result = execute(
-            plans,
-            self.topology,
-            self.control,
-            self.arenas,
-            sink,
-            room_for=room_for,
-            window_bytes=self.window_bytes,
-            faults=faults,
+            *(plans, self.topology, self.control, self.arenas, sink), window_bytes=window_bytes, **options
         )
         # What is read in order to decode does not restore anything yet: only its sending counts.
         self.moved.append(result.stats if counted else replace(result.stats, bytes_from={}))

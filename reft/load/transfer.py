@@ -2,7 +2,7 @@
 
 Host memory to host memory, over connections between the ranks that have something for each other. One thread
 reads and writes these connections, others check and hand over what has arrived, and what lies on this node.
-Every block is checked against the checksum taken when it was copied, just before it is handed over (P5). What
+Every block is checked against the checksum taken when it was copied, before it counts as restored (P5). What
 fails is made known to all ranks, which plan again without it and so fall down the ladder together. Memory is
 bounded by the window: there is never a second copy of the state (P9).
 """
@@ -44,6 +44,11 @@ and must not be kept, unless it is the room given for the block, or of a local o
 stays until it is closed. May be called again for the same block, and by several threads at once for
 different blocks."""
 
+Copy = Callable[[Fetch, torch.Tensor], int]
+"""Copies a block into place before anybody has looked at it, and returns the checksum of the bytes that it
+copied: one pass over them. If the checksum is not the block's, what was copied has to be written anew.
+Else as :data:`Sink`."""
+
 
 @dataclass(frozen=True)
 class TransferStats:
@@ -83,6 +88,7 @@ def execute(
     arenas: ArenaSet,
     sink: Sink,
     *,
+    copy: Copy = lambda fetch, data: checksum(data.numpy().data),
     room_for: RoomFor = lambda fetch: None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
@@ -94,6 +100,7 @@ def execute(
         control: connections to all ranks.
         arenas: arenas of this node by (node, file name).
         sink: receives the blocks of this rank's coordinate, each verified.
+        copy: gets them before that; by default they are only hashed.
         room_for: where blocks arrive that are to stay there, beside the window.
         window_bytes: receive buffers of this rank. A block larger than that still passes, alone.
         faults: injected faults.
@@ -103,7 +110,7 @@ def execute(
         BrokenOffError: anything else that failed here, while peers wait for this rank.
         Exception: whatever the sink raised, after this rank has served its peers.
     """
-    transfer = _Transfer(plans[0], topology, control, sink, faults or FaultPlan())
+    transfer = _Transfer(plans[0], topology, control, copy=copy, sink=sink, faults=faults or FaultPlan())
     try:
         return transfer.run(plans, arenas, room_for, window_bytes)
     except TransferError:
@@ -126,6 +133,8 @@ class _Transfer:
         plan: RecoveryPlan,
         topology: Topology,
         control: ControlGroup,
+        *,
+        copy: Copy,
         sink: Sink,
         faults: FaultPlan,
     ) -> None:
@@ -135,6 +144,7 @@ class _Transfer:
         self._control = control
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
+        self._copy = copy
         self._sink = sink
         self._faults = faults
         self._bad: set[BlockSource] = set()
@@ -216,7 +226,7 @@ class _Transfer:
             if half:
                 self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
             data = self._read(fetch) if data is None else data
-            if checksum(data.numpy().data) != fetch.checksum:
+            if self._copy(fetch, data) != fetch.checksum:
                 logger.debug("%s: corrupt on arrival", fetch)
                 self._bad.add(fetch.source)
                 return

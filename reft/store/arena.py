@@ -110,7 +110,9 @@ class Arena:
         _open_arenas.add(self)
 
     @classmethod
-    def create(cls, path: Path, data_bytes: int, max_entries: int, secret: bytes) -> Arena:
+    def create(
+        cls, path: Path, data_bytes: int, max_entries: int, secret: bytes, *, touch: bool = True
+    ) -> Arena:
         """Open ``path`` for writing, with all its memory allocated and touched.
 
         An existing arena of exactly this size keeps its content. Any other file of this name is
@@ -121,6 +123,7 @@ class Arena:
             data_bytes: size of the data region.
             max_entries: blocks that the table must be able to hold.
             secret: the job's secret.
+            touch: False leaves it to :meth:`touch`, which may run beside what fills the arena.
 
         Raises:
             OutOfMemoryError: if it does not fit; no file is left behind.
@@ -132,7 +135,8 @@ class Arena:
             remove_idle_file(path)
             arena = cls._new(path, geometry, secret)
         try:
-            arena._touch_pages()
+            if touch:
+                arena.touch()
         except BaseException:
             arena.close()
             raise
@@ -207,6 +211,11 @@ class Arena:
         return arena
 
     # ---- content ----
+
+    def touch(self) -> None:
+        """Bring all pages into this process's mapping."""
+        assert self._map is not None
+        touch_pages(self._map, self.path)
 
     @property
     def data_bytes(self) -> int:
@@ -430,10 +439,6 @@ class Arena:
     def _store(self, offset: int, data: bytes) -> None:
         """The only place where header bytes are changed."""
         self._view[offset : offset + len(data)] = data
-
-    def _touch_pages(self) -> None:
-        assert self._map is not None
-        touch_pages(self._map, self.path)
 
     def _in_state(self, expected: ArenaState, verb: str) -> tuple[Record, ArenaHeader]:
         newest = self._newest()

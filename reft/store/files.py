@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -58,15 +59,16 @@ def new_file(path: Path, nbytes: int) -> int:
 
 
 def touch_pages(mapping: mmap.mmap, path: Path) -> None:
-    """Fault every page into a writable mapping, so that the first snapshot runs at full speed."""
-    total = len(mapping)
+    """Fault every page into a writable mapping, so that the first snapshot runs at full speed. Other threads
+    go on meanwhile: ``mmap.madvise`` would keep the interpreter."""
+    total, madvise = len(mapping), ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    base = np.frombuffer(mapping, np.uint8).ctypes.data
     for start in range(0, total, _STEP_BYTES):
         length = min(_STEP_BYTES, total - start)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise out_of_memory(path, total) from error
+        if madvise(base + start, length, _MADV_POPULATE_WRITE):
+            if ctypes.get_errno() != errno.EINVAL:
+                raise out_of_memory(path, total)
             touch_by_hand(mapping, start, length)
 
 

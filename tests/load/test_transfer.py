@@ -222,7 +222,7 @@ def test_an_arena_that_vanished_is_replaced_by_its_copies(results):
         assert all("n3" in repair for repair in result["repaired"])
 
 
-@pytest.mark.parametrize("name", ["sink_fails", "prepare_fails"])
+@pytest.mark.parametrize("name", ["copy_fails", "prepare_fails"])
 def test_an_error_on_one_rank_reaches_all(results, name):
     for rank, result in enumerate(results[name]):
         if rank == 1:

@@ -31,7 +31,7 @@ from reft.load.local import close_arenas, open_arenas
 from reft.load.plan import NotRecoverable
 from reft.load.recover import Recovery
 from reft.load.transfer import execute
-from reft.store.arena import Arena
+from reft.store.arena import Arena, checksum
 from reft.store.label import Label
 from reft.topology import Coordinate, Degrees, Topology
 
@@ -90,7 +90,7 @@ SCENARIOS = {
     "older_version": Scenario(labels=(OLD, NEW), lost=("n2",)),
     "beyond_tolerance": Scenario(lost=("n1", "n2")),
     "arena_vanished": Scenario(),
-    "sink_fails": Scenario(lost=("n2",)),
+    "copy_fails": Scenario(lost=("n2",)),
     "prepare_fails": Scenario(lost=("n2",)),
     "no_room_to_decode": Scenario(AEC, lost=("n2",)),
     "injected_raise": Scenario(lost=("n2",)),
@@ -130,10 +130,11 @@ class Rank:
             nbytes = self.scenario.fleet.image_bytes(self.at, section)
             self.images[section] = np.zeros(nbytes, np.uint8)
 
-    def sink(self, fetch, data: torch.Tensor) -> None:
+    def copy(self, fetch, data: torch.Tensor) -> int:
         self.calls += 1
         assert fetch.key.section is not Section.HOST
         self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
+        return checksum(data.numpy().data)
 
     def recovery(self, **options) -> Recovery:
         arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, "window_bytes": 4096}
@@ -168,12 +169,12 @@ class Rank:
                 "verified": all(arena.verify(entry) for entry in header.entries),
             }
 
-    def recover(self, between=lambda: None, prepare=None, sink=None, **options):
+    def recover(self, between=lambda: None, prepare=None, copy=None, **options):
         """Survey and restore; ``between``: what happens before anything is read."""
         recovery = self.recovery(**options)
         recovery.survey()
         between()
-        return recovery.restore(prepare or self.prepare, sink or self.sink)
+        return recovery.restore(prepare or self.prepare, copy or self.copy)
 
     def report(self, outcome) -> dict[str, object]:
         if isinstance(outcome, NotRecoverable):
@@ -264,7 +265,7 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
     def fail(*_: object) -> None:
         raise ValueError("no room for this block")
 
-    if name in ("sink_fails", "prepare_fails"):
+    if name in ("copy_fails", "prepare_fails"):
         broken = {name.removesuffix("_fails"): fail} if rank == 1 else {}
         return attempt(lambda: me.recover(**broken))
     if name == "no_room_to_decode":

@@ -1,0 +1,52 @@
+"""Where the recovered bytes go: the host block first, then straight into the live tensors."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from reft.blocks import Section
+from reft.hook.session import Session
+from reft.load.plan import Fetch
+from reft.state.blob import DecodedBlob
+from reft.store.header import checksum
+from reft.store.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
+
+
+class Target:
+    """The live state of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._adapter = session.state.adapter
+        self._on_host = session.engine.device.type == "cpu"
+        self._own = threading.local()
+        self.blob: DecodedBlob
+
+    def prepare(self, host: bytes) -> None:
+        """The host block of this coordinate is there: give the engine's state the shape it had."""
+        self.blob = DecodedBlob(host)
+        self._images = self._adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
+
+    def write(self, fetch: Fetch, data: torch.Tensor) -> int:
+        """Copy a block into the live tensors and return its checksum; into host memory in one pass. Several
+        threads may bring blocks at once."""
+        image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]
+        if not self._on_host:
+            image.write_from(fetch.start_bytes, data, copy_tensor)
+            return checksum(data.numpy().data)
+        ranges: list[Range] = []
+
+        def note(target: torch.Tensor, source: torch.Tensor) -> None:
+            ranges.append((target.data_ptr(), source.data_ptr(), source.numel()))
+
+        image.write_from(fetch.start_bytes, data, note)
+        hasher = self._hasher()
+        hasher.copy(ranges_of(ranges))
+        return hasher.take()
+
+    def _hasher(self) -> HashingCopier:
+        if not hasattr(self._own, "hasher"):
+            self._own.hasher = hashing_copier()
+        hasher: HashingCopier = self._own.hasher
+        return hasher
