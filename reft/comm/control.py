@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from reft.comm.overlay import Overlay, connect, shared_secret
 from reft.comm.peers import Buffers, Inflow
+from reft.comm.silence import OnSilence
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.mac import authenticate, check_authentic
 
@@ -63,6 +64,9 @@ class ControlGroup:
         node: the node that this rank runs on; by default its host.
         secret: what ranks prove to each other; None: the first one writes one to torch's store.
 
+    Attributes:
+        on_silence: told, beside the log, whose answer is missing for long.
+
     Raises:
         TransferError: a peer did not come in time, or cannot be reached.
         AuthenticationError: a peer has another secret.
@@ -82,6 +86,7 @@ class ControlGroup:
         self._secret = secret or shared_secret(
             self._store, f"{self._prefix}/secret", lambda: secrets.token_bytes(32)
         )
+        self.on_silence: OnSilence = lambda missing, secs: None
         self._epoch = 0
         self._overlay: Overlay | None = None
         self._connect(lambda: True)
@@ -96,7 +101,11 @@ class ControlGroup:
             secret=self._secret,
             timeout_secs=self.timeout_secs,
             go_on=go_on,
+            on_silence=self._silent,
         )
+
+    def _silent(self, missing: list[str], secs: float) -> None:
+        self.on_silence(missing, secs)
 
     @property
     def _connections(self) -> Overlay:
@@ -111,7 +120,9 @@ class ControlGroup:
         Args:
             secret: the job's; None: that of this group.
         """
-        return WorkerControl(self.timeout_secs, node=self._node, secret=secret or self._secret)
+        worker = WorkerControl(self.timeout_secs, node=self._node, secret=secret or self._secret)
+        worker.on_silence = self.on_silence
+        return worker
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """All-gather bytes of any length; entry r is what rank r gave.

@@ -26,10 +26,11 @@ ENV_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names the network interface, here as for torch's gloo."""
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 """What ``poll`` says of a connection that the other side has closed, read or not."""
-CONNECT_SECS = 120.0
+CONNECT_SECS = 60.0
 """For a connection to a rank that listens. A thread of its own answers there, whatever its training does."""
 _ENDPOINT = b"reft-endpoint"
 _LOOK_SECS = 0.05
+_WITHIN = " within "
 
 GoOn = Callable[[], bool]
 
@@ -53,6 +54,9 @@ class Endpoint:
     def pack(self, secret: bytes) -> bytes:
         """For a store that anybody may write to."""
         return authenticate(msgpack.packb([self.rank, self.node, self.local, self.remote]), secret, _ENDPOINT)
+
+    def __str__(self) -> str:
+        return _in_words(self.rank, self.node)
 
     @classmethod
     def unpack(cls, data: bytes, secret: bytes) -> Endpoint:
@@ -86,7 +90,8 @@ class Reception:
         self.endpoint = Endpoint(rank, _reach(node), *(door.endpoint for door in self._doors))
 
     def _admit(self, channel: Channel) -> bool:
-        kind, rank = channel.receive()
+        kind, rank, node = channel.receive()
+        channel.peer = _in_words(rank, node)
         with self._changed:
             if not self._closed:
                 self._arrived[str(kind), int(rank)] = channel
@@ -132,7 +137,8 @@ class Reception:
             secs = max(0.001, deadline - time.monotonic())
             try:
                 channel = knock(ways[0], self._secret, PURPOSE, secs)
-                channel.send([kind, self.endpoint.rank])
+                channel.send([kind, self.endpoint.rank, self.endpoint.node])
+                channel.peer = str(other)
                 return channel
             except ConnectionRefusedError as error:
                 if ways[1:]:
@@ -148,11 +154,6 @@ class Reception:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOK_SECS)
-
-    def forget(self) -> None:
-        """Close a forked child's copies of the listeners: who calls would wait for an answer from it."""
-        for door in self._doors:
-            door.forget()
 
     def close(self) -> None:
         """Take no connection any more; those that were taken stay."""
@@ -173,10 +174,14 @@ def ended(channels: Iterable[Channel]) -> bool:
     return bool(poller.poll(0))
 
 
+def _in_words(rank: int, reach: str) -> str:
+    return f"rank {rank} on node {reach.partition(_WITHIN)[0]}"
+
+
 def _reach(node: str) -> str:
     """``node``, and within it what abstract Unix sockets are seen from: the network namespace."""
     try:
-        return f"{node} {os.readlink('/proc/self/ns/net')}"
+        return f"{node}{_WITHIN}{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return node
 

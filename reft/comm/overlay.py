@@ -6,15 +6,15 @@ fixed number of questions, however many ranks there are. Places in the tree are 
 
 from __future__ import annotations
 
-import os
+import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from reft.comm.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.comm.peers import Peers
+from reft.comm.silence import OnSilence, log
 from reft.comm.tree import Tree, children_of, parent_of
 from reft.errors import AuthenticationError, TransferError
 from reft.store.wire import Channel
@@ -46,32 +46,12 @@ class Overlay:
         self.tree = tree
         self.peers = peers
         self._reception = reception
-        _OPEN.add(self)
-
-    def forget(self) -> None:
-        """Close a forked child's copies of the connections and listeners, which stay open here and on the
-        other side."""
-        self._reception.forget()
-        for channel in (*self.tree.links, *self.peers.links):
-            channel.close()
 
     def close(self) -> None:
         """End all connections and take no more."""
         self._reception.close()
         self.peers.close()
         self.tree.close()
-
-
-_OPEN: weakref.WeakSet[Overlay] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # Loaders fork their workers: copies of the connections would hide from the others that a rank died.
-    for overlay in list(_OPEN):
-        overlay.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _always() -> bool:
@@ -88,6 +68,7 @@ def connect(
     secret: bytes,
     timeout_secs: float,
     go_on: GoOn = _always,
+    on_silence: OnSilence = lambda missing, secs: None,
 ) -> Overlay:
     """Connect this rank with the others. Collective.
 
@@ -100,6 +81,7 @@ def connect(
         secret: the same on all ranks.
         timeout_secs: to connect, and later for each collective and each exchange.
         go_on: asked now and then; the wait ends when it says no.
+        on_silence: told, beside the log, whose answer is missing for long in a collective or an exchange.
 
     Raises:
         TransferError: a rank did not come in time, or cannot be reached.
@@ -107,7 +89,16 @@ def connect(
     """
     joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
     with joining.heard(rank):
-        return _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
+        overlay = _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
+    # One line per node; the others have it where more is logged.
+    level = logging.WARNING if joining.is_first_on_node else logging.INFO
+
+    def say(missing: list[str], secs: float) -> None:
+        log(missing, secs, level)
+        on_silence(missing, secs)
+
+    overlay.tree.on_silence = overlay.peers.on_silence = say
+    return overlay
 
 
 def _connect(
@@ -149,6 +140,7 @@ class _Joining:
         self._secret = secret
         self.deadline = deadline
         self._go_on = go_on
+        self.is_first_on_node = True
         self._hear_at = time.monotonic() + _HEAR_SECS
 
     @contextmanager
@@ -181,6 +173,7 @@ class _Joining:
         if world_size == 1:
             return (), None
         index = self._take(f"node/{node}")
+        self.is_first_on_node = index == 0
         leader = self._take("nodes") if index == 0 else None
         self._set(f"rank/{mine.rank}", mine.pack(self._secret).hex())
         self._set(f"at/{node}/{index}", str(mine.rank))

@@ -11,12 +11,13 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Protocol
 
 from reft.comm.links import PEER_ENDED, Endpoint, Reception, ended
+from reft.comm.silence import PATIENCE_SECS, OnSilence, Silence
 from reft.store.wire import Channel
 
 _KIND = "pair"
@@ -82,6 +83,8 @@ class Peers:
         self._endpoint_of = endpoint_of
         self._watched = watched
         self.timeout_secs = timeout_secs
+        self.patience_secs = PATIENCE_SECS
+        self.on_silence: OnSilence = lambda missing, secs: None
         self._pairs: dict[int, Channel] = {}
 
     @property
@@ -119,12 +122,12 @@ class Peers:
         """
         deadline = time.monotonic() + self.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
-        pairs = {peer: self._pair(peer, deadline).detach() for peer in peers}
+        pairs = {peer: self._pair(peer, deadline) for peer in peers}
         flows = [
             _Flow(pairs[peer], _not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
             for peer in peers
         ]
-        _move(flows, self._watched(), self.timeout_secs, wake)
+        self._move(flows, wake)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
         if peer not in self._pairs:
@@ -133,11 +136,57 @@ class Peers:
             if self._reception.endpoint.rank < peer:
                 self._pairs[peer] = self._reception.call(self._endpoint_of(peer), _KIND, deadline)
             else:
-                self._pairs[peer] = self._reception.await_call(
-                    _KIND, peer, deadline, lambda: not ended(self._watched())
-                )
+                self._pairs[peer] = self._await(peer, deadline)
             self._pairs[peer].settimeout(0)
         return self._pairs[peer]
+
+    def _await(self, peer: int, deadline: float) -> Channel:
+        silence = Silence(self.patience_secs)
+
+        def go_on() -> bool:
+            if silence.says([str(peer)]):
+                self.on_silence([str(self._endpoint_of(peer))], silence.secs)
+            return not ended(self._watched())
+
+        return self._reception.await_call(_KIND, peer, deadline, go_on)
+
+    def _move(self, flows: Sequence[_Flow], wake: socket.socket | None) -> None:
+        """Carry all flows to their end.
+
+        Raises:
+            TimeoutError: nothing moved for ``timeout_secs``.
+            EOFError: a peer, or one that is watched, has closed its connection.
+        """
+        poller = select.poll()
+        for channel in self._watched():
+            poller.register(channel, PEER_ENDED)
+        busy = {flow.connection.fileno(): flow for flow in flows if not flow.done}
+        for fd, flow in busy.items():
+            poller.register(fd, flow.wants() | PEER_ENDED)
+        if wake is not None:
+            poller.register(wake, select.POLLIN)
+        silence = Silence(self.patience_secs)
+        while busy:
+            missing = [flow.peer for flow in busy.values()]
+            if silence.secs > self.timeout_secs:
+                raise TimeoutError(f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}")
+            if silence.says(missing):
+                self.on_silence(missing, silence.secs)
+            for fd, event in poller.poll(1000 * min(silence.left_secs(), self.timeout_secs)):
+                silence = Silence(self.patience_secs)
+                if wake is not None and fd == wake.fileno():
+                    wake.recv(_MOST_WAKES)
+                    for each, flow in busy.items():
+                        poller.modify(each, flow.wants() | PEER_ENDED)
+                elif fd not in busy:
+                    raise EOFError("a rank left while others exchanged bytes")
+                else:
+                    flow = busy[fd]
+                    flow.go_on(event)
+                    poller.modify(fd, flow.wants() | PEER_ENDED)
+                    if flow.done:
+                        del busy[fd]
+                        poller.unregister(fd)
 
     def close(self) -> None:
         """End all connections."""
@@ -150,8 +199,9 @@ class Peers:
 class _Flow:
     """What goes over one connection in one exchange."""
 
-    def __init__(self, connection: socket.socket, out: Sequence[memoryview], inflow: Inflow) -> None:
-        self.connection = connection
+    def __init__(self, channel: Channel, out: Sequence[memoryview], inflow: Inflow) -> None:
+        self.peer = channel.peer
+        self.connection = channel.detach()
         self._out = deque(out)
         self._inflow = inflow
         self._into: deque[memoryview] = deque()
@@ -178,43 +228,6 @@ class _Flow:
         if self._out and event & select.POLLOUT:
             with suppress(BlockingIOError):
                 _advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
-
-
-def _move(
-    flows: Sequence[_Flow], watched: Iterable[Channel], timeout_secs: float, wake: socket.socket | None
-) -> None:
-    """Carry all flows to their end.
-
-    Raises:
-        TimeoutError: nothing moved for ``timeout_secs``.
-        EOFError: a peer, or one that is watched, has closed its connection.
-    """
-    poller = select.poll()
-    for channel in watched:
-        poller.register(channel, PEER_ENDED)
-    busy = {flow.connection.fileno(): flow for flow in flows if not flow.done}
-    for fd, flow in busy.items():
-        poller.register(fd, flow.wants() | PEER_ENDED)
-    if wake is not None:
-        poller.register(wake, select.POLLIN)
-    while busy:
-        events = poller.poll(1000 * timeout_secs)
-        if not events:
-            raise TimeoutError(f"no byte was moved for {timeout_secs:.0f} s")
-        for fd, event in events:
-            if wake is not None and fd == wake.fileno():
-                wake.recv(_MOST_WAKES)
-                for each, flow in busy.items():
-                    poller.modify(each, flow.wants() | PEER_ENDED)
-            elif fd not in busy:
-                raise EOFError("a rank left while others exchanged bytes")
-            else:
-                flow = busy[fd]
-                flow.go_on(event)
-                poller.modify(fd, flow.wants() | PEER_ENDED)
-                if flow.done:
-                    del busy[fd]
-                    poller.unregister(fd)
 
 
 def _not_empty(views: Sequence[memoryview]) -> list[memoryview]:

@@ -4,7 +4,9 @@ What the ranks of a node say meets at the node's first rank; what the nodes say 
 the result comes down again. A rank has at most one parent and two times :data:`FANOUT` children, and a
 message passes a number of hops that is logarithmic in the nodes. Gloo connects every rank with every other.
 
-Who dies or leaves closes its connections. A rank that sees that closes its own, so that all hear of it.
+Who dies or leaves closes its connections. A rank that sees that closes its own, so that all hear of it. Who
+lives and stands still is named to all after a while: a rank that waits tells those who wait for it whom it
+waits for.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import msgpack
 
 from reft.comm.links import PEER_ENDED
+from reft.comm.silence import PATIENCE_SECS, OnSilence, Silence
 from reft.errors import AuthenticationError, TransferError
 from reft.store.wire import Channel
 
@@ -60,6 +63,8 @@ class Tree:
         self._parent = parent
         self._children = tuple(children)
         self.timeout_secs = timeout_secs
+        self.patience_secs = PATIENCE_SECS
+        self.on_silence: OnSilence = lambda missing, secs: None
         self._calls = 0
         self._closed = False
 
@@ -144,19 +149,36 @@ class Tree:
         poller = select.poll()
         for channel in self.links:
             poller.register(channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0))
+        silence, told = Silence(self.patience_secs, shows=True), dict[int, list[str]]()
         while waiting:
+            missing = sorted({name for fd, c in waiting.items() for name in told.get(fd, [c.peer])})
             left_secs = deadline - time.monotonic()
-            events = poller.poll(1000 * left_secs) if left_secs > 0 else []
-            if not events:
-                raise TimeoutError(f"nothing was heard for {self.timeout_secs:.0f} s")
-            for fd, event in events:
+            if left_secs <= 0:
+                raise TimeoutError(f"nothing was heard of {', '.join(missing)} for {self.timeout_secs:.0f} s")
+            if silence.shows():
+                self._pass_on([], waiting)
+            elif silence.says(missing):
+                self.on_silence(missing, silence.secs)
+                self._pass_on(missing, waiting)
+            for fd, event in poller.poll(1000 * min(left_secs, silence.left_secs())):
                 if fd not in waiting or not event & select.POLLIN:
                     raise EOFError("a connection was closed by the other side")
-                channel = waiting.pop(fd)
-                poller.modify(fd, PEER_ENDED)
+                channel = waiting[fd]
                 channel.settimeout(max(0.001, deadline - time.monotonic()))
                 parts, body = channel.receive()
+                if not parts:  # it waits itself, for these
+                    told[fd] = body
+                    continue
+                del waiting[fd]
+                poller.modify(fd, PEER_ENDED)
                 yield b"".join([body, *(channel.receive() for _ in range(parts - 1))])
+
+    def _pass_on(self, missing: list[str], waiting: Collection[int]) -> None:
+        """Tell those who wait for this rank that it waits, and for whom."""
+        for channel in self.links:
+            if channel.fileno() not in waiting:
+                channel.settimeout(self.patience_secs)
+                channel.send([0, missing])
 
     def _send(self, channel: Channel, body: bytes, deadline: float) -> None:
         channel.settimeout(max(0.001, deadline - time.monotonic()))

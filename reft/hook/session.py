@@ -99,6 +99,7 @@ class Session:
         )
         self.stats = SnapshotStats()
         self.events = EventLog(self.control.rank)
+        self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
         self.copying = Copying(
             self.config,
             getattr(self.engine, "device", "cpu"),

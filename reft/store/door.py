@@ -11,9 +11,11 @@ import errno
 import hmac
 import ipaddress
 import logging
+import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -136,7 +138,27 @@ def knock(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Ch
         raise
 
 
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Of all doors and of all who knocked."""
+
+
+def _close_in_child() -> None:
+    # Loaders fork their workers: copies of connections would hide from the other side that a process died,
+    # and who calls a copied listener would wait for an answer from the child.
+    for each in list(_SOCKETS):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def _dial(endpoint: str, timeout_secs: float) -> socket.socket:
+    connection = _open(endpoint, timeout_secs)
+    _SOCKETS.add(connection)
+    return connection
+
+
+def _open(endpoint: str, timeout_secs: float) -> socket.socket:
     if not endpoint.startswith("@"):
         return socket.create_connection(parse_endpoint(endpoint), timeout=timeout_secs)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,6 +186,7 @@ class Door:
         self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], bool | None]
     ) -> None:
         self._listener = listener
+        _SOCKETS.add(listener)
         self._secret = door_key(secret, purpose)
         self._purpose = purpose
         self._serve = serve
@@ -188,10 +211,6 @@ class Door:
         with suppress(OSError):
             # Wakes the thread that accepts; closing alone would leave the port listening until then.
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def forget(self) -> None:
-        """Close a forked child's copy of the listener, which goes on listening in its parent."""
         self._listener.close()
 
     def close(self) -> None:
@@ -228,6 +247,7 @@ class Door:
                 return
             self._strangers += 1
             self._connections.add(connection)
+            _SOCKETS.add(connection)
         talk = threading.Thread(
             target=self._talk,
             args=(connection, str(address[0]) if address else "this host"),

@@ -36,6 +36,9 @@ _NUMBER = struct.Struct(">Q")
 class Channel:
     """An authenticated, ordered stream of messages over a connected socket.
 
+    Attributes:
+        peer: who is on the other side, in words, where that is known.
+
     Args:
         connection: connected; its timeout bounds every read and write.
         secret: the job's secret.
@@ -59,6 +62,7 @@ class Channel:
     ) -> None:
         self._socket = connection
         self._line = line
+        self.peer = ""
         self._outgoing = b"s" if server else b"c"
         self._incoming = b"c" if server else b"s"
         self._sent = 0

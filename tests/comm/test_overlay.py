@@ -370,11 +370,89 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
         os._exit(0)
     try:
         os.close(told)
-        overlays[1].forget()  # as the kernel does when a process is killed
+        for link in (*overlays[1].tree.links, *overlays[1].peers.links):
+            link.close()  # as the kernel does when a process is killed
         assert failure_of(lambda: overlays[0].tree.reduce_min([1]))
     finally:
         os.close(tell)
         os.waitpid(child, 0)
+
+
+def test_p6_a_child_forked_during_a_handshake_does_not_keep_the_connection() -> None:
+    caller = Reception(0, "a", SECRET)
+
+    def call() -> None:
+        with pytest.raises(OSError):
+            caller.call(at, "tree", time.monotonic() + 2)
+
+    with listen_locally(f"reft-test-{random.getrandbits(64)}") as silent, ThreadPoolExecutor(1) as pool:
+        at = Endpoint(1, caller.endpoint.node, f"@{silent.getsockname()[1:].decode()}", "nowhere:1")
+        gave_up = pool.submit(call)
+        connection, _ = silent.accept()
+        connection.settimeout(DEADLINE_SECS)
+        assert connection.recv(1)  # it has begun and waits for an answer
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(tell)
+            connection.close()
+            os.read(told, 1)  # until the test ends
+            os._exit(0)
+        try:
+            os.close(told)
+            gave_up.result(DEADLINE_SECS)
+            while connection.recv(100):
+                pass
+        finally:
+            os.close(tell)
+            os.waitpid(child, 0)
+            connection.close()
+            caller.close()
+
+
+@pytest.mark.parametrize("overlays", [per_node(3, 2), per_node(20, 2)], indirect=True, ids=["3x2", "20x2"])
+def test_p6_who_lives_and_does_not_answer_is_named_to_all_and_the_vote_ends_well(
+    overlays: list[Overlay],
+) -> None:
+    world_size = len(overlays)
+    silent = world_size - 1
+    name, named = f"rank {silent} on node node{silent // 2}", [threading.Event() for _ in overlays]
+
+    def hear(rank: int, missing: list[str]) -> None:
+        if name in missing:
+            named[rank].set()
+
+    for rank, one in enumerate(overlays):
+        one.tree.patience_secs = 0.3
+        one.tree.on_silence = lambda missing, secs, rank=rank: hear(rank, missing)
+
+    def act(rank: int) -> list[int]:
+        if rank == silent:
+            assert all(event.wait(DEADLINE_SECS) for event in named[:silent])
+        return overlays[rank].tree.reduce_min([rank])
+
+    for _ in range(2):
+        assert on_all(act, world_size) == [[0]] * world_size
+
+
+@pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
+def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[Overlay]) -> None:
+    """Before it has connected, and after."""
+    missing: queue.Queue[list[str]] = queue.Queue()
+    overlays[1].peers.patience_secs = 0.1
+    overlays[1].peers.on_silence = lambda names, secs: missing.put(names)
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            assert missing.get(timeout=DEADLINE_SECS) == ["rank 0 on node node0"]
+            overlays[0].peers.exchange({1: [memoryview(b"x")]}, {})
+        else:
+            overlays[1].peers.exchange({}, {0: [memoryview(bytearray(1))]})
+
+    for _ in range(2):
+        on_all(act, 2)
+        while not missing.empty():
+            missing.get()
 
 
 def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_waited_for() -> None:
@@ -399,7 +477,7 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
         door = pool.submit(cut_off_one)
         line = caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
         door.result(DEADLINE_SECS).stop_listening()
-    assert served.get(timeout=DEADLINE_SECS).receive() == ["tree", 0]
+    assert served.get(timeout=DEADLINE_SECS).receive() == ["tree", 0, caller.endpoint.node]
     line.close()
     with pytest.raises(ConnectionRefusedError, match=f"rank 1 .* {remote} .*GLOO_SOCKET_IFNAME"):
         caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
