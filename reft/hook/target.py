@@ -10,6 +10,7 @@ from reft.blocks import Section
 from reft.hook.session import Session
 from reft.load.plan import Fetch
 from reft.state.blob import DecodedBlob
+from reft.state.catalogue import SectionImage
 from reft.store.header import checksum
 from reft.store.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 
@@ -35,18 +36,28 @@ class Target:
         if not self._on_host:
             image.write_from(fetch.start_bytes, data, copy_tensor)
             return checksum(data.numpy().data)
-        ranges: list[Range] = []
-
-        def note(target: torch.Tensor, source: torch.Tensor) -> None:
-            ranges.append((target.data_ptr(), source.data_ptr(), source.numel()))
-
-        image.write_from(fetch.start_bytes, data, note)
-        hasher = self._hasher()
-        hasher.copy(ranges_of(ranges))
-        return hasher.take()
-
-    def _hasher(self) -> HashingCopier:
         if not hasattr(self._own, "hasher"):
             self._own.hasher = hashing_copier()
-        hasher: HashingCopier = self._own.hasher
-        return hasher
+        return write_and_hash(image, fetch.start_bytes, data, self._own.hasher)
+
+
+def write_and_hash(image: SectionImage, start: int, data: torch.Tensor, hasher: HashingCopier) -> int:
+    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``.
+
+    Returns:
+        The checksum of all of ``data``, what pads the image's tensors included.
+    """
+    ranges: list[Range] = []
+    base, at = data.data_ptr(), 0
+
+    def note(target: torch.Tensor, source: torch.Tensor) -> None:
+        nonlocal at
+        begin = source.data_ptr() - base
+        ranges.append((0, base + at, begin - at))
+        ranges.append((target.data_ptr(), base + begin, source.numel()))
+        at = begin + source.numel()
+
+    image.write_from(start, data, note)
+    ranges.append((0, base + at, data.numel() - at))
+    hasher.copy(ranges_of(row for row in ranges if row[2]))
+    return hasher.take()
