@@ -141,7 +141,7 @@ class Restorer:
         self._tagged = None
         found = self._disk.find(call.directory)
         self._outnumber(*found.checkpoints)
-        sound = None
+        sound = outcome = None
         if isinstance(plan, RecoveryPlan):
             sound = self._disk.newest_sound(found, beyond=plan.label)
             if sound is None:
@@ -159,6 +159,11 @@ class Restorer:
         if sound is not None:
             self._explain_disk(plan, sound.checkpoint)
             return self._load_sound(original, call, sound)
+        if isinstance(outcome, NotRecoverable):
+            raise UnrecoverableError(
+                f"the memory of job {session.job_id} turned out corrupt while it was restored, some of the "
+                f"state is written, and no checkpoint is on disk.\n{outcome}\n{self._to_start_anew()}"
+            )
         self._refuse_silent_restart(plan, found)
         result: tuple[Any, Any] = (None, None)
         if call.load_dir is not None:
@@ -406,8 +411,14 @@ class Restorer:
             f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint "
             f"is on disk (persist directory: {where}).\n{plan}\n"
             f"{nothing_sound(refused) + chr(10) if refused else ''}"
-            f"To start from scratch on purpose, run 'reft clean --job {session.job_id} --force' on every "
-            f"node, or give the job another id."
+            f"{self._to_start_anew()}"
+        )
+
+    def _to_start_anew(self) -> str:
+        job = self._session.job_id
+        return (
+            f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every node, or give "
+            f"the job another id."
         )
 
     def _start_at_first_step(self) -> None:

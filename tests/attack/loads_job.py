@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch
 from torch import nn
 
 import reft
+from reft.blocks import Section
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
+from reft.store.arena import Arena
+from reft.store.header import ArenaState
 from tests.hook.ranks import be_a_rank
 
 avoid_build_at_start()
@@ -69,6 +73,8 @@ class Job:
     def __init__(self, root: Path, name: str, loads: Loads, heard: Heard) -> None:
         self._block = {"enabled": True, "job_id": name, "memory_dir": str(root / "memory")}
         self._loads, self._heard = loads, heard
+        self.memory = root / "memory" / name
+        self.secret = b""
 
     def live(self, until: int, save_at: tuple[Path, int] | None = None) -> dict[str, Any]:
         """Start, load, train, die: the memory is left as a killed process would leave it."""
@@ -89,6 +95,7 @@ class Job:
         except reft.ReftError as error:
             out["refused"] = str(error)
         finally:
+            self.secret = session.memory.job_dir.secret
             session.close()
         out["heard"] = list(self._heard.lines)
         return out
@@ -157,7 +164,26 @@ def main(root: Path) -> dict[str, Any]:
         out[name] = lives
 
     out["positional"] = positional(root, base)
+    job = Job(root, "never_committed", lambda engine: engine.load_checkpoint(str(root / "none")), heard)
+    out["never_committed"] = [job.live(1), uncommit(job), job.live(STEPS)]
     return out
+
+
+def uncommit(job: Job) -> int:
+    """Every version is whole but was never committed, and its weights are damaged. Returns how many are."""
+    number = 0
+    for path in job.memory.glob("*.arena"):
+        with Arena.open(path, job.secret, writable=True) as arena:
+            header = arena.header()
+            if header is None or header.state is not ArenaState.COMMITTED:
+                continue
+            entries = list(header.entries)
+            arena.begin(replace(header, state=ArenaState.WRITING, entries=()))
+            weights = next(e for e in entries if e.key.section is Section.REPLICATED)
+            arena.data[weights.arena_offset] ^= 0x40
+            arena.seal(entries)
+            number += 1
+    return number
 
 
 def positional(root: Path, base: str) -> dict[str, Any]:

@@ -64,3 +64,12 @@ def test_what_deepspeed_takes_by_position_is_taken(result: dict) -> None:
 
 def test_steps_are_done_once(result: dict) -> None:
     assert len(result["reference"]) == STEPS
+
+
+def test_p3_a_version_that_turns_out_corrupt_while_it_is_restored_is_not_trained_on(result: dict) -> None:
+    """Nothing was ever committed, so the job might start anew; but some of its weights are written by then."""
+    first, uncommitted, second = result["never_committed"]
+    assert first["committed"] == 1
+    assert uncommitted
+    assert "corrupt" in second["refused"]
+    assert "losses" not in second

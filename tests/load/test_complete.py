@@ -80,8 +80,8 @@ def state_after(
     rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
     how = Completing("arc", path, lambda replicated_bytes, owned_bytes: Blueprint(rooms, mine.data_bytes))
     completion = Completion(plan, at, how, node="new", stored=records[0].header, secret=SECRET)
-    completion.reserve()
-    stays = [f for f in (*plan.fetches[at], *plan.kept[at]) if completion.room_for(f) is not None]
+    completion.begin()
+    stays = [f for f in (*plan.fetches[at], *plan.kept[at]) if f.key in rooms]
     for fetch in arrive(stays):
         completion.take(fetch, torch.zeros(fetch.nbytes, dtype=torch.uint8))
     completion.seal()
