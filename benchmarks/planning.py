@@ -25,6 +25,7 @@ from typing import Any
 from common import MIB
 from results import machine
 
+from reft.grid import Coordinate, Degrees, Topology
 from reft.load.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.moves import make_moves
@@ -35,7 +36,6 @@ from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.store.header import ArenaHeader, ArenaState, Entry
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees, Topology
 
 PARAMETERS = 34_000_000_000
 RANKS_PER_NODE = 8

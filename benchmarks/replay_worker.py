@@ -17,6 +17,7 @@ from replay_savers import NoSaver, Version
 from reft.comm.control import ControlGroup
 from reft.config import HasConfig, Variant
 from reft.faults import FaultPlan
+from reft.grid import Degrees, Topology
 from reft.hook.pace import make_pacer
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
@@ -31,7 +32,6 @@ from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
-from reft.topology import Degrees, Topology
 
 WAIT_SECS = 600.0
 WARM_UP_STEPS = 6

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
         UnrecoverableError,
         UnsupportedStateError,
     )
+    from reft.grid import topology
     from reft.hook.deepspeed import attach, resume
     from reft.hook.install import initialize
     from reft.optim import ExactAdam
-    from reft.topology import data_parallel_outermost as topology
 
 __version__ = "0.1.0"
 
@@ -64,6 +64,7 @@ _ELSEWHERE = {
     "initialize": "reft.hook.install",
     "resumable": "reft.data.resumable",
     "resume": "reft.hook.deepspeed",
+    "topology": "reft.grid",
 }
 
 
@@ -71,8 +72,6 @@ def __getattr__(name: str) -> Any:
     # On first use: a job without the block finds none of it imported (P10), and commands stay light.
     if name not in __all__:
         raise AttributeError(f"module 'reft' has no attribute {name!r}")
-    if name == "topology":  # the module, which can be called
-        return import_module("reft.topology")
     return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
 
 

@@ -19,7 +19,7 @@ import psutil
 from reft.config import FaultConfig, FaultPoint
 from reft.env import ENV_NODE_ID
 from reft.errors import ReftError
-from reft.topology import Coordinate
+from reft.grid import Coordinate
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees, Topology, ring_order
 from reft.hook.coordinates import Place, declared_on_one_host, hosts_of
 from reft.protect.codes import Scheme, schemes_for
 from reft.protect.placement import fatal_nodes, group_tolerance, place_group, surviving_schemes, tolerance
 from reft.protect.tolerance import survives
-from reft.topology import Coordinate, Degrees, Topology, ring_order
 
 node_lists = st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=7)
 

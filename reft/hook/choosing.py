@@ -9,11 +9,11 @@ from pathlib import Path
 from reft.comm.control import ControlGroup
 from reft.config import AOR, AorConfig, ReftConfig
 from reft.events import EventLog
+from reft.grid import Topology
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import RankSections
 from reft.protect.degrade import LEAST_ARENAS
 from reft.store.free_memory import default_margin_bytes, free_bytes
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from reft.env import ENV_NODE_DECLARED, ENV_NODE_ID
 from reft.errors import LayoutError
-from reft.topology import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from reft.comm.control import ControlGroup
 from reft.errors import PersistError, ReftError
+from reft.grid import Coordinate
 from reft.state.codec import decode, encode
 from reft.store.label import Label
 from reft.store.persisted import (
@@ -29,7 +30,6 @@ from reft.store.persisted import (
     latest_tag,
     read_marker,
 )
-from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 

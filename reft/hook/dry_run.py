@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from reft.env import ENV_DRY_RUN
+from reft.grid import ring_order
 from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
-from reft.topology import ring_order
 
 if TYPE_CHECKING:
     from reft.hook.session import Session

@@ -19,6 +19,7 @@ from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
 from reft.env import ENV_LAUNCHER_PID
 from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
+from reft.grid import Coordinate, Degrees
 from reft.hook.coordinates import kernel_id
 from reft.hook.install import ds_config_of
 from reft.hook.living import require_no_other
@@ -36,7 +37,6 @@ from reft.store.fingerprints import newest_record, record_fingerprint
 from reft.store.jobdir import find_jobs, make_job_directory
 from reft.store.joblock import JobLock, holder
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
 from reft.env import ENV_SECRET
 from reft.errors import ReftError
+from reft.grid import Coordinate, Degrees, Topology
 from reft.hook.coordinates import Place, hosts_of
 from reft.hook.job import JobRecord
 from reft.state.codec import decode, encode
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, secret_of_environment
 from reft.store.persisted import job_directory, newest_incarnation
-from reft.topology import Coordinate, Degrees, Topology
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from reft.comm.control import ControlGroup, WorkerControl
 from reft.config import AUTO, ReftConfig
 from reft.events import EventLog
+from reft.grid import Topology
 from reft.hook.coordinates import local_rank
 from reft.protect.placement import surviving_schemes, tolerance
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
@@ -22,7 +23,6 @@ from reft.store.protection import (
     write_order,
     write_record,
 )
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

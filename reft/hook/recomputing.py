@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from reft.config import ReftConfig
+from reft.grid import Coordinate, Topology
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
@@ -15,7 +16,6 @@ from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
 from reft.state.adapters import StateAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.gradients import GradientCapture
-from reft.topology import Coordinate, Topology
 
 logger = logging.getLogger(__name__)
 

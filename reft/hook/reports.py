@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reft.events import EventLog
+from reft.grid import Coordinate
 from reft.hook.job import JobRecord
 from reft.snapshot.stats import SnapshotStats
 from reft.store.client import DaemonClient
 from reft.store.label import Label
-from reft.topology import Coordinate
 
 
 class Reports:

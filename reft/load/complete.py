@@ -22,6 +22,7 @@ import torch
 
 from reft.blocks import BlockKey, Section
 from reft.errors import ReftError
+from reft.grid import Coordinate, Topology
 from reft.load.inventory import ArenaRecord
 from reft.load.plan import Fetch, RecoveryPlan
 from reft.load.source_plan import plan_fetches
@@ -31,7 +32,6 @@ from reft.protect.placement import place_group
 from reft.store.arena import Arena
 from reft.store.arena_files import is_decoded
 from reft.store.header import ArenaHeader, ArenaState, Entry
-from reft.topology import Coordinate, Topology
 
 logger = logging.getLogger(__name__)
 

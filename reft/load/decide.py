@@ -14,6 +14,7 @@ from itertools import chain
 import msgpack
 
 from reft.blocks import BlockKey
+from reft.grid import Topology
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.sift import LayoutSpec, Sifted, sift, summarize
@@ -21,7 +22,6 @@ from reft.load.source_plan import plan_group
 from reft.load.sources import GroupSources, collect_group
 from reft.store.commit import preferred_label
 from reft.store.label import Label
-from reft.topology import Topology
 
 _MOST_GAPS = 6
 

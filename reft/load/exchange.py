@@ -12,7 +12,7 @@ import msgpack
 
 from reft.comm.control import ControlGroup
 from reft.errors import PeerLostError, ReftError, TransferError
-from reft.topology import Topology
+from reft.grid import Topology
 
 
 class BrokenOffError(ReftError, RuntimeError):

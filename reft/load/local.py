@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reft.errors import ArenaError, LayoutError
+from reft.grid import Topology
 from reft.load.decide import plan_recovery
 from reft.load.inventory import Inventory
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan
@@ -20,7 +21,6 @@ from reft.load.sift import LayoutSpec, listing
 from reft.store.arena import Arena
 from reft.store.header import checksum
 from reft.store.label import Label
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

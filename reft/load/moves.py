@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from reft.blocks import BlockKey
 from reft.errors import TransferError
+from reft.grid import Topology
 from reft.load.parity import stripes_of
 from reft.load.plan import BlockSource, Fetch, Rebuild, RecoveryPlan, SourceKind
-from reft.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from reft.errors import PersistError
+from reft.grid import Coordinate
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, offline_topology, opened_arenas, plan_verified, stored_bytes
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
@@ -25,7 +26,6 @@ from reft.store.persist import (
 )
 from reft.store.persisted import PersistedInfo, job_directory
 from reft.store.staging import SourceBlock
-from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from reft.grid import Topology
 from reft.load.decide import Group
 from reft.load.inventory import ArenaRecord
 from reft.load.sift import LayoutSpec, Sifted, misfit
-from reft.topology import Topology
 
 
 def spoken_for(

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from reft.blocks import BlockKey, Section
 from reft.errors import LayoutError, ReftError, UnrecoverableError
+from reft.grid import Coordinate, Degrees
 from reft.load.parity import LostBlock
 from reft.store.arena_files import is_decoded
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 
 class SourceKind(StrEnum):

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from reft.blocks import BlockKey, Section
+from reft.grid import Coordinate
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.parity import LostBlock, stripes_of
@@ -27,7 +28,6 @@ from reft.protect.coded_blocks import unpack_checksums
 from reft.store.arena import Arena
 from reft.store.arena_files import decoded_name
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
-from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 

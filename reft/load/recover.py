@@ -24,6 +24,7 @@ import torch
 from reft.blocks import Section
 from reft.comm.control import ControlGroup
 from reft.faults import FaultPlan
+from reft.grid import Coordinate, Topology
 from reft.load.complete import Completing, Completion, plan_kept
 from reft.load.decide import (
     Group,
@@ -44,7 +45,6 @@ from reft.load.rebuild import Decoder
 from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
 from reft.load.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
 from reft.store.label import Label
-from reft.topology import Coordinate, Topology
 
 logger = logging.getLogger(__name__)
 

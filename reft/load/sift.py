@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import msgpack
 
+from reft.grid import Coordinate, Topology
 from reft.load.inventory import ArenaRecord
 from reft.store.arena_files import is_decoded
 from reft.store.header import ArenaState
 from reft.store.label import Label
-from reft.topology import Coordinate, Topology
 
 LayoutSpec = str | Mapping[tuple[int, int], str] | None
 """Expected layout hash: one for the whole job, one per (pp, tp), or any (None)."""

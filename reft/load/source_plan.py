@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from reft.blocks import BlockKey, Section
+from reft.grid import Coordinate, Topology
 from reft.load.parity import LostBlock, stripes_of
 from reft.load.plan import Fetch, Rebuild, SourceKind
 from reft.load.sources import GroupSources, SourceBlock
-from reft.topology import Coordinate, Topology
 
 
 def plan_group(

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reft.blocks import BlockKey, Section
+from reft.grid import Coordinate
 from reft.load.inventory import ArenaRecord
 from reft.load.parity import LostBlock, find_lost
 from reft.protect.coded_blocks import parse_block_code
 from reft.store.header import Entry
-from reft.topology import Coordinate
 
 Image = tuple[Section, int]
 """A section's image within the group: the member is -1 for the replicated one, which all share."""

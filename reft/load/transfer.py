@@ -25,13 +25,13 @@ from reft.comm.control import ControlGroup
 from reft.config import FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
+from reft.grid import Topology
 from reft.load.exchange import BrokenOffError
 from reft.load.inbox import Inbox, RoomFor
 from reft.load.local import ArenaSet
 from reft.load.moves import make_moves
 from reft.load.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, format_bytes_from
 from reft.store.header import checksum
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

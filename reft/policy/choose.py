@@ -16,11 +16,11 @@ from math import comb
 
 from reft.config import AOR
 from reft.errors import ConfigError
+from reft.grid import Coordinate, Topology, ring_order
 from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import Fit, Pace
 from reft.protect.codes import Scheme
 from reft.protect.placement import fatal
-from reft.topology import Coordinate, Topology, ring_order
 
 GIB = 2**30
 _MOST_TESTS = 30_000

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from reft.errors import ConfigError
+from reft.grid import Degrees
 from reft.policy.loads import Load
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult
 from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
 from reft.snapshot.scheduling.windows import Window
-from reft.topology import Degrees
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from reft.config import ProfileConfig
 from reft.env import ENV_PROFILE
+from reft.grid import Coordinate, Degrees
 from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.clock import Clock, Mark
@@ -28,7 +29,6 @@ from reft.profile.offsets import between, clock_id, measure
 from reft.profile.result import PROFILE_FILE, ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces, only_group_calls, settled
 from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
-from reft.topology import Coordinate, Degrees
 
 logger = logging.getLogger(__name__)
 

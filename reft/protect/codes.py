@@ -27,8 +27,8 @@ from fractions import Fraction
 from functools import cached_property
 
 from reft.errors import ConfigError
+from reft.grid import ring_order
 from reft.protect.rs import parity_rows
-from reft.topology import ring_order
 
 FIELD_SIZE = 256
 """Elements of GF(2^8): most members of a stripe with more than one parity."""
@@ -226,7 +226,7 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
 
     Args:
         scheme: which scheme.
-        ring: members 0..D-1 in ring order (:func:`reft.topology.ring_order`).
+        ring: members 0..D-1 in ring order (:func:`reft.grid.ring_order`).
 
     Raises:
         ConfigError: the group has no room for the scheme; says why.

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reft.grid import Topology, ring_order
 from reft.protect.codes import Code, Scheme, make_code
 from reft.protect.tolerance import fatal_loss
-from reft.topology import Topology, ring_order
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reft.errors import ConfigError
+from reft.grid import Topology
 from reft.protect.codes import Code, Scheme, place_code
 from reft.protect.tolerance import survives
-from reft.topology import Topology
 
 _MOST_COUNTED_NODES = 20
 _PRECISION = 1e-9

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from reft.blocks import Section
 from reft.comm.control import ControlGroup
+from reft.grid import Coordinate, Degrees, Topology
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
 from reft.state.catalogue import SectionImage
 from reft.store.header import TABLE, Entry, pack_entries
-from reft.topology import Coordinate, Degrees, Topology
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from reft.comm.control import WorkerControl
 from reft.config import FaultPoint
 from reft.errors import TransferError
+from reft.grid import Topology
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import (
@@ -45,7 +46,6 @@ from reft.snapshot.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.taking import Taker
 from reft.snapshot.voting import Voter
 from reft.store.label import Label
-from reft.topology import Topology
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]
 

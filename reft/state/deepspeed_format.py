@@ -32,11 +32,11 @@ import xxhash
 
 from reft.durable import whole_file
 from reft.errors import PersistError, UnsupportedStateError
+from reft.grid import Coordinate
 from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.per_step import PerStepValues, client_state, shape_of
 from reft.state.template import HostState, ReadSection, Rebuilder, TemplateBuilder
-from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 

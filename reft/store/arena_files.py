@@ -6,10 +6,10 @@ from itertools import count
 from pathlib import Path
 
 from reft.errors import ArenaError
+from reft.grid import Coordinate
 from reft.store.arena import Arena
 from reft.store.header import ArenaHeader
 from reft.store.label import Label
-from reft.topology import Coordinate
 
 ARENA_SUFFIX = ".arena"
 _DECODED = "decoded-"

@@ -22,9 +22,9 @@ from typing import Any
 
 from reft.blocks import Section
 from reft.errors import PersistError, ReftError
+from reft.grid import Coordinate
 from reft.store.label import Label
 from reft.store.staging import Part, StagedImages, WorkDir, read_record, write_record
-from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 

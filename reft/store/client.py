@@ -18,9 +18,9 @@ from typing import Any
 
 from reft.config import ReftConfig
 from reft.errors import ReftError
+from reft.grid import Coordinate
 from reft.store.label import Label
 from reft.store.wire import Channel, connect
-from reft.topology import Coordinate
 
 logger = logging.getLogger(__name__)
 

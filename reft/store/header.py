@@ -25,9 +25,9 @@ import xxhash
 
 from reft.blocks import BlockKey, Section
 from reft.errors import ArenaError
+from reft.grid import Coordinate, Degrees
 from reft.mac import mac
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

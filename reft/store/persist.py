@@ -31,6 +31,7 @@ from reft.blocks import Section
 from reft.config import FaultPoint, ReftConfig
 from reft.errors import PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
+from reft.grid import Coordinate, Degrees
 from reft.store.arena import Arena
 from reft.store.assemble import AssembleRequest, read_part
 from reft.store.assembler import Assembler
@@ -64,7 +65,6 @@ from reft.store.waiting import (
     Wait,
     published,
 )
-from reft.topology import Coordinate, Degrees
 
 __all__ = [
     "FileRecord",

@@ -21,8 +21,8 @@ from typing import Any
 import xxhash
 
 from reft.errors import PersistError
+from reft.grid import Degrees
 from reft.store.label import Label
-from reft.topology import Degrees
 
 logger = logging.getLogger(__name__)
 

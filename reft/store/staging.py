@@ -30,11 +30,11 @@ from typing import Any
 from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
+from reft.grid import Coordinate, Degrees
 from reft.mac import mac
 from reft.store.header import checksum
 from reft.store.label import Label
 from reft.store.persisted import tag_of
-from reft.topology import Coordinate, Degrees
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from reft.backoff import Backoff
 from reft.errors import PersistError
+from reft.grid import Coordinate
 from reft.store.assembler import Assembler
 from reft.store.persisted import PersistedInfo, missing_files, read_marker, tag_of
 from reft.store.staging import WorkDir, read_record
-from reft.topology import Coordinate
 
 LEADER = Coordinate(0, 0, 0)
 """The node of this coordinate names the checkpoint in the end."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.topology import Degrees
+from reft.grid import Degrees
 from tests.faults.cases import OPTIMIZERS, Optimizer, Shape
 
 FP32, _, BF16, BF16_BF16 = OPTIMIZERS

@@ -222,7 +222,7 @@ TRAINER = """
     from reft.config import load_config
     from reft.store.label import Label
     from reft.store.persist import _fault_points
-    from reft.topology import Coordinate
+    from reft.grid import Coordinate
 
     fault = {"point": "during_persist", "step": 1, "action": "kill_node"}
     config = load_config({"reft": {"enabled": True, "job_id": "mine", "memory_dir": sys.argv[1],

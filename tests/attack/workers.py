@@ -19,6 +19,7 @@ from reft.blocks import Section
 from reft.comm.control import ControlGroup
 from reft.errors import ArenaError, UnrecoverableError
 from reft.faults import FaultPlan
+from reft.grid import Degrees, Topology
 from reft.hook.job import JobRecord, noted_commit
 from reft.snapshot import handover
 from reft.snapshot.committing.agreement import LayoutAgreement
@@ -41,7 +42,6 @@ from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import OrderWatch, ProtectionRecord, write_order
-from reft.topology import Degrees, Topology
 from tests.machine import free_port
 from tests.spawn import spawn
 

@@ -9,7 +9,7 @@ import pytest
 
 from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree, deal_ranks
 from reft.elastic.exits import Cause
-from reft.topology import Degrees, Topology
+from reft.grid import Degrees, Topology
 
 
 def info(name: str, **fields: object) -> NodeInfo:

@@ -17,6 +17,7 @@ import pytest
 
 from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.errors import AuthenticationError, PersistError
+from reft.grid import Coordinate, Degrees
 from reft.store.arena import Arena, ArenaHeader, ArenaState
 from reft.store.arena_files import arena_name
 from reft.store.client import DaemonClient, DaemonError, request
@@ -25,7 +26,6 @@ from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persister import committed_labels
 from reft.store.wire import SOCKET_NAME, Channel, ShortPath, connect
-from reft.topology import Coordinate, Degrees
 
 ROOT = Path(__file__).resolve().parents[2]
 

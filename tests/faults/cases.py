@@ -11,8 +11,8 @@ from itertools import product as iter_product
 from typing import Any, Protocol, TypeVar
 
 from reft.config import FaultPoint, Variant
+from reft.grid import Coordinate, Degrees
 from reft.protect.codes import Scheme
-from reft.topology import Coordinate, Degrees
 
 _FIRST_STEP = 4
 _RANGE_STEPS = 10

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.blocks import Section
+from reft.grid import Coordinate, Degrees
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry
 from reft.store.header import Geometry
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 
 @dataclass(frozen=True)

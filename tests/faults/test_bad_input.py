@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.config import FaultPoint
-from reft.topology import Degrees
+from reft.grid import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, recoveries, wrong_losses
 

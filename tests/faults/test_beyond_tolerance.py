@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from reft.grid import Degrees
 from reft.store.persisted import latest_persisted
-from reft.topology import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, wrong_losses
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from reft.cli import main
+from reft.grid import Degrees
 from reft.load.inspect import inspect_job
-from reft.topology import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from reft.blocks import STATE_SECTIONS, BlockKey, Section
+from reft.grid import Coordinate, Degrees, Topology
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.local import ArenaSet, matches, stored_bytes
 from reft.load.plan import Fetch, RecoveryPlan
@@ -22,7 +23,6 @@ from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_
 from reft.store.arena import Arena
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees, Topology
 
 JOB = "job-a"
 SECRET = b"0123456789abcdef0123456789abcdef"

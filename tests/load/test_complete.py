@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from reft.grid import Coordinate, Degrees, Topology
 from reft.load.complete import Blueprint, Completing, Completion, Room, plan_kept
 from reft.load.decide import judge, plan_recovery
 from reft.load.plan import Fetch, RecoveryPlan
 from reft.protect.placement import place_group
 from reft.store.arena import Arena
 from reft.store.header import ArenaState
-from reft.topology import Coordinate, Degrees, Topology
 
 from .fleet import JOB, NEW, SECRET, Fleet, inventories, place
 

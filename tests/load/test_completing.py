@@ -13,6 +13,7 @@ import torch
 
 from reft.blocks import Section
 from reft.errors import ArenaError, LayoutError
+from reft.grid import Coordinate, Degrees
 from reft.load import complete
 from reft.load.complete import Blueprint, Completing, Completion, Room, plan_kept
 from reft.load.decide import judge, plan_recovery
@@ -20,7 +21,6 @@ from reft.load.inventory import take_inventory
 from reft.load.local import opened_arenas, stored_bytes
 from reft.load.plan import RecoveryPlan
 from reft.store.header import ArenaState
-from reft.topology import Coordinate, Degrees
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.grid import Coordinate, Degrees, Topology
 from reft.load.decide import (
     Verdict,
     decide,
@@ -23,7 +24,6 @@ from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.sift import Summary, sift, summarize
 from reft.store.header import ArenaState
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees, Topology
 
 from .fleet import JOB, NEW, Fleet, inventories, place
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from reft.errors import AuthenticationError, TransferError
+from reft.grid import Coordinate, Degrees
 from reft.load.decide import plan_recovery
 from reft.load.inventory import Inventory, take_inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.mac import authenticate, check_authentic
 from reft.store.header import ArenaState
-from reft.topology import Coordinate, Degrees
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, inventories, place
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from reft.grid import Degrees
 from reft.load.decide import plan_recovery
 from reft.load.ledger import Flaw, Ledger
 from reft.load.plan import RecoveryPlan
-from reft.topology import Degrees
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, place
 

@@ -10,11 +10,11 @@ import pytest
 
 from reft.blocks import STATE_SECTIONS, Section
 from reft.errors import LayoutError
+from reft.grid import Degrees, Topology
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, offline_topology, open_arenas, plan_verified
 from reft.load.plan import NotRecoverable
 from reft.store.arena import Arena
-from reft.topology import Degrees, Topology
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
 from .worker import damage

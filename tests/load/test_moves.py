@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import TransferError
+from reft.grid import Degrees, Topology
 from reft.load.decide import plan_recovery
 from reft.load.moves import make_moves, serving_ranks
 from reft.load.parity import stripes_of
 from reft.load.plan import RecoveryPlan, SourceKind
-from reft.topology import Degrees, Topology
 
 from .fleet import JOB, NEW, Fleet, inventories, place, without
 

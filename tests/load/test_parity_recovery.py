@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from reft.blocks import STATE_SECTIONS, Section
+from reft.grid import Degrees
 from reft.load.inventory import take_inventory
 from reft.load.local import opened_arenas, plan_verified
 from reft.load.plan import NotRecoverable, RecoveryPlan
@@ -16,7 +17,6 @@ from reft.load.rebuild import rebuild_offline
 from reft.protect.coded_blocks import pack_checksums
 from reft.protect.placement import tolerance
 from reft.store.arena import Arena
-from reft.topology import Degrees
 
 from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, place, read_image, without
 

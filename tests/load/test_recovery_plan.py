@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from reft.blocks import Section
 from reft.errors import LayoutError, UnrecoverableError
+from reft.grid import Coordinate, Degrees, Topology
 from reft.load.decide import plan_recovery
 from reft.load.inventory import Inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.protect.placement import tolerance
 from reft.store.header import ArenaState
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees, Topology
 
 from .fleet import JOB, NEW, OLD, Fleet, check_plan, inventories, oracle, place, without
 

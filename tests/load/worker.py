@@ -25,6 +25,7 @@ from reft.comm.control import ControlGroup
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
+from reft.grid import Coordinate, Degrees, Topology
 from reft.load.complete import Blueprint, Completing, Room
 from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
@@ -33,7 +34,6 @@ from reft.load.recover import Recovery
 from reft.load.transfer import execute
 from reft.store.arena import Arena, checksum
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees, Topology
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, falsify_parities, place, without
 

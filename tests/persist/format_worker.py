@@ -22,6 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from reft.blocks import Section
+from reft.grid import Coordinate
 from reft.hook.cpu import avoid_build_at_start
 from reft.state import codec
 from reft.state.adapters import adapter_for
@@ -39,7 +40,6 @@ from reft.state.template import same_value
 from reft.store.label import Label
 from reft.store.persist import persist_label, verify_persisted
 from reft.store.persisted import job_directory
-from reft.topology import Coordinate
 from tests.old_deepspeed import step_without_autograd
 from tests.persist.job_memory import Memory, RankImages
 

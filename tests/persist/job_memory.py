@@ -12,6 +12,7 @@ import torch
 
 from reft.blocks import Section
 from reft.config import PersistConfig, ReftConfig
+from reft.grid import Coordinate, Degrees
 from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state import codec
@@ -24,7 +25,6 @@ from reft.store.arena_files import arena_name
 from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 SECRET = bytes(range(32))
 JOB = "job-a"

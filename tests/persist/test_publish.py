@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import PersistError
+from reft.grid import Degrees
 from reft.store.label import Label
 from reft.store.persisted import (
     FileRecord,
@@ -29,7 +30,6 @@ from reft.store.persisted import (
 )
 from reft.store.publish import publish, remove_debris
 from reft.store.staging import WorkDir
-from reft.topology import Degrees
 
 JOB = "job-a"
 

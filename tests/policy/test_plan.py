@@ -16,6 +16,7 @@ from rich.console import Console
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
+from reft.grid import Degrees, Topology
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult, Spread
 from reft.protect.codes import Scheme
@@ -26,7 +27,6 @@ from reft.tools.planning.job import Layouting, plan_job, read_config
 from reft.tools.planning.plan import make_plan
 from reft.tools.simulate.pipeline import simulate as simulate_step
 from reft.tools.simulate.schedules import one_f_one_b
-from reft.topology import Degrees, Topology
 from tests.profile.test_simulated import profile as profile_of
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.errors import ConfigError
+from reft.grid import Degrees
 from reft.tools.pretrain.layout import (
     AXES,
     ORDERS,
@@ -15,7 +16,6 @@ from reft.tools.pretrain.layout import (
     parse_order,
 )
 from reft.tools.pretrain.model_config import load_model
-from reft.topology import Degrees
 
 
 def nodes(count: int, per_node: int) -> list[int]:

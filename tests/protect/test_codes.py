@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from reft.blocks import BlockKey
 from reft.errors import ConfigError, UnrecoverableError
+from reft.grid import Degrees, Topology
 from reft.load.parity import find_lost, stripes_of
 from reft.load.stripe import Pool, Stripe
 from reft.protect.coded_blocks import BlockCode
@@ -29,7 +30,6 @@ from reft.protect.tolerance import fatal_loss, survives, tolerance
 from reft.snapshot.copying.parity import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
-from reft.topology import Degrees, Topology
 
 SIZES = range(2, 10)
 BLOCK_BYTES = 4096

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
+from reft.grid import Degrees, Topology
 from reft.protect.codes import Scheme, make_code
 from reft.protect.survival import (
     Simulated,
@@ -24,7 +25,6 @@ from reft.protect.survival import (
     survived_losses,
     unprotected_survival,
 )
-from reft.topology import Degrees, Topology
 
 HOUR = 3600.0
 

@@ -12,6 +12,7 @@ import pytest
 
 from reft.errors import TransferError
 from reft.faults import FaultPlan
+from reft.grid import Degrees, Topology
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import (
     Begin,
@@ -45,7 +46,6 @@ from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
-from reft.topology import Degrees, Topology
 
 NEXT = Label(1, 2)
 FENCE = (FenceNear(), TensorsChange())

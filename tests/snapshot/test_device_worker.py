@@ -19,6 +19,7 @@ import torch.distributed as dist
 from reft.comm.control import ControlGroup
 from reft.config import Variant
 from reft.faults import FaultPlan
+from reft.grid import Degrees, Topology
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying import cuda as copy_cuda
@@ -36,7 +37,6 @@ from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
-from reft.topology import Degrees, Topology
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 SECRET = b"s" * 32

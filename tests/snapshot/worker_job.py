@@ -21,6 +21,7 @@ from reft.comm.control import ControlGroup
 from reft.config import FaultConfig, FaultPoint, Variant
 from reft.errors import ConfigError
 from reft.faults import FaultPlan
+from reft.grid import Degrees, Topology
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
@@ -49,7 +50,6 @@ from reft.store.protection import (
     write_record,
 )
 from reft.store.stream import HashingCopier, Ranges
-from reft.topology import Degrees, Topology
 
 SECRET = b"s" * 32
 DEGREES = Degrees(2, 2, 1)

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 from reft.blocks import BlockKey, Section
+from reft.grid import Coordinate, Degrees
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 SECRET = bytes(range(32))
 BLOCK_BYTES = 1000

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reft.blocks import Section
+from reft.grid import Coordinate, Degrees
 from reft.protect.placement import place_group
 from reft.snapshot.plan import MemberPlan, PlacedBlock, SectionSizes, make_shard_plan
 from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
 from reft.store.arena_files import arena_name
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 SECRET = bytes(range(32))
 DEGREES = Degrees(1, 2, 1)

@@ -9,12 +9,12 @@ from reft.comm.control import ControlGroup
 from reft.config import FaultPoint
 from reft.errors import ReftError
 from reft.faults import FaultPlan
+from reft.grid import Topology
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.store.label import Label
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import torch
 
 from reft.backoff import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
+from reft.grid import Coordinate, Degrees
 from reft.snapshot.committing.version import Slots
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling
@@ -20,7 +21,6 @@ from reft.snapshot.layout import GroupLayout
 from reft.store.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
 from reft.store.arena_files import arena_name, coordinate_in, set_aside
 from reft.store.label import Label
-from reft.topology import Coordinate, Degrees
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections import Counter
 import torch
 
 from reft.comm.control import WorkerControl
+from reft.grid import Topology
 from reft.snapshot.filling import Filling
 from reft.snapshot.traffic import Kind
-from reft.topology import Topology
 
 
 class RingExchange:

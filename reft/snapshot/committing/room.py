@@ -6,9 +6,9 @@ import logging
 from dataclasses import astuple, dataclass
 
 from reft.comm.control import ControlGroup
+from reft.grid import Topology
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.layout import GroupLayout
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from reft.comm.control import WorkerControl
 from reft.config import FaultPoint, Variant
 from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
+from reft.grid import Topology
 from reft.snapshot.committing.baselines import PeerTraffic
 from reft.snapshot.committing.exchange import RingExchange
 from reft.snapshot.committing.protocol import Cause
@@ -20,7 +21,6 @@ from reft.snapshot.recompute import PeerOptimizers
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.traffic import Kind
-from reft.topology import Topology
 
 
 class Sealer:

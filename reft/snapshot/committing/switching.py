@@ -28,6 +28,7 @@ import numpy as np
 
 from reft.comm.control import WorkerControl
 from reft.errors import ConfigError
+from reft.grid import Topology
 from reft.protect.degrade import CALM_SECS, MemoryWatch, Rung, ladder
 from reft.protect.placement import tolerance
 from reft.snapshot.committing.arenas import ArenaSet
@@ -43,7 +44,6 @@ from reft.store.protection import (
     Refusal,
     parse_order,
 )
-from reft.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any
 from reft.arguments import Parser
 from reft.config import parse_block
 from reft.errors import ConfigError
+from reft.grid import Degrees
 from reft.tools.local_cluster import KillKind
-from reft.topology import Degrees
 
 _STEPS = 24
 _NODES = 4

@@ -10,6 +10,7 @@ from typing import Any
 
 from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
+from reft.grid import Degrees, Topology
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
@@ -17,7 +18,6 @@ from reft.tools.planning.json_file import read_object
 from reft.tools.planning.shapes import check_shape, load_shape, shape_of
 from reft.tools.pretrain.layout import AXES, Layout, choose_order, parse_order
 from reft.tools.simulate.training import Shape, Training
-from reft.topology import Degrees, Topology
 
 _ADAM = ("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "fusedlamb")
 _MOMENT_BYTES = 8

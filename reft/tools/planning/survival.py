@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import exp
 
 from reft.errors import ConfigError
+from reft.grid import Topology
 from reft.policy.choose import Alternative
 from reft.protect.codes import Scheme
 from reft.protect.placement import group_patterns, place_group
@@ -24,7 +25,6 @@ from reft.protect.survival import (
     survival_curve,
     survived_losses,
 )
-from reft.topology import Topology
 
 HOUR = 3600.0
 DAY = 24 * HOUR

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from reft.errors import ConfigError
+from reft.grid import Coordinate, Degrees
 from reft.tools.pretrain.model_config import LlamaConfig
-from reft.topology import Coordinate, Degrees
 
 # DeepSpeed's own order first, tensor slices adjacent (they talk most) before the rest.
 AXES = ("pipe", "data", "model")

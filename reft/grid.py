@@ -6,12 +6,10 @@ keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from types import ModuleType
 from typing import Any
 
 from reft.errors import LayoutError
@@ -157,7 +155,7 @@ def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
     return tuple(m for start in range(stride) for m in ordered[start::stride])
 
 
-def data_parallel_outermost(pp: int, dp: int, tp: int = 1) -> Any:
+def topology(pp: int, dp: int, tp: int = 1) -> Any:
     """The order of ranks that survives the loss of a node: ``PipelineModule(topology=reft.topology(2, 2))``.
 
     DeepSpeed's own order (pipe, data, model) numbers the data-parallel peers of a stage one after the other,
@@ -183,12 +181,3 @@ def data_parallel_outermost(pp: int, dp: int, tp: int = 1) -> Any:
     if min(pp, dp, tp) < 1:
         raise LayoutError(f"reft.topology found {degrees}; write degrees of at least 1")
     return ProcessTopology(axes=["data", "pipe", "model"], dims=[dp, pp, tp])
-
-
-class _CallableModule(ModuleType):
-    """``reft.topology(pp, dp, tp)`` can be called, also where the module of that name was imported first."""
-
-    __call__ = staticmethod(data_parallel_outermost)
-
-
-sys.modules[__name__].__class__ = _CallableModule
