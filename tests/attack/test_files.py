@@ -200,11 +200,13 @@ def test_p7_a_refused_launch_leaves_nothing(tmp_path: Path) -> None:
     arguments = ["--memory-dir", str(memory_dir), "--nnodes", "2", "--rdzv-id", "refused", "--no-daemon"]
     # Nobody serves this address, which is not this machine's.
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "is_host=0,read_timeout=1"]
-    code = run_launcher([*arguments, *endpoint, "train.py"])
+    script = tmp_path / "train.py"
+    script.touch()
+    code = run_launcher([*arguments, *endpoint, str(script)])
     assert code == 1
     assert list(memory_dir.iterdir()) == []
     path, secret = remembered(memory_dir, "refused")
-    assert run_launcher([*arguments, *endpoint, "train.py"], REFT_SECRET=secret) == 1
+    assert run_launcher([*arguments, *endpoint, str(script)], REFT_SECRET=secret) == 1
     assert (path / "rank0-slot0.arena").exists(), "memory of an earlier run is not the refused launch's"
 
 

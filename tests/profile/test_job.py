@@ -56,7 +56,7 @@ def run_job(folder: Path, *command: object) -> dict[int, str]:
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("profiled")
-    files = {name: folder / "out" / f"{name}.json" for name in ("profile", "trace")}
+    files = {name: folder / f"{name}.json" for name in ("profile", "trace")}
     options = ["--steps", 6, "--warmup-steps", 3, "--keep-running"]
     outputs = ["--json", files["profile"], "--trace", files["trace"]]
     losses = run_job(folder, "profile", *options, *outputs)
