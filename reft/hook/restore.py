@@ -159,12 +159,12 @@ class Restorer:
         if sound is not None:
             self._explain_disk(plan, sound.checkpoint)
             return self._load_sound(original, call, sound)
+        self._refuse_silent_restart(plan, found)
         if isinstance(outcome, NotRecoverable):
             raise UnrecoverableError(
                 f"the memory of job {session.job_id} turned out corrupt while it was restored, some of the "
                 f"state is written, and no checkpoint is on disk.\n{outcome}\n{self._to_start_anew()}"
             )
-        self._refuse_silent_restart(plan, found)
         result: tuple[Any, Any] = (None, None)
         if call.load_dir is not None:
             result = original(call.load_dir, tag=call.tag, **call.options)
