@@ -11,24 +11,22 @@ block carries the checksum of its bytes (P5); all memory is allocated and touche
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
 import stat
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reft.errors import ArenaError
-from reft.store.files import hold_directory, new_file, remove_idle_file, reopen, touch_pages
+from reft.store.arena_lock import ArenaLock
+from reft.store.files import new_file, remove_idle_file, touch_pages
 from reft.store.free_memory import free_bytes
 from reft.store.header import (
     MAGIC,
@@ -67,8 +65,6 @@ _READ_ATTEMPTS = 5
 
 Table = NDArray[np.void]
 
-_open_arenas: WeakSet[Arena] = WeakSet()
-
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:
     """Bytes of memory that an arena of this size takes, header included."""
@@ -80,17 +76,11 @@ class Arena:
 
     One process writes an arena at a time, from one thread; any number may read. A version goes
     through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it.
-
-    Locks are `flock` on a file description of their own: a crash releases them, and processes
-    forked from the holder (data loader workers) do not keep them. Every writable arena also holds
-    its directory shared, which is how others know that the job is alive.
     """
 
     def __init__(self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool) -> None:
         """Map an open file; takes over neither ``fd`` nor its closing. Use :meth:`create`/:meth:`open`."""
-        self._lock_fd = -1
-        self._directory_fd = -1
-        self._lock: int | None = None
+        self._lock = ArenaLock(path, fd, writable)
         self.path = path
         self.writable = writable
         self._secret = secret
@@ -100,14 +90,6 @@ class Arena:
         self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
         self._view = memoryview(self._map)
         self._data = self._view[geometry.data_offset : geometry.file_bytes]
-        try:
-            self._lock_fd = reopen(path, fd, writable)
-            if writable:
-                self._directory_fd = hold_directory(path.parent)
-        except BaseException:
-            self.close()
-            raise
-        _open_arenas.add(self)
 
     @classmethod
     def create(
@@ -264,7 +246,7 @@ class Arena:
             What became of it ("was removed"), for a message that names the path; None if all is well.
         """
         try:
-            mine, there = os.fstat(self._lock_fd), os.stat(self.path, follow_symlinks=False)
+            mine, there = self._lock.stat(), os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return "was removed"
         except OSError as error:
@@ -303,7 +285,7 @@ class Arena:
         Raises:
             ArenaError: if a reader has pinned the arena, or it is not open for writing.
         """
-        if self._lock != fcntl.LOCK_EX:
+        if not self._lock.is_exclusive:
             if not self.try_lock_exclusive():
                 raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
             self._unlock_after_write = True
@@ -350,24 +332,20 @@ class Arena:
 
     def try_lock_exclusive(self) -> bool:
         """Keep readers and other writers out; False if there are some. A shared lock is given up."""
-        if self._lock == fcntl.LOCK_EX:
+        if self._lock.is_exclusive:
             return True
-        self.unlock()
-        return self._flock(fcntl.LOCK_EX, blocking=False)
+        self._unlock_after_write = False
+        return self._lock.take_exclusive()
 
     def lock_shared(self, blocking: bool = False) -> bool:
         """Pin the content: no writer may begin until :meth:`unlock`. False if one is writing."""
-        if self._lock == fcntl.LOCK_SH:
-            return True
-        self.unlock()
-        return self._flock(fcntl.LOCK_SH, blocking)
+        self._unlock_after_write = False
+        return self._lock.take_shared(blocking)
 
     def unlock(self) -> None:
         """Give up the lock, if any is held."""
         self._unlock_after_write = False
-        if self._lock is not None and self._lock_fd >= 0:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
-        self._lock = None
+        self._lock.release()
 
     def close(self) -> None:
         """Release locks and this object's part in the mapping.
@@ -375,7 +353,7 @@ class Arena:
         The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
         ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory.
         """
-        self._drop_descriptors()
+        self._lock.close()
         self._data = self._view = memoryview(b"")
         self._map = None
 
@@ -386,9 +364,6 @@ class Arena:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        self._drop_descriptors()
 
     def __repr__(self) -> str:
         return f"Arena({str(self.path)!r}, data_bytes={self.data_bytes}, writable={self.writable})"
@@ -455,28 +430,9 @@ class Arena:
                 f"region of {self.data_bytes} bytes"
             )
 
-    def _flock(self, operation: int, blocking: bool) -> bool:
-        if self._lock_fd < 0:
-            raise ArenaError(f"{self.path}: closed, or inherited by a forked process; open it again")
-        try:
-            fcntl.flock(self._lock_fd, operation if blocking else operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self._lock = operation
-        return True
-
     def _release_own_lock(self) -> None:
         if self._unlock_after_write:
             self.unlock()
-
-    def _drop_descriptors(self) -> None:
-        for name in ("_lock_fd", "_directory_fd"):
-            fd = getattr(self, name)
-            setattr(self, name, -1)
-            if fd >= 0:
-                with suppress(OSError):
-                    os.close(fd)
-        self._lock = None
 
 
 def _state_of(record: Record) -> ArenaState:
@@ -499,11 +455,3 @@ def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
             f"after it was made; its content is lost"
         )
     return geometry
-
-
-def _forget_locks_in_child() -> None:
-    for arena in list(_open_arenas):
-        arena._drop_descriptors()
-
-
-os.register_at_fork(after_in_child=_forget_locks_in_child)
