@@ -26,7 +26,8 @@ from reft.snapshot.committing.version import Slots
 from reft.store.commit import preferred_label
 from reft.store.header import ArenaState
 from reft.store.label import Label
-from tests.snapshot.version_model import NOBODY, Choose, Explorer, newest
+from tests.snapshot.version_model import NOBODY, Choose
+from tests.snapshot.version_search import Explorer, newest
 
 MEMBERS = 3
 PLACEMENT = place_group([f"node{d}" for d in range(MEMBERS)], 1)

@@ -39,7 +39,8 @@ from reft.snapshot.committing.version import Next, Slot, Slots, State, step
 from reft.store.header import ArenaState
 from reft.store.label import Label
 from tests.snapshot.restart_model import LOSSES, Crash, SecondCrash, crash_memories, crashes_in_a_row
-from tests.snapshot.version_model import Explorer, PromiseError, Rules, leaves, whole_jobs
+from tests.snapshot.version_model import PromiseError, Rules
+from tests.snapshot.version_search import Explorer, leaves, whole_jobs
 
 
 class OverwritingSlots(Slots):

@@ -196,20 +196,21 @@ class Copier:
         """Chunks of one block, hashed on the way; ``staged``: other sources of the one."""
         began = ended = time.perf_counter()
         last = chunks[-1]
+        hashes = last.section is not Section.GRADIENTS
         try:
             if staged is not None:
                 self.engine.drain(staged)
-                self._hasher.copy(ranges_of([last.stored]))
-            elif isinstance(self.engine, CpuCopyEngine) and last.table is not None:
+                if hashes:
+                    self._hasher.copy(ranges_of([last.stored]))
+            elif hashes and isinstance(self.engine, CpuCopyEngine) and last.table is not None:
                 self.engine.copy_hashed(last.table[chunks[0].rows[0] : last.rows[1]], self._hasher)
             else:
                 for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
-                    self._hasher.copy(ranges_of([chunk.stored]))
-            if last.last:
-                checksum = self._hasher.take()
-                if last.section is not Section.GRADIENTS:
-                    filling.set_checksum(last.placed, checksum)
+                    if hashes:
+                        self._hasher.copy(ranges_of([chunk.stored]))
+            if hashes and last.last:
+                filling.set_checksum(last.placed, self._hasher.take())
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
