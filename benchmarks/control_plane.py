@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from reft.comm.overlay import connect
+from reft.comm.peers import Buffers
 from reft.comm.tree import FANOUT, children_of, parent_of
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer, KeyValueStore
@@ -80,7 +81,7 @@ def tree_rank(rank: int, ranks: int, per_node: int, rounds: int, endpoint: str) 
     store.close()
     ring = [(rank + 1) % ranks, (rank - 1) % ranks]
     # As ring peers that keep one copy: one connection to each neighbour.
-    overlay.peers.exchange({ring[0]: [memoryview(bytes(8))]}, {ring[1]: [memoryview(bytearray(8))]})
+    overlay.peers.stream({ring[0]: [memoryview(bytes(8))]}, {ring[1]: Buffers([memoryview(bytearray(8))])})
     found["vote"] = timed(lambda: overlay.tree.reduce_min(range(BALLOT_INTS)), rounds)
     found["agree"] = timed(lambda: overlay.tree.gather(bytes(SUMMARY_BYTES)), rounds)
     after = usage()

@@ -91,34 +91,24 @@ class Peers:
     def links(self) -> tuple[Channel, ...]:
         return tuple(self._pairs.values())
 
-    def exchange(
-        self, sends: Mapping[int, Sequence[memoryview]], receives: Mapping[int, Sequence[memoryview]]
-    ) -> None:
-        """Send to peers and receive from peers, all at once. Both sides of a pair name it in the same call.
-
-        Args:
-            sends: per rank, flat bytes to send.
-            receives: per rank, flat bytes to fill.
-
-        Raises:
-            OSError: a peer is gone, or silent.
-            EOFError: a peer is gone.
-            AuthenticationError: a peer has another secret.
-        """
-        self.stream(sends, {peer: Buffers(views) for peer, views in receives.items()})
-
     def stream(
         self,
         sends: Mapping[int, Sequence[memoryview]],
         receives: Mapping[int, Inflow],
         wake: socket.socket | None = None,
     ) -> None:
-        """As :meth:`exchange`; where there may be no room for what comes, it waits at the sender.
+        """Send to peers and receive from peers, all at once. Both sides of a pair name it in the same call.
+        What there is no room for yet waits at the sender.
 
         Args:
             sends: per rank, flat bytes to send.
             receives: per rank, where what it sends goes.
             wake: becomes readable when an inflow that had no room may have some.
+
+        Raises:
+            OSError: a peer is gone, or silent.
+            EOFError: a peer is gone.
+            AuthenticationError: a peer has another secret.
         """
         deadline = time.monotonic() + self.timeout_secs
         peers = sorted(sends.keys() | receives.keys())

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from reft.comm.overlay import Overlay
+from reft.comm.peers import Buffers
 from reft.errors import TransferError
 
 from .ranks import DEADLINE_SECS, on_all, per_node
@@ -25,11 +26,11 @@ def test_p6_a_rank_that_leaves_is_heard_by_peers_in_an_exchange_that_it_has_no_p
             overlays[rank].close()
         elif rank == 0:  # its peer never comes
             with pytest.raises((OSError, EOFError)):
-                overlays[rank].peers.exchange({}, {1: [memoryview(bytearray(9))]})
+                overlays[rank].peers.stream({}, {1: Buffers([memoryview(bytearray(9))])})
             overlays[rank].close()
         elif rank == 1:
             with pytest.raises((OSError, EOFError)):
-                overlays[rank].peers.exchange({}, {2: [memoryview(bytearray(9))]})
+                overlays[rank].peers.stream({}, {2: Buffers([memoryview(bytearray(9))])})
             overlays[rank].close()
         else:
             with pytest.raises(TransferError):
@@ -50,9 +51,9 @@ def test_bytes_are_exchanged_round_a_ring_in_both_directions(overlays: list[Over
         after, before = (rank + 1) % 6, (rank - 1) % 6
         for turn in range(2):
             into = {peer: [bytearray(n) for n in sizes] for peer in (after, before)}
-            overlays[rank].peers.exchange(
+            overlays[rank].peers.stream(
                 {peer: [memoryview(b) for b in data(rank, peer, turn)] for peer in into},
-                {peer: [memoryview(b) for b in buffers] for peer, buffers in into.items()},
+                {peer: Buffers([memoryview(b) for b in buffers]) for peer, buffers in into.items()},
             )
             for peer, buffers in into.items():
                 assert [bytes(b) for b in buffers] == data(peer, rank, turn)

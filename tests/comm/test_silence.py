@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from reft.comm.overlay import Overlay
+from reft.comm.peers import Buffers
 
 from .ranks import DEADLINE_SECS, failure_of, on_all, per_node
 
@@ -18,7 +19,7 @@ def test_p6_a_silent_rank_is_waited_for_only_so_long(overlays: list[Overlay]) ->
     assert "silent" in failure_of(lambda: overlays[0].tree.reduce_min([1]))
     overlays[1].peers.timeout_secs = 0.05
     with pytest.raises((OSError, EOFError)):
-        overlays[1].peers.exchange({}, {0: [memoryview(bytearray(1))]})
+        overlays[1].peers.stream({}, {0: Buffers([memoryview(bytearray(1))])})
 
 
 @pytest.mark.parametrize("overlays", [per_node(3, 2), per_node(20, 2)], indirect=True, ids=["3x2", "20x2"])
@@ -56,9 +57,9 @@ def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[Overlay]) -> None:
     def act(rank: int) -> None:
         if rank == 0:
             assert missing.get(timeout=DEADLINE_SECS) == ["rank 0 on node node0"]
-            overlays[0].peers.exchange({1: [memoryview(b"x")]}, {})
+            overlays[0].peers.stream({1: [memoryview(b"x")]}, {})
         else:
-            overlays[1].peers.exchange({}, {0: [memoryview(bytearray(1))]})
+            overlays[1].peers.stream({}, {0: Buffers([memoryview(bytearray(1))])})
 
     for _ in range(2):
         on_all(act, 2)
