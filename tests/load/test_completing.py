@@ -4,6 +4,8 @@ the functions that decide in production, on real arenas."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from reft.load.complete import Blueprint, Completing, Completion, Room, plan_kep
 from reft.load.decide import judge, plan_recovery
 from reft.load.inventory import take_inventory
 from reft.load.local import opened_arenas, stored_bytes
-from reft.load.plan import RecoveryPlan
+from reft.load.plan import Fetch, RecoveryPlan
 from reft.store.header import ArenaState
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
@@ -28,6 +30,7 @@ FLEET = Fleet(place(Degrees(1, 4, 1), "single"), scale=4, block_bytes=1024)
 LOST, AT = "n2", Coordinate(0, 2, 0)
 TOPOLOGY = without(FLEET.topology, [LOST])
 NODE = TOPOLOGY.node_of(AT)
+DEADLINE_SECS = 60.0
 
 
 @pytest.fixture
@@ -152,3 +155,41 @@ def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
     monkeypatch.undo()
     assert left(path, memory) in ((ArenaState.SEALED,) if step == "commit" else (None, ArenaState.WRITING))
     assert planned(memory).label == NEW
+
+
+@pytest.mark.parametrize("step", ["create", "begin", "touch"])
+def test_p6_blocks_that_come_while_the_newcomers_arena_fails_find_all_of_their_room_or_none(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The arena is made beside the transfer, which asks meanwhile, from several threads."""
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    blocks = [f for f in plan.with_kept().fetches[AT] if f.key.section is not Section.HOST]
+    all_ask, fails = threading.Barrier(len(blocks) + 1), threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        assert fails.wait(DEADLINE_SECS)
+        raise ArenaError("no room")
+
+    monkeypatch.setattr(complete.Arena, step, fail)
+    with closing(completion(memory, plan, path)) as newcomer, ThreadPoolExecutor(len(blocks)) as pool:
+
+        def come(fetch: Fetch) -> int | None:
+            all_ask.wait(DEADLINE_SECS)
+            room = newcomer.room_for(fetch)
+            newcomer.take(fetch, torch.zeros(fetch.nbytes, dtype=torch.uint8) if room is None else room)
+            return None if room is None else room.numel()
+
+        newcomer.begin()
+        coming = [pool.submit(come, fetch) for fetch in blocks]
+        all_ask.wait(DEADLINE_SECS)
+        if step == "touch":  # the arena is there by then
+            found_room = [each.result(DEADLINE_SECS) for each in coming]
+            assert any(found_room)
+            fails.set()
+        else:
+            fails.set()
+            found_room = [each.result(DEADLINE_SECS) for each in coming]
+            assert not any(found_room)
+        assert all(room in (None, fetch.nbytes) for room, fetch in zip(found_room, blocks, strict=True))
+        newcomer.seal()
+    assert left(path, memory) in (None, ArenaState.WRITING)
