@@ -7,7 +7,7 @@ What another module does for the script is not seen.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from reft.errors import ConfigError
@@ -18,6 +18,8 @@ _TESTS = frozenset(
 )
 _TRAINS = frozenset({"train_batch", "backward"})
 _SHUFFLES = frozenset({"randperm", "shuffle", "permutation"})
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "set_seed", "seed_everything", "seed_all"})
 
 
@@ -88,8 +90,10 @@ class ScriptLook:
         for loop in (node for node in ast.walk(self._tree) if isinstance(node, ast.For)):
             calls = [c for c in self._named(*_TRAINS) if self._nearest_loop(c) is loop]
             # A loop within another one, or without an index, counts micro-batches or repeats.
-            within = self._nearest_loop(self._parents[loop]) is not None or _text(loop.target) == "_"
-            if not calls or within or not _from_zero(loop.iter) or _skips(loop):
+            if self._is_repeated(self._parents[loop]) or _text(loop.target) == "_":
+                continue
+            always = any(self._condition(call, within=loop) is None for call in calls)
+            if not always or not _from_zero(loop.iter) or _skips(loop):
                 continue
             assert isinstance(loop.iter, ast.Call)
             steps, index = _text(loop.iter.args[-1]), _text(loop.target)
@@ -102,6 +106,8 @@ class ScriptLook:
             )
 
     def _no_load(self) -> Iterator[Finding]:
+        if any(self._named(*LOADS)):
+            return
         if self._has_trainer():
             if not any(self._named("resumable")):
                 yield Finding(
@@ -110,7 +116,7 @@ class ScriptLook:
                     "After a failure it would not be resumed: it would stop with an error",
                     "Write trainer = reft.hf.resumable(trainer) before trainer.train()",
                 )
-        elif not any(self._named(*LOADS)):
+        else:
             yield Finding(
                 0,
                 "the script calls neither engine.load_checkpoint nor reft.resume",
@@ -148,23 +154,40 @@ class ScriptLook:
             )
 
     def _has_trainer(self) -> bool:
-        """Whether it makes a Hugging Face ``Trainer``, which loads and seeds by itself."""
-        return any(_name(call).endswith("Trainer") for call in self._calls)
+        """Whether it makes a Hugging Face ``Trainer``, which loads and seeds by itself. A class of the script
+        that is derived from no other ``Trainer`` is none."""
+        classes = (node for node in ast.walk(self._tree) if isinstance(node, ast.ClassDef))
+        own = {c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)}
+        return any(_name(call).endswith("Trainer") and _name(call) not in own for call in self._calls)
 
     def _named(self, *names: str) -> Iterator[ast.Call]:
         return (call for call in self._calls if _name(call) in names)
 
-    def _condition(self, node: ast.AST) -> ast.expr | None:
-        """The innermost test within its function that decides whether ``node`` is reached."""
-        while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
+        """The innermost test within its function, or ``within`` a loop, that decides whether ``node`` is
+        reached. One whose branches all load does not decide."""
+        while (parent := self._parents.get(node)) is not within and parent is not None:
+            if isinstance(parent, _FUNCTIONS):
                 return None
+            if isinstance(parent, ast.If) and _loads([parent]):
+                node = parent
+                continue
             if isinstance(parent, ast.If | ast.IfExp | ast.While) and node is not parent.test:
                 return None if _is_main_guard(parent.test) else parent.test
             if isinstance(parent, ast.BoolOp) and node is not parent.values[0]:
                 return parent.values[0]
             node = parent
         return None
+
+    def _is_repeated(self, node: ast.AST) -> bool:
+        """Whether a loop runs it again, within its function or around a call of that."""
+        if self._nearest_loop(node) is not None:
+            return True
+        around: ast.AST | None = node
+        while around is not None and not isinstance(around, _FUNCTIONS):
+            around = self._parents.get(around)
+        name = getattr(around, "name", None)
+        return name is not None and any(self._nearest_loop(call) is not None for call in self._named(name))
 
     def _nearest_loop(self, node: ast.AST) -> ast.AST | None:
         parent: ast.AST | None = node
@@ -186,17 +209,35 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(node)
 
 
+def _loads(nodes: Sequence[ast.AST]) -> bool:
+    """Whether one of them loads, whichever branch is taken."""
+    return any(
+        _loads(node.body) and _loads(node.orelse)
+        if isinstance(node, ast.If)
+        else any(isinstance(call, ast.Call) and _name(call) in LOADS for call in ast.walk(node))
+        for node in nodes
+    )
+
+
 def _is_main_guard(test: ast.expr) -> bool:
     return "__name__" in _text(test)
 
 
 def _from_zero(over: ast.expr) -> bool:
-    """Whether it is ``range(steps)`` or ``range(0, steps)``."""
-    if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args):
+    """Whether it is ``range(steps)`` or ``range(0, steps)``, and not the rest of the steps."""
+    if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(over):
         return False
     return len(over.args) == 1 or (len(over.args) == 2 and _text(over.args[0]) == "0")
 
 
 def _skips(loop: ast.For) -> bool:
-    """Whether the loop may leave steps out that were done before."""
-    return any(isinstance(node, ast.Continue) for node in ast.walk(loop))
+    """Whether the loop may leave steps out that were done before, or end when all were."""
+    return any(
+        isinstance(node, ast.Continue)
+        or (isinstance(node, ast.Compare) and isinstance(node.ops[0], _ORDER) and _reads_step(node))
+        for node in ast.walk(loop)
+    )
+
+
+def _reads_step(node: ast.AST) -> bool:
+    return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))

@@ -119,6 +119,7 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (f"if Path(save_dir).is_dir():\n    {LOAD}", LOOP, "finds nothing before the script has saved"),
         (f"if args.resume: {LOAD}", LOOP, "is called only if `args.resume`"),
         (f"args.resume and {LOAD}", LOOP, "is called only if `args.resume`"),
+        ("class Trainer: pass\nTrainer()", LOOP, "neither engine.load_checkpoint nor reft.resume"),
         (LOAD, "for step in range(steps):", "Write for step in range(engine.global_steps, steps)"),
         (LOAD, "for step in range(0, 10):", "begins at 0 in every life"),
         (
@@ -148,6 +149,12 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
         (LOAD, "for step in range(steps):\n    if step < engine.global_steps: continue"),
         (LOAD, "for epoch in range(2):\n  for step in range(3):"),
         (LOAD, "for _ in range(2):"),
+        (LOAD, "for step in range(steps - engine.global_steps):"),
+        (LOAD, "for step in range(steps):\n    if engine.global_steps >= steps: break"),
+        (LOAD, "for step in range(steps):\n  if step >= start:"),
+        (LOAD, "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()"),
+        (f"if args.tag: engine.load_checkpoint(d, args.tag)\nelse: {LOAD}", LOOP),
+        (f"class Trainer:\n  def load(self): {LOAD}\nTrainer().load()", LOOP),
     ],
 )
 def test_what_is_right_is_not_found(load: str, loop: str) -> None:
