@@ -22,6 +22,7 @@ from reft.elastic.exits import EX_REFUSED, is_refusal
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from tests.hook.ranks import be_a_rank
+from tests.unknown_state import Forgetful, Secretive
 
 avoid_build_at_start()
 
@@ -81,25 +82,6 @@ def make(block: dict[str, Any] | None, model: nn.Module | None = None, **options
 def pipeline(block: dict[str, Any], stages: int = 2) -> Any:
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
     return make(block, PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss))
-
-
-class Secretive(torch.optim.SGD):
-    """Keeps state that only its own state_dict knows."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "secret": 1}
-
-
-class Forgetful:
-    """A scheduler without a state_dict."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None: ...
-
-    def get_lr(self) -> list[float]:
-        return [0.1]
 
 
 def step(engine: Any, batch: torch.Tensor) -> None:

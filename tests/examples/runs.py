@@ -66,13 +66,7 @@ class Example:
         )
         command = (str(EXAMPLES / self.script), *arguments)
         with cluster(directory, *command, procs_per_node=self.procs_per_node, options=self.options) as job:
-            if loses_node:
-                job.wait_until(lambda: ended(job), _SECS, "the loss of a node")
-                (lost,) = ended(job)
-                job.kill_node(lost)  # what is left of it: its memory directory
-                job.replace_node(lost)
-            codes = job.wait(_SECS)
-            log = "".join(path.read_text(errors="replace") for path in sorted(directory.glob("node*.log")))
+            codes, log = run_to_its_end(job, _SECS, loses_node=loses_node)
         assert set(codes.values()) == {0}, log[-4000:]
         losses: dict[int, list[str]] = {}
         for step, loss in _STEP.findall(log):
@@ -80,7 +74,20 @@ class Example:
         return Outcome(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
 
 
-def ended(job: WatchedCluster) -> list[int]:
+def run_to_its_end(job: WatchedCluster, secs: float, *, loses_node: bool) -> tuple[dict[int, int], str]:
+    """The exit codes and the log of all nodes. With ``loses_node`` one is lost, and replaced by a fresh one."""
+    if loses_node:
+        job.wait_until(lambda: _ended(job), secs, "the loss of a node")
+        (lost,) = _ended(job)
+        job.kill_node(lost)  # what is left of it: its memory directory
+        job.replace_node(lost)
+    codes = job.wait(secs)
+    return codes, "".join(
+        path.read_text(errors="replace") for path in sorted(job.directory.glob("node*.log"))
+    )
+
+
+def _ended(job: WatchedCluster) -> list[int]:
     """Nodes whose launcher runs no more."""
     return [index for index, node in sorted(job.current.items()) if not node.running]
 

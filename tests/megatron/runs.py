@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.elastic.cluster import cluster
-from tests.examples.runs import ended
+from tests.examples.runs import run_to_its_end
 
 _SECS = 400.0
 _ITERATION = re.compile(
@@ -74,13 +74,7 @@ class Program:
         with cluster(
             directory, *command, nodes=self.nodes, procs_per_node=self.procs_per_node, env=dict(self.env)
         ) as job:
-            if loses_node:
-                job.wait_until(lambda: ended(job), _SECS, "the loss of a node")
-                (lost,) = ended(job)
-                job.kill_node(lost)  # what is left of it: its memory directory
-                job.replace_node(lost)
-            codes = job.wait(_SECS)
-            log = "".join(path.read_text(errors="replace") for path in sorted(directory.glob("node*.log")))
+            codes, log = run_to_its_end(job, _SECS, loses_node=loses_node)
         return outcome(codes, log)
 
 

@@ -14,25 +14,7 @@ from engine_runs import build, restore, snapshot
 
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state.adapters import adapter_for
-
-
-class Secretive(torch.optim.SGD):
-    """Keeps state that only its own state_dict knows."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "secret": 1}
-
-
-class Forgetful:
-    """A scheduler without a state_dict."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None: ...
-
-    def get_lr(self) -> list[float]:
-        return [0.1]
+from tests.unknown_state import Forgetful, Secretive
 
 
 class Derived(deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer):
