@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CHECKPOINTING = "megatron.checkpointing"
 _CHECKPOINT_VERSION = 3.0
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 _REFUSED = {
     "finetune": "every start, and so every restart after a failure, would begin anew from the weights alone. "
     "Start once without the reft block and with --save DIR --exit-interval 1, then train with --load DIR",
@@ -150,8 +151,9 @@ class MegatronProgram:
 
 def _is_plain(value: Any) -> bool:
     """Whether any process can read it back. The rest of the arguments is made anew by the program."""
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return type(value) is dict and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    return value is None or type(value) in (bool, int, float, str, bytes, torch.dtype)
+    kind = type(value)
+    if kind in _PLAIN:  # most of some hundred arguments, at every step
+        return True
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    return kind is dict and all(_is_plain(k) and _is_plain(v) for k, v in value.items())
