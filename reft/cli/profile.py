@@ -35,9 +35,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ReftError: a :class:`~reft.errors.ConfigError` for wrong use.
     """
-    saved, rest = _saved_parser().parse_known_args(list(argv))
-    if saved.saved is not None and not rest:  # elsewhere --from is an option of the script
-        return _show_saved(saved)
+    if any(word.partition("=")[0] == "--from" for word in argv):
+        saved, rest = _saved_parser().parse_known_args(list(argv))
+        if not rest:  # elsewhere it is an option of the script
+            return _show_saved(saved)
     return _run(argv)
 
 

@@ -182,6 +182,15 @@ def test_an_option_of_the_script_is_the_scripts(tmp_path, monkeypatch):
     assert started[0].arguments[-5:] == ("train.py", "--from", "scratch", "--json", "x")
 
 
+@pytest.mark.parametrize("option", ["--json", "--figure"])
+def test_an_option_of_the_script_is_not_judged_by_ours(option, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("reft.elastic.launch.launch", lambda given: started.append(given) or 1)
+    monkeypatch.setenv(ENV_PROFILE, "")
+    cli_profile.main(["--dir", str(tmp_path), "train.py", option])
+    assert started[0].arguments[-2:] == ("train.py", option)
+
+
 @pytest.mark.parametrize("option", ["--steps", "--pipelines"])
 def test_numbers_that_measure_nothing_are_refused(option, capsys):
     assert cli.main(["profile", option, "0", "train.py"]) == 2
