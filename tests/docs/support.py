@@ -45,15 +45,15 @@ LAUNCHERS = (
         "elastic/test_rank_order.py",
     ),
     Tested(
-        "`torchrun`, `deepspeed`, `accelerate`, `srun python`, with `import reft` in the script or `reft hook install` "
-        "once for the environment",
+        "`torchrun` with `import reft` in the script; `python` with the variables of `srun`, after `reft hook install` "
+        "once for the environment. The launchers `deepspeed` and `accelerate` were not tried",
         "snapshots and recovery from memory; no daemon, so nothing is persisted; the launcher's own restarts; said at "
         "the start",
         "elastic/test_unlaunched.py",
     ),
     Tested(
         "Hugging Face `Trainer`, with `reft.hf.resumable(trainer)`",
-        "under any of these: goes on at the step and the batch, within an epoch too",
+        "under `reft launch`: goes on at the step and the batch, within an epoch too",
         "examples/test_trainer.py",
     ),
 )
@@ -89,10 +89,12 @@ def document() -> str:
     """The whole page."""
     parts = [
         "# What is supported",
-        "Written by `python -m tests.docs.support`; do not edit. DeepSpeed 0.19; `make matrix` runs older "
-        "releases.",
+        "Written by `python -m tests.docs.support`; do not edit. Tested with "
+        "Python 3.11, torch 2.13 and DeepSpeed 0.19; `make matrix` is there for other releases, and its rows `oldest` "
+        "and `newest` have not been run to the end yet.",
         "## Engines, ZeRO stages and precisions",
-        "Each row is trained, killed, restored and compared bit for bit by `tests/state/test_engines.py`.",
+        "Each row is trained, restored into a new engine, trained on and compared bit for bit by "
+        "`tests/state/test_engines.py`; real processes are killed by `tests/faults`, `tests/attack` and `tests/examples`.",
         _table(
             ("engine", "ZeRO", "precision", "optimizer", "DeepSpeed's wrapper", "reft's adapter"), engines()
         ),
@@ -107,6 +109,8 @@ def document() -> str:
         "## Data loaders",
         "After a failure, by `tests/attack/test_p8_data.py`:",
         _table(("the script reads", "what happens"), LOADERS.values()),
+        "A loop over a loader that Accelerate's `prepare` made is not supported: it reads a batch ahead, and would go on "
+        "one batch too far.",
     ]
     return "\n\n".join(parts) + "\n"
 
