@@ -76,7 +76,7 @@ class Round:
 
 
 def read_history(job_dir: Path) -> list[Round]:
-    """Every start of the trainers that the node has seen; torn or foreign lines are left out."""
+    """Every start of the trainers that the node has seen; lines that are no events are left out."""
     try:
         lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
     except OSError:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from reft.cli import EXIT_NOT_WELL, main, make_app
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
+from reft.store.history import RESUMED, STARTED, note
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.status import NodeStatus
@@ -57,3 +58,19 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: P
     shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "200"}).output.split())
     said = "9 partitions; copied from their owners: 1x it is not what its owner has"
     assert f"recomputed │ {said}" in shown
+
+
+def test_commits_that_a_restart_did_not_find_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
+    facts = {"nodes": ["a"], "failures": [], "joined": [], "gathering_secs": None}
+    note(job_dir.path, STARTED, round=1, lost=[], newest_step=-1, **facts)
+    for step in (9, 6):
+        note(job_dir.path, STARTED, round=2, lost=["b"], newest_step=9, **facts)
+        note(job_dir.path, RESUMED, source="disk, /d", step=step, secs=0.5)
+    assert main(["history", "--memory-dir", str(tmp_path / "memory")]) == EXIT_WELL
+    shown = capsys.readouterr().out
+    assert "step 6 (disk, /d); 3 committed steps were lost" in shown
+    assert shown.count("were lost") == 1

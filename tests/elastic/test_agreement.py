@@ -162,3 +162,14 @@ def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
     nobody = agree([replace(n, cause=PEER) for n in told])
     assert len(nobody.failures) == 3
     assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()
+
+
+def test_a_round_that_knows_less_does_not_make_old_versions_new() -> None:
+    """The node that knew the newest version is lost: what the others commit again renews no restart."""
+    a, b = info("a", newest_step=7), info("b", newest_step=7)
+    second = agree([replace(c.after(agree([a, b])), cause=OWN) for c in (a, b)], renews=True)
+    assert second.restarts_used == 1
+    third = agree([replace(a.after(second), newest_step=3), info("c")], renews=True)
+    assert third.known_step == 7
+    fourth = agree([replace(a.after(third), newest_step=6, cause=OWN), info("c")], renews=True)
+    assert (fourth.known_step, fourth.restarts_used) == (7, 2)
