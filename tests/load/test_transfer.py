@@ -85,6 +85,16 @@ def test_messages_of_any_length_arrive(results):
     assert all(result["equal"] for result in results["messages"])
 
 
+def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
+    """Block tables go from rank to rank: rank 1 gives rank 0 one that was changed on the way."""
+    assert [result["error"] for result in results["forged_message"]] == [
+        "AuthenticationError",
+        None,
+        None,
+        None,
+    ]
+
+
 def test_a_load_connects_a_rank_with_its_sharding_group_only(results):
     """Two groups of two members: beside the tree's, a rank has a connection to one peer and not to three."""
     assert [result["added"] for result in results["connections"]] == [1] * WORLD_SIZE

@@ -104,7 +104,7 @@ SCENARIOS = {
 }
 
 
-MORE = ("messages", "connections")
+MORE = ("messages", "forged_message", "connections")
 
 
 class Rank:
@@ -226,6 +226,17 @@ class FlipsOnTheWay(ControlGroup):
         super().stream(sends, receives, wake)
 
 
+class ForgesMessages(ControlGroup):
+    """Damages the last byte of every message that it gives its peers."""
+
+    def stream(self, sends, receives, wake=None) -> None:
+        forged = {peer: bytearray(b"".join(parts)) for peer, parts in sends.items()}
+        for message in forged.values():
+            if len(message) > 8:  # not its length
+                message[-1] ^= 0x40
+        super().stream({peer: [memoryview(message)] for peer, message in forged.items()}, receives, wake)
+
+
 def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
     """Flip one byte of one block."""
     with Arena.open(path, SECRET, writable=True) as arena:
@@ -336,6 +347,16 @@ def messages(control: ControlGroup) -> dict[str, object]:
     return {"equal": found == {peer: bytes([peer, rank]) * length(peer) for peer in others}}
 
 
+def forged_message(rank: int) -> dict[str, object]:
+    """What comes of a message that rank 1 did not authenticate."""
+    control = (ForgesMessages if rank == 1 else ControlGroup)(30.0, node=f"host{rank}", secret=SECRET)
+    among = (0, 1) if rank < 2 else (2, 3)
+    found = attempt(lambda: control.swap(dict.fromkeys(among, b"a table of blocks")))
+    control.gather_bytes(b"")  # nobody leaves before all have theirs
+    control.leave()
+    return found
+
+
 def connections() -> int:
     return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("tcp"))
 
@@ -368,6 +389,8 @@ def main() -> None:
     for name in [*MORE, *SCENARIOS]:
         if name == "messages":
             results[name] = messages(control)
+        elif name == "forged_message":
+            results[name] = forged_message(rank)
         elif name == "connections":
             results[name] = added_connections(root, rank)
         elif name == "whole_plan_executed":
