@@ -132,6 +132,14 @@ def pipeline_allowed_to_be_unprotected(place: Place) -> None:
         engine.train_batch(batches())
 
 
+def pipeline_restarted(place: Place) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    engine = pipeline(place.block())
+    reft.resume(engine)
+    while engine.global_steps < STEPS:
+        engine.train_batch(batches())
+
+
 def more_losses_than_nodes(place: Place) -> None:
     make(place.block(tolerance=2))
 
@@ -365,6 +373,7 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
     # DeepSpeed's groups are a pipeline's from here on.
     pipeline_over_two_nodes,
     pipeline_allowed_to_be_unprotected,
+    pipeline_restarted,
     pipeline_with_a_list,
 )
 

@@ -49,6 +49,7 @@ WARNED = {
     "no_place_for_checkpoints": (START, "checkpoints cannot be written to persist.dir"),
     "pipeline_with_a_list": (STEP_1, "RepeatingLoader"),
     "pipeline_allowed_to_be_unprotected": (START, "TOLERANCE IS 0: with a data-parallel degree of 1"),
+    "pipeline_restarted": (START, "TOLERANCE IS 0: with a data-parallel degree of 1"),
     "no_protection": (START, 'TOLERANCE IS 0: the protection is "none"'),
     "everybody_on_one_node": (START, "TOLERANCE IS 0: all ranks share a node with their copies"),
 }
