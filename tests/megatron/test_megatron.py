@@ -56,6 +56,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
     assert differences(undisturbed, disturbed) == []
     assert (save / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
     assert "the state of step" not in disturbed.log, "no version was left out"
+    assert "from here on its losses" not in disturbed.log, "its place in the data is the program's (P12)"
 
 
 @pytest.mark.long
