@@ -22,7 +22,7 @@ LAYERS = (
     ("profile",),
     ("policy",),
     ("hook",),
-    ("elastic", "hf"),
+    ("elastic", "hf", "megatron"),
     ("tools",),
     ("cli", "pretrain"),
 )

@@ -29,7 +29,7 @@ from reft.hook.calls import LoadCall, bind
 from reft.hook.device_paths import report_untried
 from reft.hook.engine_state import ClientState
 from reft.hook.install import ds_config_of
-from reft.hook.megatron import running_program
+from reft.hook.programs import running_program
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
 from reft.hook.session import Session

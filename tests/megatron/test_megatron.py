@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from reft.cli import make_app
 from reft.errors import ConfigError, UnsupportedStateError
-from reft.hook.megatron import running_program
+from reft.megatron.deepspeed import running_program
 from reft.state.codec import decode, encode
 from tests.machine import free_port
 from tests.megatron.runs import Outcome, Program, differences, lost_node, outcome

@@ -1,0 +1,39 @@
+"""Training programs with a state of their own beside the engine's, of which an engine may be one's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from reft.hook.session import Session
+
+_KNOWN = {"megatron.checkpointing": "reft.megatron.deepspeed"}
+"""A module that the program has imported, and reft's module that knows the program."""
+
+
+class Program(Protocol):
+    """What is asked of the program that has made an engine."""
+
+    def client_state(self) -> dict[str, Any]:
+        """What its own checkpoint of the engine's step would hold beside the engine's files."""
+
+    def join(self, session: Session) -> None:
+        """Called once on all ranks, before the program loads."""
+
+
+def running_program(engine: Any) -> Program | None:
+    """The program that has made the engine; None for a script of nobody's.
+
+    Raises:
+        ConfigError: it was started with an option that reft cannot resume.
+    """
+    for module, ours in _KNOWN.items():
+        if module in sys.modules:
+            find: Callable[[Any], Program | None] = import_module(ours).running_program
+            program = find(engine)
+            if program is not None:
+                return program
+    return None
