@@ -14,9 +14,10 @@ square root), each a kernel of its own over fp32 tensors, so that no compiler ca
 
 - Scalars are computed on the host in fp64 by such operations too (powers by repeated multiplication, not by
   ``pow``, whose last bit differs between C libraries) and rounded to fp32 once.
-- No tensor is divided by a scalar: torch's CUDA kernel multiplies by the reciprocal instead. Square roots on
-  the host are NumPy's: torch's come from a vector library there (MKL) that rounds 7 of 1,000 wrongly.
-- Denormals are kept, as torch's CUDA kernels keep them. A host thread that flushes them
+- No tensor is divided by a scalar: torch's kernel for CUDA and ROCm multiplies by the reciprocal instead.
+  Square roots on the host are NumPy's: torch's come from a vector library there (MKL) that rounds 7 of 1,000
+  wrongly.
+- Denormals are kept, as torch's kernels for CUDA and ROCm keep them. A host thread that flushes them
   (``torch.set_flush_denormal(True)``) computes something else; peers repeat a host's step in its own mode.
 - The bits of a NaN are not defined.
 

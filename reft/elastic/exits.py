@@ -51,7 +51,8 @@ _REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError
 _IN_USE = "JobInUseError"
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
-    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled cuda error|CUDA error|HIP error|out of memory", re.I
+    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error|out of memory",
+    re.I,
 )
 _PEER_MESSAGES = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed|error)"

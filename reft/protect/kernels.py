@@ -14,7 +14,10 @@ from reft.protect.gf256 import Row, bit_matrix
 from reft.protect.rs import PACKET_BYTES, PACKETS, needs_packets
 
 THREADS = 256
-"""Threads of a block. With coefficients above 1, a block takes so many columns of a cell."""
+"""Threads of a block. With coefficients above 1, a block takes so many columns of a cell.
+
+The kernels say it to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads: 128
+registers for a thread, so that from three targets on accumulators are spilled to memory."""
 
 NAME = "reft_combine"
 
@@ -85,7 +88,8 @@ def kernel_source(rows: tuple[Row, ...], width: int) -> str:
     return (
         "typedef unsigned long long Count;\n"
         + _WORDS[width]
-        + f'extern "C" __global__ void {NAME}(Count m, Count n, {", ".join(pointers)}) {{\n{body}}}\n'
+        + f'extern "C" __global__ void __launch_bounds__({THREADS}) '
+        + f"{NAME}(Count m, Count n, {', '.join(pointers)}) {{\n{body}}}\n"
     )
 
 

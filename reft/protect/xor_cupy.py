@@ -29,7 +29,8 @@ def _import_cupy() -> Any:
     except ImportError as e:
         raise ConfigError(
             "found no CuPy; expected it for the fused device kernels. Install reft-ckpt[cuda12], "
-            "reft-ckpt[cuda13] or reft-ckpt[rocm], whichever fits the driver, or use the torch backend"
+            "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch backend: "
+            "it makes the same bytes (CuPy has no package for ROCm 6)"
         ) from e
     return cupy
 
@@ -42,12 +43,12 @@ def _usable_cupy() -> Any:
     except cupy.cuda.runtime.CUDARuntimeError as e:
         raise ConfigError(
             f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and that the "
-            f"extra (cuda12, cuda13, rocm) fits it, or use the torch backend"
+            f"extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
         ) from e
     if not devices:
         raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES, or use the "
-            f"torch backend"
+            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES (on AMD's "
+            f"devices HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES), or use the torch backend"
         )
     return cupy
 
@@ -89,8 +90,7 @@ class CupyBackend:
             arrays = [self._share(b) for b in (*sources, *(targets[r] for r in kept))]
             width = gcd(16, *(a.data.ptr for a in arrays))
             launch = launch_of(chosen, width, nbytes)
-            processors = self._cupy.cuda.Device().attributes["MultiProcessorCount"]
-            grid = min(launch.items, processors * _BLOCKS_PER_PROCESSOR)
+            grid = min(launch.items, _processors(self._cupy.cuda.Device().id) * _BLOCKS_PER_PROCESSOR)
             numbers = [self._cupy.uint64(n) for n in launch.numbers]
             self._kernel(chosen, width)((grid,), (THREADS,), (*numbers, *arrays))
 
@@ -118,6 +118,13 @@ class CupyBackend:
         if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
             return self._cupy.cuda.Stream.from_external(stream)
         return self._cupy.cuda.ExternalStream(stream.cuda_stream)
+
+
+@cache
+def _processors(device: int) -> int:
+    """Multiprocessors (AMD: compute units). Not from ``Device.attributes``, which has the numbers of
+    an old HIP, so that on AMD's devices this one is missing (CuPy's issue 7676, open in 2026)."""
+    return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
 @cache

@@ -31,12 +31,14 @@ logger = logging.getLogger(__name__)
 NICENESS = 5
 """Trainers come first, but beside busy ones a checkpoint must still be done within its interval."""
 NO_DEVICE = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "HIP_VISIBLE_DEVICES": "-1",
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment of the process: it must neither touch a device nor take the trainer's cores."""
+"""Environment of the process: it must neither touch a device nor take the trainer's cores.
+
+AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to both."""
 
 _PR_SET_PDEATHSIG = 1
 

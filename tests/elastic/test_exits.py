@@ -29,6 +29,10 @@ PEER_ERRORS = [
 OWN_ERRORS = [
     ValueError("Connection reset by peer"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError(
+        "HIP error: an illegal memory access was encountered"
+    ),  # torch's words on AMD's devices (ROCm)
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled hip error, socket closed"),
     RuntimeError("shape mismatch"),
     ConnectionResetError(104, "Connection reset by peer"),  # the user's own download
     dist.DistBackendError("NCCL error: ncclInvalidUsage, Duplicate GPU detected : rank 0 and rank 1"),

@@ -28,6 +28,7 @@ struct uint4 { unsigned int x, y, z, w; } __attribute__((aligned(16)));
 struct Index { unsigned int x; };
 static thread_local Index blockIdx, threadIdx, gridDim, blockDim;
 #define __global__
+#define __launch_bounds__(threads)
 #define __device__
 #define __forceinline__ inline
 """

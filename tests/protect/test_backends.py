@@ -168,5 +168,5 @@ def test_the_backend_follows_the_buffer() -> None:
 
 @pytest.mark.skipif(has_cupy(), reason="CuPy is installed")
 def test_without_cupy_the_message_names_the_extras() -> None:
-    with pytest.raises(ConfigError, match=r"cuda12.*cuda13.*rocm"):
+    with pytest.raises(ConfigError, match=r"cuda12.*cuda13.*rocm7"):
         cupy_backend()

@@ -184,7 +184,7 @@ def _add_training(parser: argparse.ArgumentParser, add: Any) -> None:
         group,
         "--deterministic",
         True,
-        "use deterministic kernels only (CUDA)",
+        "use deterministic kernels only (on a GPU)",
         action=argparse.BooleanOptionalAction,
     )
 

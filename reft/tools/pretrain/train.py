@@ -224,9 +224,9 @@ def _needs_torch_adam() -> bool:
     """DeepSpeed's fused Adam is compiled at first use; torch's own works everywhere."""
     if not torch.cuda.is_available():
         return True
-    from torch.utils.cpp_extension import CUDA_HOME
+    from torch.utils.cpp_extension import CUDA_HOME, ROCM_HOME
 
-    return CUDA_HOME is None
+    return (ROCM_HOME if torch.version.hip else CUDA_HOME) is None
 
 
 def _tensor_parallel(layout: Layout, seed: int) -> TensorParallel:
