@@ -26,6 +26,7 @@ from reft import log
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind
+from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.device_paths import report_untried
 from reft.hook.engine_state import ClientState
 from reft.hook.install import ds_config_of
@@ -83,11 +84,12 @@ def attach(
             'DeepSpeed configuration or pass config={"enabled": True}'
         )
     program = running_program(engine) if client_state is None else None
-    session = Session(engine, parsed, client_state if program is None else program.client_state)
+    seen = DeepSpeedEngine(engine)
+    session = Session(seen, parsed, client_state if program is None else program.client_state)
     if program is not None:
         program.join(session)
     setattr(engine, _SESSION, session)
-    _wrap(engine, session, Restorer(session))
+    _wrap(seen, session)
     report_untried(session)
     atexit.register(session.close)
     return session
@@ -124,7 +126,9 @@ def _replace(engine: Any, name: str, wrapper: Callable[[Callable[..., Any]], Cal
     setattr(engine, name, functools.wraps(original)(wrapper(original)))
 
 
-def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
+def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
+    engine, restorer = seen.engine, Restorer(session, seen)
+
     def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             session.before_optimizer_step()
@@ -141,7 +145,7 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
             try:
                 result = original(data_iter, *args, **kwargs)
             finally:
-                session.state.data.end_batch()
+                restorer.after_batch()
             session.after_step()
             restorer.after_step()
             return result
@@ -178,7 +182,7 @@ def _wrap(engine: Any, session: Session, restorer: Restorer) -> None:
         return wrapped
 
     _replace(engine, "_take_model_step", model_step)
-    innermost = session.state.adapter.state.optimizer
+    innermost = seen.adapter.state.optimizer
     if isinstance(innermost, torch.optim.Optimizer):
         innermost.register_step_pre_hook(session.fence.before_write)
     if hasattr(engine, "grid"):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import Variant
-from reft.optim import ExactAdam
 from reft.snapshot.scheduling.has import Overflow
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def _recomputes(session: Session) -> bool:
 
 
 def _exact_adam(session: Session) -> bool:
-    return isinstance(session.state.adapter.state.optimizer, ExactAdam)
+    return session.state.adapter.steps_exactly
 
 
 PATHS: tuple[DevicePath, ...] = (

@@ -54,7 +54,7 @@ def _words(session: Session, loads: dict[int, Load]) -> str:
     copied, sent = max(x.to_host_bytes for x in loads.values()), max(x.sent_bytes for x in loads.values())
     return (
         f"dry run: {topology.degrees} on {len(set(topology.failure_domains))} node(s), "
-        f"{type(session.engine).__name__}\n"
+        f"{session.engine.name}\n"
         f"protection: {session.protection.record.scheme}, survives {session.tolerance} lost node(s) per "
         f"sharding group\n"
         f"memory: at most {_mib(per_node)} a node, for {config.arena_count} versions\n"

@@ -8,14 +8,12 @@ from typing import Any
 
 from reft.config import Variant
 from reft.errors import ReftError
-from reft.hook.data import DataPosition
+from reft.hook.engine import TrainingEngine
 from reft.hook.recomputing import Recomputing
 from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.request import SnapshotRequest
-from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob
-from reft.state.host import capture_host_state
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -27,26 +25,24 @@ class EngineState:
     """Captures the state after a step. Used by the training thread.
 
     Args:
-        engine: a DeepSpeed engine.
-        adapter: knows its tensors.
+        engine: what trains.
         recomputing: the gradients that peers' partitions are recomputed from.
         client_state: returns what the user wants restored together with the weights.
     """
 
     def __init__(
         self,
-        engine: Any,
-        adapter: StateAdapter,
+        engine: TrainingEngine,
         recomputing: Recomputing,
         client_state: ClientState | None,
     ) -> None:
         self._engine = engine
-        self.adapter = adapter
+        self.adapter = engine.adapter
         self.recomputing = recomputing
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
-        self.data = DataPosition(engine)
+        self.data = engine.data
         self._images: LiveImages | None = None
         self._blob = HostBlob()
         self._failures: set[type[Exception]] = set()
@@ -78,8 +74,10 @@ class EngineState:
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
 
     def _prepare_host_block(self, images: LiveImages) -> Callable[[], bytes | bytearray]:
-        state = capture_host_state(self._engine, self.adapter, self._client(), self.data.state())
-        return self._blob.prepare(self._engine, (images.replicated, images.owned), images.signature, state)
+        state = self._engine.capture(self._client())
+        return self._blob.prepare(
+            self._engine.template, (images.replicated, images.owned), images.signature, state
+        )
 
     def _client(self) -> Mapping[str, Any] | None:
         if self.restored_client is not None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,15 @@ from reft.env import ENV_LAUNCHER_PID
 from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
 from reft.grid import Coordinate, Degrees
 from reft.hook.coordinates import kernel_id
-from reft.hook.install import ds_config_of
+from reft.hook.engine import TrainingEngine
 from reft.hook.living import require_no_other
-from reft.naming import own_name_of_process, own_program, siblings
+from reft.naming import own_name_of_process, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import (
     AT_LAUNCH,
     Fact,
     Fingerprint,
     differences,
-    facts_of_arguments,
     require_same,
 )
 from reft.store.fingerprints import newest_record, record_fingerprint
@@ -42,27 +40,6 @@ logger = logging.getLogger(__name__)
 
 _LOCK_SECS = 10.0
 """Trainers that were just killed hold the lock until the kernel has taken their memory down."""
-_CONFIG = (
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "bfloat16",
-    "amp",
-    "data_types",
-    "communication_data_type",
-    "gradient_clipping",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "sparse_gradients",
-    "progressive_layer_drop",
-    "curriculum_learning",
-    "data_efficiency",
-    "compression_training",
-)
-"""Parts of DeepSpeed's configuration that change the numbers."""
-_ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")
-"""Of ``zero_optimization``: the rest is about speed."""
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
@@ -181,9 +158,15 @@ class Identity:
 
     @classmethod
     def of_engine(
-        cls, engine: Any, config: ReftConfig, *, at: Coordinate, degrees: Degrees, control: ControlGroup
+        cls,
+        engine: TrainingEngine,
+        config: ReftConfig,
+        *,
+        at: Coordinate,
+        degrees: Degrees,
+        control: ControlGroup,
     ) -> Identity:
-        """Of a DeepSpeed engine: rank 0's settings, everybody's shapes. Collective.
+        """Of what trains: rank 0's settings, everybody's shapes. Collective.
 
         Args:
             engine: the engine.
@@ -192,9 +175,9 @@ class Identity:
             degrees: of the job.
             control: as above.
         """
-        mine = encode([str(at), _shapes(engine), _restarts()])
+        mine = encode([str(at), engine.shapes(), _restarts()])
         told = [decode(data) for data in control.gather_bytes(mine)]
-        facts = {**_settings(engine), **_layout(degrees)}
+        facts = {**engine.settings(), **_layout(degrees)}
         facts |= {
             f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
         }
@@ -289,51 +272,14 @@ def _restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
 
 
-def _settings(engine: Any) -> dict[str, Fact]:
-    config = ds_config_of(engine)
-    facts: dict[str, Fact] = {
-        **facts_of_arguments(sys.argv[1:]),
-        "script": own_program()[0],
-        "seed": torch.initial_seed(),
-        "config.train_batch_size": int(engine.train_batch_size()),
-        "config.train_micro_batch_size_per_gpu": int(engine.train_micro_batch_size_per_gpu()),
-        "config.gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
-    }
-    for name in _CONFIG:
-        if name in config:
-            facts |= {f"config.{key}": fact for key, fact in _flat(name, config[name])}
-    zero = dict(_flat("zero_optimization", config.get("zero_optimization") or {}))
-    facts["config.zero_optimization.stage"] = 0
-    facts |= {f"config.{k}": v for k, v in zero.items() if k.removeprefix("zero_optimization.") in _ZERO}
-    if "optimizer" not in config:
-        facts |= dict(_hyperparameters(engine.optimizer))
-    if "scheduler" not in config and engine.lr_scheduler is not None:
-        facts["lr_scheduler"] = type(engine.lr_scheduler).__qualname__
-    return facts
-
-
-def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
-    """Of an optimizer that the script made itself, group by group."""
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer
-    yield "optimizer.type", type(inner).__qualname__
-    for index, group in enumerate(getattr(inner, "param_groups", ())):
-        # A scheduler has moved "lr" already; "initial_lr" is what the script wrote.
-        settings = {**group, "lr": group.get("initial_lr", group.get("lr"))}
-        for key, value in sorted(settings.items()):
-            if key not in ("params", "initial_lr"):
-                yield from _flat(f"optimizer.group{index}.{key}", value)
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
     """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
     if isinstance(value, Mapping):
         for key in value:
-            yield from _flat(f"{name}.{key}", value[key])
+            yield from flat_facts(f"{name}.{key}", value[key])
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _flat(f"{name}.{index}", item)
+            yield from flat_facts(f"{name}.{index}", item)
     elif value is None or isinstance(value, str | int | float | bool):
         yield name, value
     elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
@@ -344,14 +290,13 @@ def _layout(degrees: Degrees) -> dict[str, Fact]:
     return {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
 
 
-def _shapes(engine: Any) -> str:
-    """What this rank's part of the model consists of, for people, with a digest of every name and shape."""
+def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in parameters:
         tensors, numbers = tensors + 1, numbers + parameter.numel()
         digest.update(
             f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
         )
-    kind = type(engine.module).__qualname__
     return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from reft.config import ReftConfig
+from reft.errors import UnsupportedStateError
 from reft.grid import Coordinate, Topology
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
+from reft.state.adapter import Adapter
 from reft.state.adapters import StateAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.gradients import GradientCapture
@@ -40,7 +42,7 @@ class Recomputing:
         self,
         config: ReftConfig,
         *,
-        adapter: StateAdapter,
+        adapter: Adapter,
         at: Coordinate,
         topology: Topology,
         scheme: Callable[[], Scheme],
@@ -55,6 +57,11 @@ class Recomputing:
         """Set: partitions are sent by their owners, as without AOR, from the next version on."""
         if not config.recompute:
             return
+        if not isinstance(adapter, StateAdapter):
+            raise UnsupportedStateError(
+                f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
+                f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
+            )
         if not adapter.owned:
             if topology.coordinates[0] == at:
                 logger.info(

@@ -14,21 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import Variant
-from reft.errors import ConfigError, NotResumedError, UnrecoverableError
+from reft.errors import UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
-from reft.hook.completing import completing, is_still_protected
-from reft.hook.coordinates import local_rank
+from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
-from reft.hook.job import noted_commit
+from reft.hook.memory_rung import MemoryRung
 from reft.hook.session import Session
 from reft.hook.start_checks import conditional_loads, loops_that_begin_anew, warn
-from reft.hook.target import Target
 from reft.load.plan import NotRecoverable, RecoveryPlan
-from reft.load.recover import Recovery, RecoveryOutcome
-from reft.state.host import restore_data_free_state, restore_host_state
-from reft.state.rng import restore_rng
+from reft.load.recover import RecoveryOutcome
 from reft.store import history
-from reft.store.arena_files import slots_with
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -36,25 +31,13 @@ logger = logging.getLogger(__name__)
 Load = Callable[..., tuple[Any, Any]]
 
 
-class ClientStateView(dict[str, Any]):
-    """The client state of a version in memory. A key that was never given to reft is an error that
-    says so, not a ``KeyError`` that looks like a broken checkpoint."""
-
-    def __missing__(self, key: str) -> Any:
-        raise ConfigError(
-            f"client_state[{key!r}] is not part of the snapshot in memory; it holds {sorted(self)}. A "
-            f"snapshot is taken after every step, so reft must be able to ask for this value: pass "
-            f"reft.attach(engine, client_state=lambda: {{{key!r}: ...}}), or derive it from "
-            f"engine.global_steps"
-        )
-
-
 class Restorer:
     """Loads for one session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, engine: DeepSpeedEngine) -> None:
         self._session = session
-        self._rng: dict[str, Any] | None = None
+        self._engine = engine
+        self._memory = MemoryRung(session)
         self._trains = False
         """Whether this process has begun to train."""
         self._resumed: Resumed | None = None
@@ -63,7 +46,7 @@ class Restorer:
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
         self._disk = DiskRung(session.control, session.coordinate, session.job_id, session.config.persist.dir)
-        self._first_step, self._advised = int(session.engine.global_steps), False
+        self._first_step, self._advised = session.engine.global_steps, False
 
     # -- hooks ------------------------------------------------------------------------------------
 
@@ -71,36 +54,40 @@ class Restorer:
         """``train_batch`` begins, which takes its batches itself. The random states of the version hold from
         here on: whatever the script has drawn since it loaded is undone."""
         self.before_first_step()
-        self._session.state.data.begin_batch(data_iter)
-        if self._rng is not None:
-            restore_rng(self._rng)
-        self._rng = None
+        self._engine.data.begin_batch(data_iter)
+        self._memory.restore_rng()
+
+    def after_batch(self) -> None:
+        """``train_batch`` ends, however it does."""
+        self._engine.data.end_batch()
 
     def before_forward(self, *, training: bool) -> None:
         """A plain engine computes on a batch that the script has read."""
         session = self._session
         if training:
             self.before_first_step()
-        moved = session.state.data.forward(training=training)
+        moved = self._engine.data.forward(training=training)
         if moved is not None:
             warn(session, moved)
 
     def before_first_step(self) -> None:
         """Called before every step; does its work once after every load."""
-        if not self._trains and self._session.worker is None:
-            self._start_at_first_step()
+        if not self._trains:
+            self._first_step = self._session.engine.global_steps
+            if self._session.worker is None:
+                self._start_at_first_step()
         self._trains = True
         self._session.state.restored_client = None
-        self._session.state.data.trains()
+        self._engine.data.trains()
 
     def after_step(self) -> None:
         """A step has returned: after the first one it is known how the script reads its data."""
         session = self._session
-        if self._advised or int(session.engine.global_steps) == self._first_step:
+        if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True
-        self._note(history.STEPPED)
-        text = session.state.data.advice()
+        self._memory.note(history.STEPPED)
+        text = self._engine.data.advice()
         if session.copying.variant is Variant.NONE:
             return
         if session.state.client_state is None:
@@ -135,7 +122,7 @@ class Restorer:
     def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """The first load of a whole state in this process."""
         session = self._session
-        recovery, plan = self._survey()
+        recovery, plan = self._memory.survey()
         if call.tag is not None:
             return self._load_by_tag(original, call, plan)
         self._tagged = None
@@ -145,26 +132,21 @@ class Restorer:
         if isinstance(plan, RecoveryPlan):
             sound = self._disk.newest_sound(found, beyond=plan.label)
             if sound is None:
-                session.memory.identity.check_memory(
-                    session.memory.job_dir.path, plan.label, reads=session.is_first_on_node
-                )
-                outcome = self._restore_from_memory(recovery)
+                self._memory.check_identity(plan)
+                outcome = self._memory.restore(recovery)
                 if isinstance(outcome, RecoveryOutcome):
                     label = outcome.plan.label
                     return self._has_resumed(
-                        f"memory:{session.job_id}/{label.step}", self._client_state, label
+                        f"memory:{session.job_id}/{label.step}", self._memory.client_state, label
                     )
                 plan = outcome
         sound = sound or self._disk.newest_sound(found)
         if sound is not None:
             self._explain_disk(plan, sound.checkpoint)
             return self._load_sound(original, call, sound)
-        self._refuse_silent_restart(plan, found)
+        self._memory.refuse_silent_restart(plan, self._nothing_sound(found))
         if isinstance(outcome, NotRecoverable):
-            raise UnrecoverableError(
-                f"the memory of job {session.job_id} turned out corrupt while it was restored, some of the "
-                f"state is written, and no checkpoint is on disk.\n{outcome}\n{self._to_start_anew()}"
-            )
+            self._memory.refuse_half_written(outcome)
         result: tuple[Any, Any] = (None, None)
         if call.load_dir is not None:
             result = original(call.load_dir, tag=call.tag, **call.options)
@@ -177,77 +159,6 @@ class Restorer:
         if path is not None:
             self._resumed = Resumed(path, client_state, source)
         return path, client_state
-
-    # -- memory -----------------------------------------------------------------------------------
-
-    def _survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """What is in the memory of all nodes, and what would be restored from it. Collective."""
-        session = self._session
-        recovery = Recovery(
-            session.topology,
-            session.control,
-            job_id=session.job_id,
-            job_dir=session.memory.job_dir.path,
-            secret=session.memory.job_dir.secret,
-            faults=session.faults,
-            completing=completing(session),
-        )
-        return recovery, recovery.survey()
-
-    def _restore_from_memory(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
-        session = self._session
-        began = time.perf_counter()
-        target = Target(session)
-        outcome = recovery.restore(target.prepare, target.write)
-        if isinstance(outcome, NotRecoverable):
-            return outcome
-        self._finish(target.blob.state)
-        session.events.write(
-            "restored",
-            source="memory",
-            version=outcome.plan.label.step,
-            incarnation=outcome.plan.label.incarnation,
-            bytes_from=outcome.stats.bytes_from,
-            repaired=[str(r) for r in outcome.repaired],
-            secs=time.perf_counter() - began,
-        )
-        for repair in outcome.repaired:
-            logger.warning("corrupt memory was repaired from another source: %s", repair)
-        # What holds the version just recovered is kept until it is protected anew.
-        job_dir, label = session.memory.job_dir, outcome.label
-        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
-        session.start(dict.fromkeys(held, label))
-        if not is_still_protected(session, held.values(), outcome):
-            self._protect()
-        self._report(f"memory, {outcome.plan.label}", began)
-        return outcome
-
-    def _finish(self, state: dict[str, Any]) -> None:
-        session = self._session
-        restore_host_state(session.engine, session.state.adapter, state)
-        self._after_restore(state)
-
-    def _after_restore(self, state: dict[str, Any]) -> None:
-        session = self._session
-        session.state.data.restore(state.get("data") or {}, state.get("rng"))
-        session.state.restored_client = dict(state.get("client") or {})
-        self._client_state = ClientStateView(session.state.restored_client)
-        self._rng = state.get("rng")
-        self._first_step = int(session.engine.global_steps)
-        session.restored()
-
-    def _protect(self) -> None:
-        """Take the restored state as the first version of this incarnation and wait for its commit:
-        from then on the old version is no longer needed, and the new node is protected too."""
-        session = self._session
-        request = session.submit(must=True)
-        request.done.wait(session.config.commit_timeout_secs)
-        if not request.committed:
-            logger.warning(
-                "the restored state of step %d could not be protected again: %s. Training goes on",
-                request.label.step,
-                session.stats.last_error,
-            )
 
     # -- disk -------------------------------------------------------------------------------------
 
@@ -292,20 +203,20 @@ class Restorer:
             return path, client_state
         if state is not None:
             scheduler = bool(options.get("load_lr_scheduler_states", True))
-            restore_data_free_state(session.engine, state, scheduler=scheduler)
-            self._after_restore(state)
+            self._engine.restore_beside_checkpoint(state, scheduler=scheduler)
+            self._memory.after_restore(state)
             client_state = {**(client_state or {}), **client_state_of(state)}
         session.restored()
         session.events.write(
             "restored",
             source="disk",
-            version=int(session.engine.global_steps),
+            version=session.engine.global_steps,
             bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
             secs=time.perf_counter() - began,
         )
         if session.worker is not None:
-            self._protect()
-        self._report(f"disk, {path}", began)
+            self._memory.protect()
+        self._memory.report(f"disk, {path}", began)
         return path, client_state
 
     def _leave_this_future(self) -> None:
@@ -395,31 +306,10 @@ class Restorer:
 
     # -- refusals ---------------------------------------------------------------------------------
 
-    def _refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, found: Found | None = None) -> None:
-        """Nothing to resume from: right for a new job, an error for one that had made progress."""
-        session = self._session
-        assert isinstance(plan, NotRecoverable)
-        note = noted_commit(session.memory.record, session.control, session.job_id)
-        refused = self._disk.refused(found) if found is not None else ()
-        if plan.newest_committed is None and not plan.layout_mismatch and not note:
-            if refused:
-                raise UnrecoverableError(nothing_sound(refused))
-            return
-        where = session.config.persist.dir or "not configured (persist.dir)"
-        progress = note or plan.newest_committed or "versions of another layout"
-        raise UnrecoverableError(
-            f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint "
-            f"is on disk (persist directory: {where}).\n{plan}\n"
-            f"{nothing_sound(refused) + chr(10) if refused else ''}"
-            f"{self._to_start_anew()}"
-        )
-
-    def _to_start_anew(self) -> str:
-        job = self._session.job_id
-        return (
-            f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every node, or give "
-            f"the job another id."
-        )
+    def _nothing_sound(self, found: Found) -> str:
+        """What is wrong with the checkpoints on disk, in lines; empty where there are none."""
+        refused = self._disk.refused(found)
+        return nothing_sound(refused) if refused else ""
 
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
@@ -427,15 +317,10 @@ class Restorer:
         did = what_it_did(self._bases, self._tagged, () if self._bases else conditional_loads())
         to_write = what_to_write(self._bases, self._tagged)
         if self._tagged is None:
-            _, plan = self._survey()
+            _, plan = self._memory.survey()
             if isinstance(plan, RecoveryPlan):
-                raise NotResumedError(
-                    f"the memory of job {session.job_id} holds {plan.label}, but {did}: it would start from "
-                    f"scratch and overwrite it. The memory is kept. {to_write}; then start the job again. "
-                    f"'reft persist --job {session.job_id} --out DIR' writes a checkpoint to "
-                    f"DIR/{session.job_id}; 'reft clean --job {session.job_id} --force' removes the memory"
-                )
-            self._refuse_silent_restart(plan)
+                self._memory.refuse_to_overwrite(plan, did, to_write)
+            self._memory.refuse_silent_restart(plan)
             consequence = "After a failure the job would not be resumed: it would stop with an error."
         else:
             consequence = "After every failure it would go back there."
@@ -445,21 +330,6 @@ class Restorer:
     def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
         if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
             logger.warning("resuming from disk (%s): %s", disk, plan)
-
-    def _report(self, source: str, began: float) -> None:
-        secs = time.perf_counter() - began
-        self._note(history.RESUMED, source=source, step=int(self._session.engine.global_steps), secs=secs)
-        if self._session.is_rank_zero:
-            logger.warning(
-                "resumed at step %d from %s in %.2f s",
-                self._session.engine.global_steps,
-                source,
-                secs,
-            )
-
-    def _note(self, event: str, **facts: Any) -> None:
-        if local_rank() == 0:
-            history.note(self._session.memory.job_dir.path, event, **facts)
 
 
 def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from reft.errors import ReftError, UnsupportedStateError
 from reft.hook.disk import SAVED_BY, host_file
 from reft.hook.session import Session
 from reft.state.codec import encode
-from reft.state.host import capture_host_state
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +31,11 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
     result = original(**{**call, "client_state": client_state})
     from reft.state.deepspeed_format import write_host_file
 
-    step = int(session.engine.global_steps)
+    step = session.engine.global_steps
     name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
     kept = {k: v for k, v in client_state.items() if k in attached} if attached else client_state
     try:
-        state = capture_host_state(
-            session.engine,
-            session.state.adapter,
-            kept if _is_encodable(kept) else None,  # DeepSpeed's own file holds it, whatever it is
-            session.state.data.state(),
-        )
+        state = session.engine.capture(kept if _is_encodable(kept) else None)  # DeepSpeed's own file holds it
         state[SAVED_BY] = {
             "job_id": session.job_id,
             "incarnation": session.memory.incarnation,

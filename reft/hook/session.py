@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
-from reft.hook.coordinates import coordinate_of, local_rank, local_world_size
+from reft.hook.coordinates import local_rank, local_world_size
 from reft.hook.copying import Copying
+from reft.hook.engine import TrainingEngine
 from reft.hook.engine_state import ClientState, EngineState
 from reft.hook.fence import OptimizerFence
 from reft.hook.identity import Identity, name_job
@@ -26,22 +26,20 @@ from reft.hook.reports import Reports
 from reft.hook.start_checks import check_start
 from reft.hook.stopping import Stopping
 from reft.hook.tracing import Tracer
-from reft.optim import ExactAdam
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.scheduling.has import HasSchedule
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
-from reft.state.adapters import StateAdapter, adapter_for
 from reft.store.client import DaemonClient
 from reft.store.label import Label
 
 
 class Session:
-    """Snapshots of one DeepSpeed engine. Made by :func:`reft.attach`, collectively on all ranks.
+    """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on all ranks.
 
     Args:
-        engine: a DeepSpeed engine, as ``deepspeed.initialize`` returned it.
+        engine: what trains.
         config: the checked ``reft`` block.
         client_state: returns what the user wants restored together with the weights.
 
@@ -63,13 +61,12 @@ class Session:
         worker: takes versions; None before :meth:`start`.
     """
 
-    def __init__(self, engine: Any, config: ReftConfig, client_state: ClientState | None) -> None:
+    def __init__(self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None) -> None:
         self.engine = engine
-        adapter = adapter_for(engine)
-        self.coordinate, degrees = coordinate_of(engine)
+        self.coordinate, degrees = engine.place()
         self.control = open_control(config)
         self.config = config = name_job(config, self.control)
-        log.set_place(self.job_id, str(self.coordinate), int(engine.global_steps))
+        log.set_place(self.job_id, str(self.coordinate), engine.global_steps)
         self.topology, self.places = gather_topology(self.control, self.coordinate, degrees)
         identity = Identity.of_engine(
             engine, config, at=self.coordinate, degrees=degrees, control=self.control
@@ -77,18 +74,19 @@ class Session:
         # Whoever goes on with another engine, should this one be refused, may have the memory.
         with ExitStack() as undo:
             undo.callback(self.control.leave)
+            undo.callback(engine.data.close)
             self.memory = JobMemory(
                 config, identity, node=self.node, writes=self.is_first_on_node, control=self.control
             )
             undo.callback(self.memory.close)
-            self._put_together(adapter, client_state)
+            self._put_together(client_state)
             undo.callback(self.daemon.close)
             undo.callback(self.state.close)
             check_start(self)
             undo.pop_all()
         note_session(config.memory_dir / self.job_id, self)
 
-    def _put_together(self, adapter: StateAdapter, client_state: ClientState | None) -> None:
+    def _put_together(self, client_state: ClientState | None) -> None:
         """Everything that needs the job's memory. Collective."""
         self.worker: SnapshotWorker | None = None
         self.faults = FaultPlan(
@@ -102,36 +100,37 @@ class Session:
         self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
         self.copying = Copying(
             self.config,
-            getattr(self.engine, "device", "cpu"),
+            self.engine.device,
             stage_id=self.coordinate.pp,
             stages=self.topology.degrees.pp,
-            micro_batches=int(self.engine.gradient_accumulation_steps()),
+            micro_batches=self.engine.micro_batches,
         )
-        self.protection = self._protect_as_configured(adapter)
+        self.protection = self._protect_as_configured()
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
         recomputing = Recomputing(
             self.config,
-            adapter=adapter,
+            adapter=self.engine.adapter,
             at=self.coordinate,
             topology=self.topology,
             scheme=lambda: Scheme.parse(self.protection.record.in_force),
             fence=self.fence.hold,
         )
-        self.state = EngineState(self.engine, adapter, recomputing, client_state)
+        self.state = EngineState(self.engine, recomputing, client_state)
         self.daemon = DaemonClient(self.memory.job_dir.path, self.memory.job_dir.secret)
         self.stopping = Stopping(self.config.grace_secs, Preemption())
         self.tracer = Tracer()
-        self._last_step = int(self.engine.global_steps)
+        self._last_step = self.engine.global_steps
         self._boundary_secs = time.perf_counter()
         self._closed = False
 
-    def _protect_as_configured(self, adapter: StateAdapter) -> Protection:
+    def _protect_as_configured(self) -> Protection:
         """Choose the protection first, where the block leaves that to reft. Collective."""
         chosen = self.config.chooses
         if chosen:
             from reft.hook.choosing import choose_protection
 
-            exact = not self.copying.engine.asynchronous or isinstance(adapter.state.optimizer, ExactAdam)
+            adapter = self.engine.adapter
+            exact = not self.copying.engine.asynchronous or adapter.steps_exactly
             self.config = choose_protection(
                 self.config,
                 adapter.expected_bytes(),
@@ -290,7 +289,7 @@ class Session:
         Called behind the optimizer step where the schedule was woven, else behind the whole step; the
         second call for the same step does nothing.
         """
-        step = int(self.engine.global_steps)
+        step = self.engine.global_steps
         if step == self._last_step or self.worker is None or self._closed:
             return
         now = time.perf_counter()
@@ -322,7 +321,7 @@ class Session:
         """Capture the host state and hand the version to the worker."""
         assert self.worker is not None
         began = time.perf_counter()
-        label = Label(self.memory.incarnation, int(self.engine.global_steps))
+        label = Label(self.memory.incarnation, self.engine.global_steps)
         request = self.state.capture(label, must=must, variant=self.copying.variant)
         self.worker.submit(request)
         if request.variant is Variant.BLOCKING:
@@ -333,5 +332,5 @@ class Session:
     def restored(self) -> None:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
         self.state.replaced()
-        self._last_step = int(self.engine.global_steps)
+        self._last_step = self.engine.global_steps
         log.set_step(self._last_step)

@@ -37,7 +37,7 @@ class Tracer:
         if not config.steps:
             return
         if self.weaver is None:
-            name = type(session.engine).__name__
+            name = session.engine.name
             logger.warning("%s cannot be profiled, only a pipeline engine", name)
             return
         from reft.profile.clock import DeviceClock

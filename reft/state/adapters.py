@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from reft.errors import LayoutError
+from reft.optim import ExactAdam
 from reft.state import cpu_adam
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.optimizer import OptimizerState
@@ -79,6 +80,11 @@ class StateAdapter:
     def check(self) -> None:
         """Refuse what this class may hold but the adapter does not know."""
         check_optimizer(self.state.optimizer)
+
+    @property
+    def steps_exactly(self) -> bool:
+        """Whether a host repeats a device's step of the optimizer to the bit."""
+        return isinstance(self.state.optimizer, ExactAdam)
 
     # -- capture ---------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The host block: everything of a version that is not tensor bytes, encoded once per snapshot.
 
-It holds the manifest of the images, the template of DeepSpeed's checkpoint files (both change only
+It holds the manifest of the images, the template of the engine's checkpoint files (both change only
 with the layout and are encoded once) and the captured host state (new every step).
 """
 
@@ -17,6 +17,8 @@ from reft.state.codec import decode, encode
 
 logger = logging.getLogger(__name__)
 
+Template = Callable[[tuple[SectionImage, SectionImage], dict[str, Any]], bytes]
+
 _COPIED_OF_ADAPTER = ("layout", "state")
 """Parts of the adapter's state that share nothing with live objects. With the random states and the
 buffers they are most of a block's bytes."""
@@ -31,7 +33,7 @@ class HostBlob:
 
     def prepare(
         self,
-        engine: Any,
+        template: Template,
         images: tuple[SectionImage, SectionImage],
         signature: Hashable,
         state: dict[str, Any],
@@ -40,7 +42,7 @@ class HostBlob:
         on any thread, at any time.
 
         Args:
-            engine: the live engine, asked for its checkpoint template when the layout changed.
+            template: describes the engine's checkpoint; asked when the layout changed.
             images: the replicated and the owned section of the version.
             signature: changes when the images would have other tensors.
             state: what ``capture_host_state`` returned.
@@ -50,7 +52,7 @@ class HostBlob:
         """
         if self._signature != signature or not self._fixed:
             manifest = Manifest(*(image.specs for image in images))
-            self._fixed = {"manifest": manifest.encode(), "template": _template(engine, images, state)}
+            self._fixed = {"manifest": manifest.encode(), "template": _encoded(template, images, state)}
             self._signature = signature
         fixed, adapter = self._fixed, state["adapter"]
         at_once, on_device = late.split_late(state["buffers"], late.is_late)
@@ -72,11 +74,9 @@ class HostBlob:
         return finish
 
 
-def _template(engine: Any, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-    from reft.state.deepspeed_format import capture_template
-
+def _encoded(template: Template, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
     try:
-        return capture_template(engine, images, state)
+        return template(images, state)
     except ReftError as error:
         logger.warning(
             "checkpoints cannot be written from memory, snapshots and recovery are not affected: %s", error

@@ -63,7 +63,7 @@ def capture_host_state(
         "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
         "last_lr": getattr(scheduler, "_last_lr", None),
         "adapter": adapter.host_state(),
-        "buffers": _buffers(engine.module),
+        "buffers": capture_buffers(engine.module),
         "schedules": {name: get() for name, (get, _) in _schedules(engine).items()},
         "rng": capture_rng(),
         "client": dict(client_state) if client_state is not None else None,
@@ -125,7 +125,7 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
 
 
 def _restore_rest(engine: Any, state: dict[str, Any]) -> None:
-    _restore_buffers(engine.module, state["buffers"])
+    restore_buffers(engine.module, state["buffers"])
     schedules = _schedules(engine)
     for name, saved in state["schedules"].items():
         if name not in schedules:
@@ -141,7 +141,7 @@ def _restore_rest(engine: Any, state: dict[str, Any]) -> None:
 # Forward passes change them (running statistics, caches), so they cannot be copied behind training.
 
 
-def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies, or the live ones where a copy would wait for the device: the encoder sees to those."""
     return {
         name: b.detach() if is_late(b) else b.detach().to("cpu", copy=True)
@@ -149,7 +149,7 @@ def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     live = dict(module.named_buffers())
     for name, value in saved.items():
         buffer = live.get(name)

@@ -34,10 +34,12 @@ class OptimizerState:
 
     Args:
         optimizer: the innermost optimizer.
+        prefix: of the names of its tensors, where a rank has several optimizers.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, prefix: str = "") -> None:
         self.optimizer = optimizer
+        self._prefix = prefix
 
     def params(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """``(group, position, parameter)`` of every parameter."""
@@ -49,12 +51,12 @@ class OptimizerState:
 
     def masters(self) -> list[tuple[str, torch.Tensor]]:
         """What the optimizer updates, named ``master.<group>.<position>``."""
-        return [(f"master.{g}.{i}", p) for g, i, p in self.params()]
+        return [(f"{self._prefix}master.{g}.{i}", p) for g, i, p in self.params()]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """State tensors, named ``optimizer.<group>.<position>.<key>``."""
         return [
-            (_name(g, i, key), value)
+            (self._prefix + _name(g, i, key), value)
             for g, i, p in self.params()
             for key, value in self._entries(p)
             if _kind(value, p) != _HOST
@@ -141,7 +143,7 @@ class OptimizerState:
             if entries is None:
                 self.optimizer.state.pop(p, None)
             else:
-                self._materialise(p, f"optimizer.{g}.{i}", entries, specs)
+                self._materialise(p, f"{self._prefix}optimizer.{g}.{i}", entries, specs)
 
     def _materialise(
         self, param: torch.Tensor, name: str, entries: list[list[str]], specs: Mapping[str, TensorSpec]

@@ -101,12 +101,26 @@ def _restore_device(saved: dict[str, Any]) -> None:
 
 
 def _accelerator() -> Any:
-    """DeepSpeed's accelerator if it is not the CPU (whose generator is torch's own)."""
+    """DeepSpeed's accelerator if it is not the CPU (whose generator is torch's own); without DeepSpeed the
+    device that torch has begun to use."""
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
-        return None
+        return _Cuda() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     accelerator = module.get_accelerator()
     return None if accelerator.device_name() == "cpu" else accelerator
+
+
+class _Cuda:
+    """As much of DeepSpeed's CUDA accelerator, ROCm's too, as is asked here."""
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state)
 
 
 def _trackers() -> Iterator[tuple[str, Any]]:

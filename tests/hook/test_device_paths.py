@@ -40,7 +40,7 @@ def job(
         protection=SimpleNamespace(record=SimpleNamespace(parsed=config.scheme)),
         state=SimpleNamespace(
             adapter=SimpleNamespace(
-                state=SimpleNamespace(optimizer=optimizer([torch.nn.Parameter(torch.ones(1))]))
+                steps_exactly=isinstance(optimizer([torch.nn.Parameter(torch.ones(1))]), ExactAdam)
             )
         ),
         is_rank_zero=rank == 0,
