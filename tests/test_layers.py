@@ -10,7 +10,7 @@ import reft
 
 ROOT = Path(reft.__file__).parent
 LAYERS = (
-    ("arguments", "errors", "env", "naming", "durable", "backoff", "native", "optim"),
+    ("arguments", "errors", "refusal", "env", "naming", "durable", "backoff", "native", "optim"),
     ("events", "log", "mac", "grid", "blocks"),
     ("protect",),
     ("config",),

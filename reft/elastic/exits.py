@@ -3,8 +3,8 @@
 TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node uses up a
 restart on each of its peers. Here the trainer says what it died of (:class:`ExitNote`, written by
 :mod:`reft.elastic.script` when an exception leaves the script) and the agent judges all trainers of the
-node together (:func:`judge`). Nothing is imported but the standard library: trainers load this
-before the user's script sets its environment.
+node together (:func:`judge`). Nothing heavy is imported: trainers load this before the user's script sets
+its environment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from reft.refusal import EX_REFUSED, is_refusal
 
 EXITS_PREFIX = "exits-"
 """Names of the directories that launchers make for them in the job's directory."""
@@ -43,12 +45,7 @@ class Cause(StrEnum):
     nodes report (:func:`reft.elastic.agreement.agree`)."""
 
 
-EX_REFUSED = 2
-"""Exit code of a trainer that reft refused: wrong use, as of every command."""
-
 _ERROR_CHARS = 240
-_REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "NotResumedError"})
-_IN_USE = "JobInUseError"
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
     r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error|out of memory",
@@ -72,13 +69,6 @@ def is_peer_failure(error: BaseException) -> bool:
     of free restarts, a wrong "no" may end the job: in doubt the whole chain is asked.
     """
     return any(_is_communication_error(e) for e in _chain(error))
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether reft raised ``error`` because of what the script or its block says: a restart changes nothing.
-    A memory that another job holds may be free later."""
-    names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
-    return bool(names & _REFUSALS) and _IN_USE not in names
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

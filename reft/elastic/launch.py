@@ -50,8 +50,9 @@ from reft.errors import AuthenticationError, ConfigError, ReftError
 from reft.events import EventLog
 from reft.store import history
 from reft.store.daemon import CONFIG_FILE
-from reft.store.jobdir import STATUS_FILE, read_json
+from reft.store.jobdir import read_json
 from reft.store.user_secret import user_secret
+from reft.store.watch import CommitWatch
 
 logger = logging.getLogger("reft.elastic.launch")
 
@@ -179,8 +180,14 @@ class Launcher(Observer):
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
-        status = read_json(self._memory.path / STATUS_FILE) or {}
-        return int((status.get("last_committed") or {}).get("step", -1))
+        if self._memory.job_dir is None:
+            return -1
+        try:
+            newest = CommitWatch(self._memory.job_dir).newest()
+        except OSError as error:
+            logger.warning("the versions in %s cannot be read: %s", self._memory.path, error)
+            newest = None
+        return -1 if newest is None else newest.step
 
     # -- life --------------------------------------------------------------------------------------
 

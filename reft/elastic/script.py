@@ -16,21 +16,19 @@ import contextlib
 import ctypes
 import importlib.util
 import io
-import json
 import os
 import runpy
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from reft.elastic.exits import EX_PEER_FAILED, EX_REFUSED, Cause, ExitNote, is_refusal
+from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 from reft.hook.on_import import hook_deepspeed
+from reft.refusal import EX_REFUSED, is_refusal, say, write_error_file
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
@@ -129,7 +127,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
         return _INTERRUPTED
     except BaseException as error:
         _show(error)
-        _write_error_file(error)
+        write_error_file(error)
         return {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED}.get(_note(error), 1)
     return 0
 
@@ -138,7 +136,7 @@ def _show(error: BaseException) -> None:
     """Print the traceback as if the script had been started by ``python`` itself; what reft refuses says
     itself what to change."""
     if is_refusal(error):
-        print(f"reft: {error}", file=sys.stderr)
+        say(error)
     else:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -162,18 +160,6 @@ def _note(error: BaseException) -> Cause:
         with contextlib.suppress(OSError):
             note.write(Path(directory), int(os.environ.get("LOCAL_RANK", "0")))
     return note.cause
-
-
-def _write_error_file(error: BaseException) -> None:
-    """TorchElastic's error file, for its tools, unless torch's own ``@record`` has written it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
-        return
-    callstack = "".join(traceback.format_exception(error))
-    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump({"message": message}, file)
 
 
 def main(argv: list[str]) -> int:

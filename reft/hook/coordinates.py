@@ -66,10 +66,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
     """Read the parallel coordinate of this rank from a DeepSpeed engine.
 

@@ -20,10 +20,18 @@ class Copying:
         config: the block.
         device: where the engine computes.
         stage_id, stages, micro_batches: of this rank's pipeline.
+        ranks_here: ranks on this node.
     """
 
     def __init__(
-        self, config: ReftConfig, device: Any, *, stage_id: int, stages: int, micro_batches: int
+        self,
+        config: ReftConfig,
+        device: Any,
+        *,
+        stage_id: int,
+        stages: int,
+        micro_batches: int,
+        ranks_here: int,
     ) -> None:
         self.variant = config.variant
         self.engine: CopyEngine = copy_engine_for(device)
@@ -36,6 +44,7 @@ class Copying:
             stage_id=stage_id,
             stages=stages,
             micro_batches=micro_batches,
+            ranks_here=ranks_here,
             staging=self._staging,
         )
 

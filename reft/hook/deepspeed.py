@@ -34,6 +34,7 @@ from reft.hook.programs import running_program
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
 from reft.hook.session import Session
+from reft.refusal import end_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def attach(
     import os
 
     log.install()
+    end_in_words()
     parsed = load_config(ds_config_of(engine)) if config is None else parse_block(dict(config), os.environ)
     if not parsed.enabled:
         raise ConfigError(

@@ -90,8 +90,10 @@ def _has_block(config: Any) -> bool:
 def _prepare() -> None:
     from reft import log
     from reft.hook.cpu import avoid_build_at_start
+    from reft.refusal import end_in_words
 
     log.install()
+    end_in_words()
     avoid_build_at_start()
 
 

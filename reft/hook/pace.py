@@ -9,7 +9,6 @@ import torch
 
 from reft.config import HasConfig
 from reft.errors import ReftError
-from reft.hook.coordinates import local_world_size
 from reft.snapshot.copying.engine import CopyEngine, Mark
 from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.staging import StagingArea
@@ -24,6 +23,7 @@ def make_pacer(
     stage_id: int,
     stages: int,
     micro_batches: int,
+    ranks_here: int,
     staging: StagingArea | None,
 ) -> Pacer:
     """The pacer with its gate.
@@ -32,11 +32,12 @@ def make_pacer(
         has: settings.
         engine: copies the bytes.
         stage_id, stages, micro_batches: of this rank's pipeline.
+        ranks_here: ranks on this node.
         staging: where ``has.overflow`` is 'staging'.
     """
     gate = StreamGate() if engine.asynchronous else HostGate()
     # Until something was measured: beside computation, as slowly as ever allowed.
-    share = _share_of_computing(has.compute_share, engine)
+    share = _share_of_computing(has.compute_share, engine, ranks_here)
     nowhere_else = stages == 1 and share > 0
     pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
     gate.share(share, UNLIMITED if nowhere_else else 0, pace)
@@ -68,12 +69,12 @@ def make_pacer(
     )
 
 
-def _share_of_computing(wanted: float | None, engine: CopyEngine) -> float:
+def _share_of_computing(wanted: float | None, engine: CopyEngine, ranks_here: int) -> float:
     """Most of the computing time that copies may run beside: all of it where they take nothing from
     training, by direct memory access from a device or on a core that no rank of the node uses. Else none:
     there, a chunk beside computation was measured to cost training more than waiting for it does."""
     if wanted is not None:
         return wanted
-    busy_cores = local_world_size() * torch.get_num_threads()
+    busy_cores = ranks_here * torch.get_num_threads()
     spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
     return 1.0 if spare else 0.0

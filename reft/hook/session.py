@@ -10,7 +10,7 @@ from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
-from reft.hook.coordinates import local_rank, local_world_size
+from reft.hook.coordinates import local_rank
 from reft.hook.copying import Copying
 from reft.hook.engine import TrainingEngine
 from reft.hook.engine_state import ClientState, EngineState
@@ -104,6 +104,7 @@ class Session:
             stage_id=self.coordinate.pp,
             stages=self.topology.degrees.pp,
             micro_batches=self.engine.micro_batches,
+            ranks_here=self.ranks_here,
         )
         self.protection = self._protect_as_configured()
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
@@ -161,6 +162,11 @@ class Session:
     def node(self) -> str:
         """Name of this rank's node."""
         return self.topology.nodes[self.control.rank]
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this node, from the placement: not every launcher says LOCAL_WORLD_SIZE."""
+        return len(self.topology.local_ranks(self.node))
 
     @property
     def is_rank_zero(self) -> bool:
@@ -239,8 +245,8 @@ class Session:
             secret=job_dir.secret,
             identity=ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
             frozen=frozen,
-            limit_bytes=limit // local_world_size() if limit is not None else None,
-            local_world_size=local_world_size(),
+            limit_bytes=limit // self.ranks_here if limit is not None else None,
+            local_world_size=self.ranks_here,
             engine=self.copying.engine,
             remake=self._remake_memory,
         )

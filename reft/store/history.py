@@ -10,15 +10,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"
+_Secs = Annotated[float, Field(ge=0, lt=2**37)]  # seconds since 1970 that a calendar has
 
 
 def note(job_dir: Path, event: str, **facts: Any) -> None:
@@ -75,47 +78,74 @@ class Round:
         return asdict(self)
 
 
+class _Event(BaseModel):
+    """Of STEPPED this is all."""
+
+    unix_secs: _Secs
+
+
+class _Started(_Event):
+    round: int
+    nodes: list[str]
+    failures: list[str]
+    lost: list[str]
+    joined: list[str]
+    newest_step: int
+    gathering_secs: _Secs | None = None
+
+
+class _Resumed(_Event):
+    source: str
+    step: int
+    secs: _Secs
+
+
+class _Ended(_Event):
+    reason: str
+
+
+_EVENTS: dict[str, type[_Event]] = {STARTED: _Started, RESUMED: _Resumed, STEPPED: _Event, ENDED: _Ended}
+
+
 def read_history(job_dir: Path) -> list[Round]:
     """Every start of the trainers that the node has seen; lines that are no events are left out."""
     try:
         lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
     except OSError:
         return []
-    return rounds_of(_decoded(lines))
+    return _rounds_of(_decoded(lines))
 
 
-def rounds_of(events: Iterable[Mapping[str, Any]]) -> list[Round]:
-    """Put events together. Pure."""
+def _rounds_of(events: Iterable[_Event]) -> list[Round]:
     rounds: list[Round] = []
     resumed_at = 0.0
     for event in events:
-        at = float(event["unix_secs"])
-        if event["event"] == STARTED:
-            told = {k: event[k] for k in ("nodes", "failures", "lost", "joined", "newest_step")}
-            rounds.append(Round(int(event["round"]), at, **told))
+        at = event.unix_secs
+        if isinstance(event, _Started):
+            told = event.model_dump(include={"round", "nodes", "failures", "lost", "joined", "newest_step"})
+            rounds.append(Round(unix_secs=at, **told))
             resumed_at = 0.0
-            if (gathering := event.get("gathering_secs")) is not None:
-                rounds[-1].secs["gathering"] = float(gathering)
+            if event.gathering_secs is not None:
+                rounds[-1].secs["gathering"] = event.gathering_secs
         elif not rounds:
             continue
-        elif event["event"] == RESUMED:
+        elif isinstance(event, _Resumed):
             last = rounds[-1]
-            last.resumed_from, last.resumed_step = str(event["source"]), int(event["step"])
-            last.secs["loading"] = float(event["secs"])
-            last.secs["starting"] = max(0.0, at - last.unix_secs - last.secs["loading"])
+            last.resumed_from, last.resumed_step = event.source, event.step
+            last.secs["loading"] = event.secs
+            last.secs["starting"] = max(0.0, at - last.unix_secs - event.secs)
             resumed_at = at
-        elif event["event"] == STEPPED and resumed_at:
+        elif isinstance(event, _Ended):
+            rounds[-1].ended = event.reason
+        elif resumed_at:
             rounds[-1].secs["first_step"] = at - resumed_at
-        elif event["event"] == ENDED:
-            rounds[-1].ended = str(event["reason"])
     return rounds
 
 
-def _decoded(lines: Iterable[str]) -> Iterable[Mapping[str, Any]]:
+def _decoded(lines: Iterable[str]) -> Iterable[_Event]:
     for line in lines:
         try:
             event = json.loads(line)
-            float(event["unix_secs"]), str(event["event"])
-        except (ValueError, TypeError, KeyError):
+            yield _EVENTS[event["event"]].model_validate(event)
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
-        yield event

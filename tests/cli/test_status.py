@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
-from reft.store.history import RESUMED, STARTED, note
+from reft.store.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.status import NodeStatus
@@ -74,3 +74,46 @@ def test_commits_that_a_restart_did_not_find_are_counted(
     shown = capsys.readouterr().out
     assert "step 6 (disk, /d); 3 committed steps were lost" in shown
     assert shown.count("were lost") == 1
+
+
+@pytest.mark.parametrize("event", [STARTED, RESUMED, STEPPED, ENDED])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"source": "memory", "step": 3},
+        {"source": "memory", "step": "three", "secs": 0.5},
+        {
+            "reason": ["a"],
+            "round": 1,
+            "nodes": "a",
+            "failures": [],
+            "lost": [],
+            "joined": [],
+            "newest_step": 0,
+        },
+        {"unix_secs": float("inf"), "reason": "r", "round": 1, "source": "memory", "step": 1, "secs": 1.0},
+        {"unix_secs": 1e300, "reason": "r", "round": 1, "source": "memory", "step": 1, "secs": 1.0},
+    ],
+)
+def test_an_event_that_lacks_fields_is_left_out_of_the_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], event: str, wrong: dict[str, object]
+) -> None:
+    """Another release, or a full disk, may have written what this one does not understand."""
+    job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
+    facts = {"nodes": ["a"], "failures": [], "lost": [], "joined": [], "newest_step": -1}
+    note(job_dir.path, STARTED, round=1, gathering_secs=None, **facts)
+    said = []
+    for lines in (
+        "",
+        json.dumps({"event": event, "unix_secs": 1.0, **wrong}),
+        '[1]\n"x"\n{"event": [1], "unix_secs": 2.0}',
+    ):
+        with (job_dir.path / HISTORY_FILE).open("a") as file:
+            file.write(f"{lines}\n")
+        assert main(["history", "--memory-dir", str(tmp_path / "memory")]) == EXIT_WELL
+        said.append(capsys.readouterr().out)
+        assert main(["status", "--memory-dir", str(tmp_path / "memory")]) == EXIT_NOT_WELL
+        capsys.readouterr()
+    if event != STEPPED:  # it has nothing but its time
+        assert said == said[:1] * 3

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import reft
-from reft.elastic.exits import EX_REFUSED, is_refusal
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
+from reft.refusal import EX_REFUSED, is_refusal
 from tests.hook.ranks import be_a_rank
 from tests.unknown_state import Forgetful, Secretive
 
@@ -333,7 +333,6 @@ def pipeline_with_a_list(place: Place) -> None:
 
 def everybody_on_one_node(place: Place) -> None:
     os.environ["REFT_NODE_ID"], os.environ["LOCAL_RANK"] = "node", os.environ["RANK"]
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     shared = place.memory.parent / "memory"
     make({**place.block(), "memory_dir": str(shared)})
 

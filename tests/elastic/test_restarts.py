@@ -22,8 +22,8 @@ CONFIG = {
 }
 
 
-def one_node(directory: Path, script: str, *args: str):
-    options = ("--keep-memory",)
+def one_node(directory: Path, script: str, *args: str, options: tuple[str, ...] = ()):
+    options = ("--keep-memory", *options)
     return cluster(directory, script, *args, nodes=1, options=options, external_rendezvous=False)
 
 
@@ -59,6 +59,17 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     assert told["rounds"] == [row.to_json() for row in (first, *later)]
     assert status["restarts"] == f"{LIVES}; the last: node0, rank 0, local rank 0: killed by SIGKILL"
     assert began == sorted(set(began)), "every life resumed from a newer version"
+
+
+def test_new_versions_count_without_a_daemon_too(tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps(CONFIG))
+    with one_node(tmp_path, "relapse.py", str(config), str(LIVES), options=("--no-daemon",)) as job:
+        assert job.wait(300) == {0: 0}, job.log(0)[-3000:]
+        assert restarts_used(job) == [0] + [1] * LIVES
+        assert not (job.job_dir(0) / "status.json").exists()
+        steps = [row.newest_step for row in read_history(job.job_dir(0))]
+    assert steps == sorted(set(steps)), "every life has brought a newer version"
 
 
 def test_trainers_that_make_none_are_started_again_three_times(tmp_path: Path) -> None:

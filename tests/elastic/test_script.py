@@ -121,6 +121,11 @@ def test_a_failure_is_noted_for_the_agent(
     assert (note.cause if note else None) is cause
     if exit_code in (1, 75):
         assert "py_callstack" in json.loads(error_file.read_text())["message"]["extraInfo"]
+    elif exit_code == 2:
+        # torchrun shows the message where there is no traceback.
+        said = json.loads(error_file.read_text())["message"]
+        assert said["message"].startswith("ConfigError: ")
+        assert set(said["extraInfo"]) == {"timestamp"}
 
 
 def fake_packages(directory: Path, install: str) -> str:

@@ -98,7 +98,6 @@ def main(root: Path) -> dict[str, Any]:
         together = name == "together"
         os.environ["REFT_NODE_ID"] = "node" if together else f"node{rank}"
         os.environ["LOCAL_RANK"] = str(rank if together else 0)
-        os.environ["LOCAL_WORLD_SIZE"] = "4" if together else "1"
         memory = root / (name if together else f"{name}{rank}")
         block = {
             **{"enabled": True, "job_id": name, "memory_dir": str(memory)},

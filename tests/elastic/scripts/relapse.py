@@ -1,9 +1,8 @@
-"""A trainer that kills itself in each of its first LIVES lives, as soon as the launcher can know of a new version.
+"""A trainer that kills itself in each of its first LIVES lives, as soon as a new version is committed.
 
 ARGS: DeepSpeed's JSON and LIVES.
 """
 
-import json
 import os
 import signal
 import sys
@@ -14,19 +13,13 @@ import deepspeed
 import torch
 from torch import nn
 
+import reft
+
 STEPS_AT_THE_END = 3
-
-
-def newest_step(status: Path) -> int:
-    try:
-        return int((json.loads(status.read_text())["last_committed"] or {"step": 0})["step"])
-    except (OSError, ValueError, KeyError):
-        return 0
 
 
 def main() -> None:
     out, lives = Path(os.environ["TEST_EVENTS"]), int(sys.argv[2])
-    status = Path(os.environ["REFT_MEMORY_DIR"], os.environ["REFT_JOB_ID"], "status.json")
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(5)
     model = nn.Linear(8, 8)
@@ -39,7 +32,7 @@ def main() -> None:
     while not (last and engine.global_steps >= began + STEPS_AT_THE_END):
         engine.backward(engine(torch.ones(4, 8)).sum())
         engine.step()
-        if not last and newest_step(status) > began:
+        if not last and (reft.attach(engine).stats.committed_step or 0) > began:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)
 

@@ -1,0 +1,77 @@
+"""How a process ends that reft refuses to go on with: one message that says what to change, and exit code 2.
+
+Under any launcher. Nothing is imported but the standard library: trainers load this before the user's script
+sets its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+EX_REFUSED = 2
+"""Exit code of a trainer that reft refused: wrong use, as of every command."""
+
+_REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "NotResumedError"})
+_IN_USE = "JobInUseError"
+_ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether reft raised ``error`` because of what the script or its block says: a restart changes nothing.
+    A memory that another job holds may be free later."""
+    names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
+    return bool(names & _REFUSALS) and _IN_USE not in names
+
+
+def say(error: BaseException) -> None:
+    """Print a refusal, which says itself what to change."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(f"reft: {error}", file=sys.stderr, flush=True)
+
+
+def write_error_file(error: BaseException) -> None:
+    """TorchElastic's error file, for its tools, unless torch's own ``@record`` has written it. torchrun shows
+    the traceback in it, or the message where there is none."""
+    path = os.environ.get(_ENV_ERROR_FILE)
+    if not path or os.path.exists(path):
+        return
+    extra = {"timestamp": str(int(time.time()))}
+    if not is_refusal(error):
+        extra["py_callstack"] = "".join(traceback.format_exception(error))
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump({"message": message}, file)
+
+
+class _Hook:
+    """In the place of ``sys.excepthook``; every other exception goes to the one before.
+
+    Args:
+        before: that.
+    """
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not is_refusal(error):
+            self._before(kind, error, trace)
+            return
+        say(error)
+        write_error_file(error)
+        # Python ends with this code, by way of the exit handlers.
+        raise SystemExit(EX_REFUSED)
+
+
+def end_in_words() -> None:
+    """Have a refusal that leaves the script end this process with its message and exit code 2, not with a
+    traceback. Doing it twice does no harm."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
