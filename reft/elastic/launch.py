@@ -221,6 +221,10 @@ class Launcher(Observer):
                 ENV_SECRET: self._secret.hex(),
             }
         )
+        if options.devices is not None:
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().set_visible_devices_envs(os.environ, options.devices)
         info = NodeInfo(
             node=options.node,
             agent=new_agent_id(),

@@ -54,6 +54,7 @@ class LaunchOptions:
         free_restarts: restarts because of lost peers, without progress in between.
         restarts_renew: own failures are counted from the last new version on, not over the job's life.
         rank_turn: ranks that a node gets in its turn; 0: all of its ranks in a row.
+        devices: those of this node that the trainers see; None: all.
     """
 
     config: LaunchConfig
@@ -72,6 +73,7 @@ class LaunchOptions:
     free_restarts: int
     restarts_renew: bool
     rank_turn: int
+    devices: tuple[int, ...] | None
 
     @property
     def is_static(self) -> bool:
@@ -154,6 +156,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         free_restarts=args.max_peer_restarts,
         restarts_renew=restarts_renew,
         rank_turn=args.rank_order,
+        devices=args.devices,
     )
 
 

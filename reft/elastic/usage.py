@@ -104,6 +104,17 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         help="trainers per node, as DeepSpeed's launcher takes it",
     )
     ours.add_argument(
+        "--include",
+        "-i",
+        metavar="HOSTS",
+        default="",
+        help="hosts and slots of the hostfile to use, as DeepSpeed's launcher takes them: "
+        "worker-1@worker-2:0,2. Slots are devices of the node",
+    )
+    ours.add_argument(
+        "--exclude", "-e", metavar="HOSTS", default="", help="hosts and slots not to use, in the same words"
+    )
+    ours.add_argument(
         "--rank-order",
         "--rank_order",
         type=_rank_turn,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
-from reft.elastic.hostfile import read_hostfile
+from reft.elastic.hostfile import is_this_host, read_hostfile
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.errors import ConfigError
 
@@ -70,3 +71,67 @@ def test_a_job_of_one_host_runs_by_its_hostfile(tmp_path: Path) -> None:
     with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
         assert job.wait(240) == {0: 0}
         assert len(job.events("start")) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "devices"),
+    [
+        (("--include", "localhost"), 1, None),
+        (("--include", "worker-1@localhost:2,0"), 2, (0, 2)),
+        (("-i", "localhost:1"), 1, (1,)),
+        (("--exclude", "worker-1@worker-2"), 1, None),
+        (("-e", "localhost:0@worker-2"), 2, (1, 2)),
+    ],
+)
+def test_hosts_and_slots_are_filtered_as_deepspeed_filters_them(
+    tmp_path: Path, given: tuple[str, ...], nodes: int, devices: tuple[int, ...] | None
+) -> None:
+    path = write(tmp_path, "worker-1 slots=4\nlocalhost slots=3\nworker-2 slots=1\n")
+    options = parse(path, *given)
+    assert (options.config.max_nodes, options.devices) == (nodes, devices)
+    assert options.config.nproc_per_node == (3 if devices is None else len(devices))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--include", "worker-1"), f"names worker-1, and this host is {socket.gethostname()}"),
+        (("--exclude", "localhost"), f"names worker-1, and this host is {socket.gethostname()}"),
+        (("--include", "nobody"), "--include 'nobody': Hostname 'nobody' not found in hostfile; write HOST"),
+        (("--include", "localhost:7"), "No slot '7' specified on host 'localhost'"),
+        (("--include", "localhost:x"), "write HOST or HOST:SLOT,SLOT"),
+        (("--include", "localhost", "--exclude", "worker-1"), "mutually exclusive"),
+        (("--include", "localhost", "--num-gpus", "1"), "--num-gpus cannot be used with --include"),
+    ],
+)
+def test_a_filter_that_fits_nothing_is_said(tmp_path: Path, given: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(write(tmp_path, "worker-1 slots=4\nlocalhost slots=3\n"), *given)
+    assert says in str(caught.value)
+
+
+def test_without_a_hostfile_the_devices_of_this_host_are_filtered() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    options = parse_options(["--include", "localhost:0", "train.py"])
+    assert (options.config.max_nodes, options.config.nproc_per_node) == (1, 1)
+    assert options.devices == ((0,) if get_accelerator().device_count() > 1 else None)
+
+
+def test_a_name_is_this_hosts_by_any_of_its_addresses() -> None:
+    own = [socket.gethostname(), "localhost", "127.0.0.1", "127.1.2.3", "::1"]
+    own += [
+        a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET
+    ]
+    assert [name for name in own if not is_this_host(name)] == []
+    assert [
+        name for name in ("elsewhere.invalid", "192.0.2.7", "2001:db8::1", "") if is_this_host(name)
+    ] == []
+    assert not is_this_host("a" * 300)
+
+
+def test_trainers_see_the_devices_that_are_left(tmp_path: Path) -> None:
+    options = ("--hostfile", str(write(tmp_path, "localhost slots=3\n")), "--include", "localhost:0,2")
+    with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
+        assert job.wait(240) == {0: 0}
+        assert [event["devices"] for event in job.events("start")] == ["0,2"] * 2

@@ -17,6 +17,7 @@ def record(event: str, **fields: object) -> None:
     path = os.path.join(os.environ["TEST_EVENTS"], f"worker-{os.getpid()}.jsonl")
     kept = {k: v for k, v in os.environ.items() if k.startswith(("REFT_", "TORCHELASTIC_RESTART"))}
     fields |= {"event": event, "pid": os.getpid(), "time": time.time(), "env": kept}
+    fields["devices"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     with open(path, "a") as file:
         file.write(json.dumps(fields) + "\n")
 
