@@ -1,9 +1,11 @@
 """TorchElastic's rendezvous over reft's store, and its ``static`` one.
 
-Two things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is JSON, read field
-by field: TorchElastic unpickles it, so that whoever writes it runs code on every node (P11). And a node
+Three things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is JSON, read field
+by field: TorchElastic unpickles it, so that whoever writes it runs code on every node (P11). A node
 that was struck out while it stood still, or while the store did, takes its place again; TorchElastic's
-never beats again and never sees who waits for it.
+never beats again and never sees who waits for it. And a spare, a node beyond ``max_nodes``, takes the place
+of a dead node alone: TorchElastic's also takes that of a healthy one, which leaves its round to join the next
+when trainers are restarted, and whose memory is then out of the job's reach.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousKeepAliveOp,
     _RendezvousState,
     _RendezvousStateHolder,
+    _should_keep_alive,
 )
 from torch.distributed.elastic.rendezvous.utils import _delay
 
@@ -58,6 +61,7 @@ def encode_state(state: _RendezvousState) -> bytes:
         "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
         "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
         "last_heartbeats": [[*_node_fields(n), at.timestamp()] for n, at in state.last_heartbeats.items()],
+        "seats": [[*_node_fields(n), at.timestamp()] for n, at in seats_of(state).items()],
     }
     return json.dumps(fields).encode()
 
@@ -80,12 +84,20 @@ def decode_state(data: bytes) -> _RendezvousState:
         state.wait_list = {_node(f) for f in fields["wait_list"]}
         state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
         state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
+        seats_of(state).update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
         raise RendezvousStateError(
             f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
             f"nodes need the same version of reft"
         ) from error
     return state
+
+
+def seats_of(state: _RendezvousState) -> dict[_NodeDesc, datetime]:
+    """Nodes that took part in the last complete round and have not been struck out since, with the time when
+    they were seen taking part: they keep their place while they go from one round to the next."""
+    seats: dict[_NodeDesc, datetime] = state.__dict__.setdefault("seats", {})
+    return seats
 
 
 def _node_fields(node: _NodeDesc) -> list[Any]:
@@ -158,6 +170,11 @@ class StateHolder(_RendezvousStateHolder):
         if self._alive_secs < now - self.synced_at < float("inf"):
             self._trusts_after = now + self._alive_secs
         self.synced_at = now
+        if self._state.complete:
+            seen = {
+                n: self._state.last_heartbeats.get(n, datetime.now(UTC)) for n in self._state.participants
+            }
+            seats_of(self._state).update(seen)
         if now >= self._trusts_after:
             self._strike_out_the_silent()
         return written
@@ -165,11 +182,14 @@ class StateHolder(_RendezvousStateHolder):
     def _strike_out_the_silent(self) -> None:
         state = self._state
         expired = datetime.now(UTC) - timedelta(seconds=self._alive_secs)
-        silent = {n for n, at in state.last_heartbeats.items() if at < expired and n != self._node}
+        # A node on its way from one round to the next has its seat alone.
+        last_seen = {**seats_of(state), **state.last_heartbeats}
+        silent = {n for n, at in last_seen.items() if at < expired and n != self._node}
         took_part = not silent.isdisjoint(state.participants)
         for node in silent:
-            del state.last_heartbeats[node]
+            state.last_heartbeats.pop(node, None)
             state.participants.pop(node, None)
+            seats_of(state).pop(node, None)
         state.wait_list -= silent
         state.redundancy_list -= silent
         if took_part:
@@ -215,7 +235,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
         self._op_executor.run(_RendezvousExitOp(), deadline)
-        self._op_executor.run(_RendezvousJoinOp(), deadline, self._get_deadline)
+        self._op_executor.run(self._join, deadline, self._get_deadline)
         rank, size = self._get_world()
         current = self._state_holder.state.round
         self._place = current, rank
@@ -223,6 +243,16 @@ class StoreRendezvous(DynamicRendezvousHandler):
         store: Any = self._store
         prefix = f"run/{self._settings.run_id}/{current}"
         return RendezvousInfo(store.with_prefix(prefix), rank, size, _LOOPBACK)
+
+    def _join(self, context: _RendezvousContext, deadline: float) -> _Action:
+        """Join where there is a place: a spare waits until a node is struck out, as long as that takes."""
+        state, node = context.state, self._this_node
+        taken = seats_of(state).keys() | state.participants.keys() | state.wait_list
+        if state.closed or node in taken or len(taken) < self._settings.max_nodes:
+            return _RendezvousJoinOp()(context, deadline)
+        if node not in state.redundancy_list:
+            return _Action.ADD_TO_REDUNDANCY_LIST
+        return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
     def num_nodes_waiting(self) -> int:
         """Nodes that this round's trainers keep waiting, as the last heartbeat saw it; does not wait for

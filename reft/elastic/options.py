@@ -23,6 +23,7 @@ from reft.arguments import Parser
 from reft.elastic.checks import check_numbers
 from reft.elastic.hostfile import apply_hostfile
 from reft.elastic.node import default_node_id
+from reft.elastic.slurm import apply_slurm
 from reft.elastic.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
@@ -97,6 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(
         rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
         max_restarts=os.environ.get("PET_MAX_RESTARTS"),
+        # None where nobody gave them: --slurm knows better than torchrun's defaults.
+        nnodes=os.environ.get("PET_NNODES"),
+        nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
     )
     add_own_options(parser)
     return parser
@@ -119,6 +123,8 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         ConfigError: something does not fit together; says what to write.
     """
     apply_hostfile(args)
+    apply_slurm(args)
+    args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
     memory_dir = _memory_dir(args)
     job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)
     restarts_renew = args.max_restarts is None

@@ -97,6 +97,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         "nodes meet on the first one unless --rdzv-endpoint is given",
     )
     ours.add_argument(
+        "--slurm",
+        action="store_true",
+        help="take from Slurm what is not given: the nodes of this step, a trainer for every GPU, the first "
+        "node to meet on, the names of run and memory. Write `srun --ntasks-per-node=1 --no-kill reft launch "
+        "--slurm`; settings of Slurm that would end the nodes left over when one is lost are logged",
+    )
+    ours.add_argument(
         "--num-gpus",
         "--num_gpus",
         type=int,

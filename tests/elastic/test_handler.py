@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from reft.elastic.handler import StoreRendezvous, decode_state, encode_state
+from reft.elastic.handler import StoreRendezvous, decode_state, encode_state, seats_of
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer, KeyValueStore
 from tests.machine import free_port
@@ -38,6 +43,7 @@ def states(draw: st.DrawFn) -> _RendezvousState:
     state.wait_list = draw(st.sets(nodes, max_size=3))
     state.redundancy_list = draw(st.sets(nodes, max_size=3))
     state.last_heartbeats = draw(st.dictionaries(nodes, times, max_size=3))
+    seats_of(state).update(draw(st.dictionaries(nodes, times, max_size=3)))
     return state
 
 
@@ -45,10 +51,13 @@ def same(a: _RendezvousState, b: _RendezvousState) -> bool:
     """To the microsecond; times are numbers on the way."""
     x, y = dict(vars(a)), dict(vars(b))
     close = [(x.pop("deadline"), y.pop("deadline"))]
-    left, right = x.pop("last_heartbeats"), y.pop("last_heartbeats")
-    close += [(left[n], right[n]) for n in left]
+    keys = []
+    for name in ("last_heartbeats", "seats"):
+        left, right = x.pop(name), y.pop(name)
+        keys.append(left.keys() == right.keys())
+        close += [(left[n], right[n]) for n in left]
     near = all(p == q or abs(p - q) < timedelta(milliseconds=1) for p, q in close)
-    return x == y and left.keys() == right.keys() and near
+    return x == y and all(keys) and near
 
 
 @given(states())
@@ -216,3 +225,67 @@ def test_p6_a_beat_that_came_late_is_no_lost_store(joined: list[StoreRendezvous]
     joined[0]._get_deadline = lambda timeout: 0.0  # type: ignore[method-assign]
     beat(joined[0])
     assert joined[0].num_nodes_waiting() == 0
+
+
+@pytest.fixture
+def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[StoreRendezvous]:
+    """A third node, for which there is no place."""
+    handler = StoreRendezvous(client(server.port), parameters(server.port))
+    joining = go_on(handler)
+    wait_until(lambda: handler._this_node in shared(server.port).redundancy_list)
+    yield handler
+    joining.join(WAIT_SECS)
+    handler._stop_heartbeats()
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def go_on(handler: StoreRendezvous) -> threading.Thread:
+    def join() -> None:
+        with suppress(RendezvousGracefulExitError):  # of a spare that was not needed
+            handler.next_rendezvous()
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    return thread
+
+
+def test_p3_a_spare_takes_no_place_of_a_node_that_lives(
+    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
+) -> None:
+    """Trainers are restarted: one node has left its round, and waits for the other to do so."""
+    before = shared(port).participants.keys()
+    first = go_on(joined[0])
+    wait_until(lambda: joined[0]._this_node in shared(port).wait_list)
+    for _ in range(2):  # the spare looks at it, and looks again
+        looked: float = spare._state_holder.synced_at  # type: ignore[attr-defined]
+        wait_until(lambda at=looked: spare._state_holder.synced_at > at)  # type: ignore[attr-defined]
+    assert spare._this_node in shared(port).redundancy_list
+    second = go_on(joined[1])
+    for thread in (first, second):
+        thread.join(WAIT_SECS)
+    assert shared(port).participants.keys() == before
+    assert spare._this_node in shared(port).redundancy_list
+    for handler in joined:
+        handler._stop_heartbeats()
+    joined[0].shutdown()
+
+
+def test_p3_a_spare_takes_the_place_of_a_node_that_died_between_two_rounds(
+    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
+) -> None:
+    dead = joined[0]._this_node
+
+    def left_and_died(state: _RendezvousState) -> None:
+        del state.participants[dead], state.last_heartbeats[dead]
+        seats_of(state)[dead] = LONG_AGO
+
+    rewrite(port, left_and_died)
+    go_on(joined[1]).join(WAIT_SECS)
+    assert shared(port).participants.keys() == {joined[1]._this_node, spare._this_node}
+    joined[1]._stop_heartbeats()
