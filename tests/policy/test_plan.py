@@ -118,6 +118,16 @@ def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run, tmp_path: 
     assert any("not equal" in note for note in near.json["notes"])
 
 
+def test_a_partitioned_optimizer_needs_a_device_for_its_part_only(run: Run) -> None:
+    """34B on V100 with 16 GB: 34 GB of a device's state without ZeRO-1, 9 GB with it over 32 replicas."""
+    arguments = ("--model", "llama2-34b", "--cluster", "v100", "--tp", "4", "--pp", "4", "--dp", "32", *QUICK)
+    whole, partitioned = run(FP16, *arguments), run(BF16_ZERO1, *arguments)
+    assert whole.code == cli.EXIT_NOT_WELL
+    assert any("exceed the 16 GiB of a device" in problem for problem in whole.json["problems"])
+    assert partitioned.code == cli.EXIT_WELL, partitioned.json["problems"]
+    assert partitioned.json["step"]["secs"] < whole.json["step"]["secs"], "it steps on its part only, too"
+
+
 def test_without_a_nominal_number_every_stage_has_its_own_parameters(run: Run) -> None:
     result = run(FP16, *SMALL, *QUICK).json
     copied = [s["to_host_bytes"] for s in result["stages"]]

@@ -157,7 +157,9 @@ def plan_job(
     degrees = Degrees(layouting.pp, dp, layouting.tp)
     check_shape(shape, degrees)
     training = Training(
-        shape.name, cluster.machine, layouting.tp, layouting.pp, dp, micro_batches, samples, given=shape
+        *(shape.name, cluster.machine, layouting.tp, layouting.pp, dp, micro_batches, samples),
+        zero_1=owned,
+        given=shape,
     )
     return PlannedJob(
         training,

@@ -98,9 +98,10 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Model, optimizer and half-precision gradients fit; activations are not counted."""
+        """Model, optimizer (of ZeRO-1 this rank's part) and half-precision gradients fit; activations are not
+        counted."""
         largest = max(self.stage_parameters(p) for p in range(self.stages))
-        per_parameter = MODEL_BYTES + OPTIMIZER_BYTES + HALF_BYTES
+        per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
         return largest * per_parameter <= self.machine.memory_bytes
 
     def costs(self) -> Costs:
@@ -112,7 +113,6 @@ class Training:
         machine, stages = self.machine, range(self.stages)
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES
         ring_bytes_per_sec = machine.network_bytes_per_sec / min(self.tensor, machine.devices_per_node)
-        shared = self.data if self.zero_1 else 1
         forward_secs = tuple(self._forward_flops(p) / machine.achieved_flops for p in stages)
         return Costs(
             forward_secs=forward_secs,
@@ -121,10 +121,17 @@ class Training:
             link_bytes_per_sec=machine.network_share_bytes_per_sec,
             reduce_secs=tuple(ring * self.stage_parameters(p) / ring_bytes_per_sec for p in stages),
             optimizer_secs=tuple(
-                OPTIMIZER_TRAFFIC_BYTES * self.stage_parameters(p) / shared / machine.memory_bytes_per_sec
+                OPTIMIZER_TRAFFIC_BYTES
+                * self.stage_parameters(p)
+                / self._optimizer_shares
+                / machine.memory_bytes_per_sec
                 for p in stages
             ),
         )
+
+    @property
+    def _optimizer_shares(self) -> int:
+        return self.data if self.zero_1 else 1
 
     @property
     def _tokens(self) -> int:
