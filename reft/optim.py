@@ -164,7 +164,7 @@ class ExactAdam(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         state["step"] += 1
         scalars = _Scalars.of(group, int(state["step"]))
-        for p, g, m, v in _slices(param, gradient, state["exp_avg"], state["exp_avg_sq"]):
+        for p, g, m, v in slices(param, gradient, state["exp_avg"], state["exp_avg_sq"]):
             _update(p, g, m, v, scalars)
 
 
@@ -197,8 +197,9 @@ def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
         torch.sqrt(v, out=out)
 
 
-def _slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """The same ranges of all tensors; tensors that are not contiguous are one range."""
+def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The same ranges of all tensors, on a host small enough for its cache. Tensors that are not contiguous
+    are one range."""
     if not all(t.is_contiguous() for t in tensors):
         yield list(tensors)
         return

@@ -3,9 +3,9 @@
 Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12 bytes a
 parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the partition
 and makes the same step here. The arithmetic is not written anew: the replica is an optimizer of the
-owner's own class over host memory, stepped with the owner's hyper-parameters of that step. Where
-owner and replica run the same kernel, as on CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam`
-agrees wherever the owner runs.
+owner's own class over host memory (apex has none for hosts: its formula, :mod:`reft.protect.apex_adam`),
+stepped with the owner's hyper-parameters of that step. Where owner and replica run the same kernel, as on
+CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam` agrees wherever the owner runs.
 
 Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*: from
 then on it refuses to step and to be read, until it is copied anew from the owner (P5).
@@ -22,6 +22,7 @@ import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
+from reft.protect.apex_adam import ApexAdam
 
 _REPLAY_FAR = 1 << 20
 
@@ -33,6 +34,7 @@ class AdamKind(StrEnum):
     TORCH_ADAMW = "torch.optim.adamw.AdamW"
     DEEPSPEED_FUSED = "deepspeed.ops.adam.fused_adam.FusedAdam"
     DEEPSPEED_CPU = "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
+    APEX_FUSED = "apex.optimizers.fused_adam.FusedAdam"
     EXACT = "reft.optim.ExactAdam"
 
     @property
@@ -107,14 +109,14 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
     # AdamW derives from Adam: the more special one first.
     kinds = (
         *(AdamKind.EXACT, AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED),
-        *(AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
+        *(AdamKind.APEX_FUSED, AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
     )
     kind = next((k for k in kinds if k.value in names), None)
     if kind is None:
         raise UnsupportedStateError(
             f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and AdamW, "
-            f"DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect the "
-            f"partition by copies (peer)"
+            f"DeepSpeed's FusedAdam and CPUAdam, apex's FusedAdam, and reft.ExactAdam. Use one of them, or "
+            f"protect the partition by copies (peer)"
         )
     groups = optimizer.param_groups
     unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
@@ -125,7 +127,7 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
         )
     first: Mapping[str, Any] = groups[0]
     on_device = any(p.device.type != "cpu" for g in groups for p in g["params"])
-    if kind.compiled:
+    if kind.compiled or kind is AdamKind.APEX_FUSED:
         return AdamRecipe(kind, bool(optimizer.adam_w_mode), on_device=on_device)
     decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
     # On a device torch steps by default with foreach kernels; on the host that is the plain loop.
@@ -365,6 +367,8 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=recipe.decoupled)
+    if recipe.kind is AdamKind.APEX_FUSED:
+        return ApexAdam(groups, adam_w_mode=recipe.decoupled)
     if recipe.kind is AdamKind.EXACT:
         return ExactAdam(groups, decoupled_weight_decay=recipe.decoupled)
     made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam

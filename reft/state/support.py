@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from reft.errors import UnsupportedStateError
+from reft.state.apex import check_apex
 
 _DEEPSPEED_OPTIMIZERS = frozenset(
     {
@@ -134,6 +135,7 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         UnsupportedStateError: names the class.
     """
+    check_apex(optimizer)
     path = class_path(optimizer)
     if path in _DEEPSPEED_OPTIMIZERS:
         return

@@ -15,7 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "support.md"
 _STATE_TESTS = ROOT / "tests" / "state"
-_REFUSING = ("support.py", "adapters.py", "optimizer.py", "catalogue.py", "cpu_adam.py", "gradients.py")
+_REFUSING = (
+    *("support.py", "apex.py", "adapters.py", "optimizer.py", "catalogue.py", "cpu_adam.py"),
+    "gradients.py",
+)
 
 
 @dataclass(frozen=True)

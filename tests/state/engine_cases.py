@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_optimizers import PythonFusedAdam, adamw, cosine, groups, lambda_lr, momentum
+from engine_optimizers import PythonFusedAdam, adamw, apex_adam, cosine, groups, lambda_lr, momentum
 
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 5}}
@@ -88,6 +88,18 @@ CASES: dict[str, Case] = {
             "zero_optimization": {"stage": 1},
         },
         "disk": True,
+    },
+    # A stand-in for apex's FusedAdam, with the documented arithmetic: for test_apex.py.
+    "apex_fp32_z0": {"client": apex_adam},
+    "apex_bf16_z1": {
+        "config": {
+            "bf16": BF16,
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {"stage": 1},
+            "gradient_clipping": 1.0,
+        },
+        "client": apex_adam,
+        "scheduler": lambda_lr,
     },
     "pipe_fp32_z0": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "scheduler": WARMUP}},
     "pipe_fp32_z1": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "zero_optimization": {"stage": 1}}},

@@ -8,6 +8,8 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
+from tests.apex_standin import FusedAdam as FusedAdamOfApex
+
 
 class PythonFusedAdam(FusedAdam):
     """``FusedAdam`` without its compiled kernel: same class family, same keys of state and groups, so
@@ -69,6 +71,10 @@ class Ramp:
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups(module), lr=3e-3, amsgrad=True)
+
+
+def apex_adam(module: nn.Module) -> torch.optim.Optimizer:
+    return FusedAdamOfApex(groups(module), lr=3e-3, betas=(0.9, 0.98))
 
 
 def momentum(module: nn.Module) -> torch.optim.Optimizer:
