@@ -152,6 +152,27 @@ def test_kernels_compile_for_mi250x(tmp_path: Path) -> None:
     check(COMPILED, tmp_path)
 
 
+SINGLE = """#include <hip/hip_runtime.h>
+extern "C" __global__ void divide(float* c, const float* a) { c[threadIdx.x] = a[threadIdx.x] / c[threadIdx.x]; }
+extern "C" __global__ void root(float* c) { c[threadIdx.x] = ::sqrt(c[threadIdx.x]); }
+"""
+
+
+def test_hip_divides_takes_roots_and_keeps_denormals_as_exact_adam_needs(tmp_path: Path) -> None:
+    """By its compiler's defaults, which torch is built with. What a device makes of it is ``make gpu``'s to say."""
+    command = compiler()
+    if isinstance(command, str):
+        pytest.skip(command)
+    source, assembly = tmp_path / "single.hip", tmp_path / "single.s"
+    source.write_text(SINGLE)
+    subprocess.run([*command, *FLAGS, "-o", assembly, source], check=True)
+    divide, root = assembly.read_text().split("\ndivide:")[1].split("\nroot:")
+    assert "v_div_fixup_f32" in divide, "an approximate quotient"
+    assert root.count("v_fma_f32") >= 2, "a root without the steps that round it correctly"
+    for kernel in (divide, root):
+        assert ".amdhsa_float_denorm_mode_32 3" in kernel, "denormals are flushed"
+
+
 @pytest.mark.long
 def test_all_kernels_compile_for_mi250x(tmp_path: Path) -> None:
     check(CASES, tmp_path)
