@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reft.grid import topology
     from reft.hook.deepspeed import attach, resume
     from reft.hook.install import initialize
+    from reft.megatron.core.attach import attach_megatron
     from reft.optim import ExactAdam
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "UnrecoverableError",
     "UnsupportedStateError",
     "attach",
+    "attach_megatron",
     "initialize",
     "resumable",
     "resume",
@@ -61,6 +63,7 @@ _ELSEWHERE = {
     "ExactAdam": "reft.optim",
     "ReftConfig": "reft.config",
     "attach": "reft.hook.deepspeed",
+    "attach_megatron": "reft.megatron.core.attach",
     "initialize": "reft.hook.install",
     "resumable": "reft.data.resumable",
     "resume": "reft.hook.deepspeed",

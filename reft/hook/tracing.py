@@ -5,16 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
-    from reft.hook.weave import Weaver
     from reft.profile.profiler import Profiler
 
 logger = logging.getLogger(__name__)
+
+
+class Woven(Protocol):
+    """What executes the instructions of a pipeline, as a tracer sees it."""
+
+    mark: Callable[[], Any] | None
+
+    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
+        """Instructions timed since the last call, and when the last schedule began."""
+
+    def take_marks(self) -> list[tuple[Any, Any]]:
+        """What ``mark`` returned before and after each instruction since the last call."""
 
 
 class Tracer:
@@ -24,7 +36,7 @@ class Tracer:
         self.traces: deque[StepTrace] | None = None
         """Set to a bounded deque to have every step traced."""
         self.profiler: Profiler | None = None
-        self.weaver: Weaver | None = None
+        self.weaver: Woven | None = None
 
     @property
     def active(self) -> bool:

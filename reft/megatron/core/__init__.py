@@ -1,0 +1,1 @@
+"""Megatron-core: :func:`reft.attach_megatron`."""

@@ -1,0 +1,81 @@
+"""One rank that asks for what reft refuses; prints what it was told, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state as groups
+from megatron.core import tensor_parallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+import reft
+from tests.megatron_core.cpu import compute_on_cpu
+from tests.megatron_core.job import model_chunks, transformer_config
+
+
+class WithMore(LayerWiseDistributedOptimizer):
+    """One of a class that reft does not know, whatever it holds."""
+
+    def __init__(self, chained: Any) -> None:
+        vars(self).update(vars(chained))
+
+
+def main() -> None:
+    compute_on_cpu()
+    directory = tempfile.TemporaryDirectory()
+    dist.init_process_group("gloo", init_method=f"file://{directory.name}/store", rank=0, world_size=1)
+    groups.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    args = argparse.Namespace(
+        pp=1, vpp=1, tp=1, ep=1, layers=1, experts=0, dtype="bf16", distributed=True, overlap=False
+    )
+    config = transformer_config(args)
+    chunks = model_chunks(args, config)
+    settings = OptimizerConfig(
+        lr=1e-3, bf16=True, params_dtype=config.params_dtype, use_distributed_optimizer=True
+    )
+    optimizer = get_megatron_optimizer(settings, chunks)
+    told: dict[str, str] = {}
+
+    def ask(name: str, attach: Callable[[], Any]) -> None:
+        try:
+            attach()
+            told[name] = "attached"
+        except reft.ReftError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    def with_setting(name: str, of: Any, value: Any) -> None:
+        before = getattr(of, name)
+        setattr(of, name, value)
+        ask(name, lambda: reft.attach_megatron(chunks, optimizer, micro_batches=1))
+        setattr(of, name, before)
+
+    with_setting("fp8", config, "hybrid")
+    with_setting("context_parallel_size", config, 2)
+    with_setting("cuda_graph_impl", config, "local")
+    with_setting("num_distributed_optimizer_instances", chunks[0].ddp_config, 2)
+    with_setting("reuse_grad_buf_for_mxfp8_param_ag", chunks[0].ddp_config, True)
+    with_setting("use_precision_aware_optimizer", settings, True)
+    with_setting("optimizer_cpu_offload", settings, True)
+    with_setting("overlap_param_gather_with_optimizer_step", settings, True)
+    ask("chunk", lambda: reft.attach_megatron([chunks[0].module], optimizer, micro_batches=1))
+    ask("layerwise", lambda: reft.attach_megatron(chunks, WithMore(optimizer), micro_batches=1))
+    ask("scheduler", lambda: reft.attach_megatron(chunks, optimizer, object(), micro_batches=1))
+    ask("micro_batches", lambda: reft.attach_megatron(chunks, optimizer))
+    for block in ({"protection": "arc+aor"}, {"persist": {"dir": "/tmp"}}, {"enabled": False}):
+        ask(
+            json.dumps(block),
+            lambda block=block: reft.attach_megatron(chunks, optimizer, micro_batches=1, config=block),  # type: ignore[misc]
+        )
+    print(json.dumps(told), flush=True)
+    directory.cleanup()
+
+
+if __name__ == "__main__":
+    main()

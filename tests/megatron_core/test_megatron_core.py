@@ -1,0 +1,226 @@
+"""P1/P3/P8: a training on Megatron-core survives a lost node: every byte of its parameters, optimizers and random
+states, and every loss, is the undisturbed run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.cluster import cluster
+from tests.examples.runs import run_to_its_end
+from tests.machine import free_port
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.core") is None,
+    reason="megatron-core is not installed: pip install 'reft-ckpt[megatron]'",
+)
+
+STEPS, KILLED_AT = 6, 4
+_SECS = 400.0
+_RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
+_COMMAND = (str(Path(__file__).with_name("job.py")), "--steps", str(STEPS))
+_ENV = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+_SHORT = {
+    "ForwardPass": "F",
+    "BackwardPass": "B",
+    "RecvActivation": "r",
+    "RecvGrad": "g",
+    "SendActivation": "a",
+    "SendGrad": "s",
+}
+State = dict[str, dict[str, Any]]
+"""What every rank has written at its end, by coordinate."""
+
+
+def long(arguments: str) -> Any:
+    return pytest.param(arguments, marks=pytest.mark.long)
+
+
+def read(out: Path) -> State:
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+
+
+def undisturbed(out: Path, ranks: int, *arguments: str) -> State:
+    """Trained under torchrun, without reft."""
+    out.mkdir(parents=True)
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(free_port()),
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, *_COMMAND, *arguments, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=_SECS,
+        env={**os.environ, **_ENV},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return read(out)
+
+
+def disturbed(directory: Path, ranks: int, *arguments: str, stage: int = 0) -> tuple[State, str]:
+    """Trained on two nodes, of which the second is lost in the step that follows ``KILLED_AT``."""
+    out = directory / "out"
+    out.mkdir(parents=True)
+    fault = {"point": "during_step", "step": KILLED_AT, "pp": stage, "dp": 1, "action": "kill_node"}
+    block = json.dumps({"faults": [fault]})
+    options = ("--rank-order", "across-nodes") if "--tp" not in arguments else ()
+    with cluster(
+        directory,
+        *(*_COMMAND, *arguments, "--out", str(out), "--reft", block),
+        procs_per_node=ranks // 2,
+        options=options,
+        env=_ENV,
+    ) as job:
+        codes, log = run_to_its_end(job, _SECS, loses_node=True)
+    assert set(codes.values()) == {0}, log[-6000:]
+    return read(out), log
+
+
+def differences(wanted: State, found: State) -> list[str]:
+    """Names of what a disturbed run has not as the undisturbed one. Losses are compared where both have them: a
+    process that was restarted has those from there on."""
+    assert sorted(wanted) == sorted(found) != []
+    lines = []
+    for place, rank in wanted.items():
+        other = found[place]
+        names = sorted(rank["state"].keys() | other["state"].keys())
+        lines += [f"{place} {n}" for n in names if rank["state"].get(n) != other["state"].get(n)]
+        losses = {step: values for step, *values in rank["losses"]}
+        assert other["losses"], f"{place} has trained nothing behind its restart"
+        lines += [f"{place} step {step}" for step, *values in other["losses"] if losses[step] != values]
+    return lines
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--distributed --overlap --dtype bf16",
+        long("--pp 2 --vpp 2 --distributed"),
+        long(""),
+        long("--dtype bf16"),
+        long("--distributed"),
+        long("--distributed --overlap"),
+        long("--distributed --dtype bf16"),
+        long("--distributed --dtype fp16"),
+        long("--pp 2 --dtype bf16"),
+        long("--pp 2 --vpp 2 --distributed --overlap --dtype bf16"),
+        long("--tp 2 --distributed"),
+        long("--tp 2 --dtype bf16"),
+        long("--ep 2 --experts 4 --dtype bf16"),
+        long("--ep 2 --experts 4 --distributed"),
+        long("--ep 2 --experts 4 --distributed --overlap --dtype bf16"),
+    ],
+)
+def test_a_lost_node_changes_no_byte(arguments: str, tmp_path: Path) -> None:
+    given = shlex.split(arguments)
+    ranks = 4 if {"--pp", "--tp"} & set(given) else 2
+    wanted = undisturbed(tmp_path / "undisturbed", ranks, *given)
+    found, log = disturbed(tmp_path / "disturbed", ranks, *given)
+    resumed = _RESUMED.findall(log)
+    assert [source for _, source in resumed] == ["memory"], log[-6000:]
+    assert 1 <= int(resumed[0][0]) <= KILLED_AT
+    assert differences(wanted, found) == []
+    assert "the state of step" not in log, "no version was left out"
+    if "--pp" in given:
+        check_windows(found, given)
+
+
+def check_windows(found: State, given: list[str]) -> None:
+    """Windows are where Megatron waits, and nothing is in another order."""
+    names = {
+        place[:3]: "".join(_SHORT[name] for name in rank["instructions"]) for place, rank in found.items()
+    }
+    if "--vpp" not in given:
+        assert names == {
+            "pp0": "Fa Fg B Fg B Fg B g B".replace(" ", ""),
+            "pp1": "rFB rFB rFB rFB s".replace(" ", ""),
+        }
+    for order in names.values():
+        passes = 8 if "--vpp" in given else 4
+        assert (order.count("F"), order.count("B")) == (passes, passes)
+        assert set(order) & set("rg"), "it has received"
+
+
+def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    """P12: before anything is trained, with what to change."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron_core.refusals_job"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=_SECS,
+        env={**os.environ, **_ENV, "REFT_MEMORY_DIR": str(tmp_path)},
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    wanted = {
+        "fp8": ("UnsupportedStateError", "FP8 (hybrid)", "bf16"),
+        "context_parallel_size": (
+            "UnsupportedStateError",
+            "context parallel groups of 2",
+            "set context_parallel_size",
+        ),
+        "cuda_graph_impl": ("UnsupportedStateError", "CUDA graphs (local)", "set cuda_graph_impl to none"),
+        "num_distributed_optimizer_instances": ("UnsupportedStateError", "2 instances", "to 1"),
+        "reuse_grad_buf_for_mxfp8_param_ag": (
+            "UnsupportedStateError",
+            "the gradients' buffer",
+            "train in bf16",
+        ),
+        "use_precision_aware_optimizer": ("UnsupportedStateError", "aware of precision", "switch it off"),
+        "optimizer_cpu_offload": (
+            "UnsupportedStateError",
+            "CPU offload",
+            "set optimizer_cpu_offload to False",
+        ),
+        "overlap_param_gather_with_optimizer_step": ("UnsupportedStateError", "its own step", "to False"),
+        "chunk": ("UnsupportedStateError", "Float16Module", "wrap the model in"),
+        "layerwise": ("UnsupportedStateError", "WithMore", "get_megatron_optimizer"),
+        "scheduler": ("UnsupportedStateError", "builtins.object", "state_dict and load_state_dict"),
+        "micro_batches": ("ConfigError", "not initialised", "pass micro_batches="),
+        '{"protection": "arc+aor"}': ("UnsupportedStateError", "MegatronAdapter", '"protection": "arc"'),
+        '{"persist": {"dir": "/tmp"}}': ("ConfigError", "persist.dir is /tmp", "remove it"),
+        '{"enabled": false}': ("ConfigError", '"enabled": false', "leave the call out"),
+    }
+    missing = {
+        name: told.get(name)
+        for name, words in wanted.items()
+        if not all(w in told.get(name, "") for w in words)
+    }
+    assert missing == {}
+    assert set(told) == set(wanted)
+
+
+def test_a_captured_state_trains_on_as_it_did_in_a_model_made_anew() -> None:
+    """P8, by kind of optimizer, precision and experts: masters, moments, loss scale, schedule and every stream of random
+    numbers; the weights follow from them, also where they are gathered late."""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "tests.megatron_core.rewind_job"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=_SECS,
+        env={**os.environ, **_ENV},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    assert len(found) == 7
+    assert [kind for kind, differ in found if any(differ)] == [], found
