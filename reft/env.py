@@ -26,6 +26,9 @@ ENV_PROFILE = "REFT_PROFILE"
 """Set by ``reft profile``, which measures jobs with and without the block."""
 ENV_DRY_RUN = "REFT_DRY_RUN"
 """1 where ``reft launch --dry-run`` wants the job to end before its first step."""
+ENV_WARM = "REFT_WARM"
+"""1 or 0: whether trainers are forked from a process that has torch imported, where the command line does not
+say."""
 ENV_LOG_LEVEL = "REFT_LOGLEVEL"
 """What reft logs to stderr: a level of :mod:`logging`; without it INFO, and in trainers what the script's
 logging lets through."""

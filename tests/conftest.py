@@ -22,6 +22,9 @@ settings.load_profile("reft")
 # user's own is none of their business, and there may be no home directory to make one in.
 os.environ.setdefault("REFT_SECRET", secrets.token_hex(32))
 
+# Trainers of the suite are forked already (tests/prefork.py); what imports ahead for one node has tests of its own.
+os.environ.setdefault("REFT_WARM", "0")
+
 LocalCluster.popen = Popen
 
 # Started in the background by a shell, this process ignores SIGINT, and so would all its children;

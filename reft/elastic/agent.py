@@ -22,7 +22,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -77,6 +77,10 @@ class Observer:
 
     def round_over(self) -> None:
         """The trainers have failed, or restart for another reason."""
+
+    def starting_workers(self) -> AbstractContextManager[None]:
+        """Holds while the trainers are started."""
+        return nullcontext()
 
     def workers_started(self, pids: list[int]) -> None: ...
 
@@ -320,7 +324,8 @@ class ReftAgent(LocalElasticAgent):
         self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
         self._started_at = time.monotonic()
         self._ended_groups.clear()
-        ids: dict[int, Any] = super()._start_workers(worker_group)
+        with self._observer.starting_workers():
+            ids: dict[int, Any] = super()._start_workers(worker_group)
         self._observer.workers_started([int(pid) for pid in ids.values()])
         self._observer.state_changed("running", round=self.agreement.round)
         return ids

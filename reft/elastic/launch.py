@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from types import FrameType
 from typing import Any
@@ -35,6 +36,7 @@ from reft.elastic.exits import Cause
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
+from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
     ENV_DRY_RUN,
     ENV_JOB_ID,
@@ -120,6 +122,7 @@ class Launcher(Observer):
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
         self._agent: ReftAgent | None = None
+        self._warm: WarmTrainers | None = None
         self._ended_well = False
         self._before: Agreement | None = None
         self._over_at: float | None = None
@@ -168,6 +171,9 @@ class Launcher(Observer):
 
     def round_over(self) -> None:
         self._over_at = time.time()
+
+    def starting_workers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._warm is None else self._warm.starting()
 
     def workers_started(self, pids: list[int]) -> None:
         # TorchElastic has just set its own handlers.
@@ -225,6 +231,8 @@ class Launcher(Observer):
             from deepspeed.accelerator import get_accelerator
 
             get_accelerator().set_visible_devices_envs(os.environ, options.devices)
+        if options.warm:
+            self._warm = WarmTrainers(options.preload, trainers_environ())
         info = NodeInfo(
             node=options.node,
             agent=new_agent_id(),
@@ -329,6 +337,8 @@ class Launcher(Observer):
         if self._agent is not None:
             self._agent.close()
         self._rendezvous.leave()
+        if self._warm is not None:
+            self._warm.close()
         if self._daemon is not None:
             self._daemon.end(0.0 if self._ended_well else self._flush_secs())
         self._memory.write_state(state="ended well" if self._ended_well else "ended")

@@ -25,6 +25,7 @@ from reft.elastic.hostfile import apply_hostfile
 from reft.elastic.node import default_node_id
 from reft.elastic.slurm import apply_slurm
 from reft.elastic.usage import DESCRIPTION, RESTARTS, add_own_options
+from reft.elastic.warm import DEFAULT_MODULES, has_device, imports_of
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
 
@@ -75,6 +76,8 @@ class LaunchOptions:
     restarts_renew: bool
     rank_turn: int
     devices: tuple[int, ...] | None
+    warm: bool
+    preload: tuple[str, ...]
 
     @property
     def is_static(self) -> bool:
@@ -163,6 +166,8 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         restarts_renew=restarts_renew,
         rank_turn=args.rank_order,
         devices=args.devices,
+        warm=_is_warm(args),
+        preload=_preloaded(args),
     )
 
 
@@ -244,6 +249,18 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
         conf.setdefault("read_timeout", 30)
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
+
+
+def _is_warm(args: argparse.Namespace) -> bool:
+    if args.no_python or args.warm is False:
+        return False
+    # Processes with a device have not been forked from anywhere yet: it is for the user to say.
+    return bool(args.warm) or not has_device()
+
+
+def _preloaded(args: argparse.Namespace) -> tuple[str, ...]:
+    script = None if args.module or args.no_python else Path(args.training_script)
+    return tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload, *imports_of(script)]))
 
 
 def _memory_dir(args: argparse.Namespace) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from reft.arguments import Parser
 from reft.config import parse_block
-from reft.env import ENV_EVENTS, ENV_JOB_ID, ENV_LOG_LEVEL, ENV_MEMORY_DIR, ENV_NODE_ID
+from reft.env import ENV_EVENTS, ENV_JOB_ID, ENV_LOG_LEVEL, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_WARM
 
 RESTARTS = 3
 """Failures of trainers that follow each other without a new version in between."""
@@ -28,6 +28,11 @@ _ENVIRONMENT = (
     f"{ENV_EVENTS}=DIRECTORY, "
     "where every process of reft appends what happens as lines of JSON."
 )
+
+
+def _warm_by_environment() -> bool | None:
+    value = os.environ.get(ENV_WARM)
+    return None if value is None else value not in ("", "0")
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +61,21 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         "program and arguments). The same name finds the memory that an earlier launch left.",
     )
     ours.add_argument("--no-daemon", "--no_daemon", action="store_true", help="start no node daemon")
+    ours.add_argument(
+        "--warm",
+        action=argparse.BooleanOptionalAction,
+        default=_warm_by_environment(),
+        help="fork trainers from a process of the node that has imported torch, DeepSpeed and the packages "
+        f"that the script names ({ENV_WARM}=1 or 0; default: yes where the node has no device). --no-warm is "
+        "for scripts that cannot be forked.",
+    )
+    ours.add_argument(
+        "--preload",
+        metavar="MODULES",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        help="further modules for that process, with commas between them",
+    )
     ours.add_argument(
         "--keep-memory", "--keep_memory", action="store_true", help="keep the memory after a good end, too"
     )

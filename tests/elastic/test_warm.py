@@ -1,0 +1,221 @@
+"""Trainers that are forked from a process of the node behave as those that are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from reft.elastic.warm import differing, imports_of
+from tests.prefork import Popen
+
+DEADLINE_SECS = 240.0
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import json, os, sys, threading, time
+{before}
+early = [name for name in ("torch", "numpy", "deepspeed") if name in sys.modules]
+import numpy, random, torch
+lazy = "deepspeed" not in sys.modules
+import deepspeed
+rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+found = {{
+    "early": early, "lazy": lazy, "pid": os.getpid(), "ppid": os.getppid(), "argv": sys.argv, "main": __file__,
+    "session": os.getsid(0), "warm": "reft.elastic.warm" in open("/proc/self/cmdline").read(),
+    "random": [random.random(), numpy.random.rand(), torch.rand(1).item()], "path": sys.path[0],
+    "threads": torch.get_num_threads(), "spec": [torch.__spec__.origin, deepspeed.__spec__.origin],
+    "hooked": deepspeed.initialize.__code__.co_filename, "fds": len(os.listdir("/proc/self/fd")),
+}}
+with open(f"{{sys.argv[1]}}.{{restarts}}.{{rank}}.part", "w") as file:
+    json.dump(found, file)
+os.rename(file.name, file.name.removesuffix(".part"))
+{after}
+"""
+
+
+class Job:
+    """One node under ``reft launch --warm``."""
+
+    def __init__(
+        self, tmp_path: Path, options: tuple[str, ...] = (), *, before: str = "", after: str = ""
+    ) -> None:
+        self._out = tmp_path / "found"
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT.format(before=before, after=after))
+        self.log = tmp_path / "log"
+        command = [
+            sys.executable,
+            "-m",
+            "reft.cli",
+            "launch",
+            "--memory-dir",
+            str(tmp_path / "memory"),
+            *options,
+        ]
+        with self.log.open("w") as log:
+            self.process = Popen(
+                [*command, "--warm", "--nproc-per-node", "2", str(script), str(self._out), "more"],
+                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"},
+                cwd=tmp_path,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def found(self, restarts: int = 0) -> list[dict[str, Any]]:
+        """What both trainers saw."""
+        paths = [Path(f"{self._out}.{restarts}.{rank}") for rank in range(2)]
+        _wait_for(lambda: all(p.exists() for p in paths) or self._ended(), DEADLINE_SECS)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def _ended(self) -> bool:
+        if self.process.poll() is None:
+            return False
+        raise AssertionError(self.log.read_text())
+
+    def server(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        trainers = {f["pid"] for f in self.found()}
+        (server,) = [c for c in children if "reft.elastic.warm" in c.cmdline() and c.pid not in trainers]
+        return server
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return int(self.process.wait(DEADLINE_SECS))
+
+
+def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
+    one, other = job.found()
+    for found in (one, other):
+        assert found["warm"]
+        assert found["ppid"] == job.process.pid
+        assert found["session"] == found["pid"]
+        assert found["early"] == []
+        assert found["lazy"]
+        assert found["argv"] == [str(tmp_path / "script.py"), str(tmp_path / "found"), "more"]
+        assert found["path"] == str(tmp_path)
+        assert found["main"] == str(tmp_path / "script.py")
+        assert "reft/hook" in found["hooked"]
+        assert found["spec"][0].endswith("torch/__init__.py")
+        assert found["threads"] == 1
+    # As after a start of their own, ranks draw other numbers.
+    assert all(a != b for a, b in zip(one["random"], other["random"], strict=True))
+
+
+def test_a_killed_trainer_is_forked_again_and_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
+    job = Job(tmp_path, after="time.sleep(3600)")
+    first = job.found()
+    server = job.server()
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    second = job.found(restarts=1)
+    assert all(found["warm"] for found in second)
+    assert not {f["pid"] for f in first} & {f["pid"] for f in second}
+    # What imports ahead dies: the next trainers are started, which is said.
+    server.kill()
+    os.kill(second[1]["pid"], signal.SIGKILL)
+    third = job.found(restarts=2)
+    assert not any(found["warm"] for found in third)
+    assert "trainers start cold: the process that forks programs has ended" in job.log.read_text()
+    trainers = [psutil.Process(found["pid"]) for found in third]
+    job.end(signal.SIGKILL)
+    _wait_for(lambda: not any(_lives(trainer) for trainer in trainers), DEADLINE_SECS)
+
+
+def test_forked_trainers_and_their_server_end_with_the_launcher(tmp_path: Path) -> None:
+    job = Job(tmp_path, after="time.sleep(3600)")
+    trainers = [psutil.Process(found["pid"]) for found in job.found()]
+    server = job.server()
+    job.end(signal.SIGKILL)
+    _wait_for(lambda: not any(_lives(process) for process in [server, *trainers]), DEADLINE_SECS)
+
+
+def test_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
+    job = Job(tmp_path, before='os.environ["OMP_NUM_THREADS"] = "2"\nprint("once more")')
+    assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
+    for found in job.found():
+        assert found["threads"] == 2
+        assert not found["warm"]
+        assert found["ppid"] == job.process.pid
+    assert "the script sets OMP_NUM_THREADS before it imports numpy, which reads it" in job.log.read_text()
+
+
+def test_a_module_that_cannot_be_shared_is_named_and_left_to_the_trainers(tmp_path: Path) -> None:
+    (tmp_path / "starts_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
+    )
+    (tmp_path / "reads_rank.py").write_text("import os\nRANK = os.environ.get('RANK')\n")
+    before = 'import reads_rank\nassert reads_rank.RANK == os.environ["RANK"]'
+    job = Job(tmp_path, ("--preload", "starts_thread,reads_rank,is_missing"), before=before)
+    assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
+    assert all(found["warm"] for found in job.found())
+    log = job.log.read_text()
+    assert "trainers import starts_thread themselves: it starts 1 threads while it is imported" in log
+    assert "trainers import reads_rank themselves: it reads RANK while it is imported" in log
+    assert "trainers import is_missing themselves: it cannot be imported (ModuleNotFoundError" in log
+
+
+def test_what_libraries_set_themselves_starts_nothing_again(tmp_path: Path) -> None:
+    (tmp_path / "sets_own.py").write_text(
+        "import os\nos.environ['SETS_OWN'] = os.environ.get('SETS_OWN', 'x')\n"
+    )
+    (tmp_path / "reads_late.py").write_text("import os\nREAD = os.environ.get('READS_LATE')\n")
+    # torch sets such a variable at runtime, and reads it while a part of it is imported.
+    late = """import sets_own
+os.environ["SETS_OWN"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["READS_EARLY"] = "y"
+"""
+    job = Job(
+        tmp_path,
+        ("--preload", "sets_own,reads_late"),
+        before="import sets_own; seen = dict(os.environ)",
+        after=late
+        + "torch.distributed.init_process_group('gloo'); os.environ['READS_LATE'] = '1'; import reads_late\n"
+        + "assert seen['SETS_OWN'] == 'x'; assert reads_late.READ is None",
+    )
+    assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
+    assert all(found["warm"] for found in job.found())
+    log = job.log.read_text()
+    assert "starts again" not in log
+    assert "the script sets READS_LATE before it imports reads_late, which reads it; it has no effect" in log
+
+
+def _wait_for(condition: Callable[[], bool], limit_secs: float) -> None:
+    deadline = time.monotonic() + limit_secs
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_only_variables_that_were_read_count() -> None:
+    before = {"A": "1", "B": "1", "RANK": "0", "OMP_NUM_THREADS": "1", "REFT_ROUND": "1"}
+    assert differing(before, {**before, "B": "2", "RANK": "1", "REFT_ROUND": "2"}, {"A", "RANK"}) == []
+    assert differing(before, {**before, "A": "2"}, {"A"}) == ["A"]
+    assert differing({}, {"A": "2"}, {"A"}) == ["A"]
+    assert differing({"A": "2"}, {}, {"A"}) == ["A"]
+    # Read by C code, which nobody sees.
+    assert differing(before, {**before, "OMP_NUM_THREADS": "4"}, set()) == ["OMP_NUM_THREADS"]
+
+
+def test_installed_packages_of_a_script_are_imported_ahead(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, numpy as np\nimport torch.nn.functional as F\nfrom . import x\nfrom own import y\n"
+        "from psutil import Process\nif True:\n    import pydantic\n"
+    )
+    assert imports_of(script) == ["numpy", "torch.nn.functional", "psutil"]
+    script.write_text("this is no Python")
+    assert imports_of(script) == []
+    assert imports_of(tmp_path / "absent.py") == []
+    assert imports_of(None) == []
