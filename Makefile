@@ -83,8 +83,8 @@ storm: venv  ## real jobs under random attacks, compared with undisturbed runs: 
 matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows
 	$(BIN)/python -m tests.matrix $(ARGS)
 
-megatron: venv  ## a checkout of Megatron-DeepSpeed loses a node: DIR=, see docs/megatron.md
-	$(BIN)/python -m tests.megatron.program $(DIR) $(ARGS)
+megatron: venv  ## a checkout of Megatron-DeepSpeed loses nodes: DIR= [CASES=] [DEEPSPEED=], see docs/megatron.md
+	$(BIN)/python -m tests.megatron.program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so

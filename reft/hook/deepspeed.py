@@ -34,7 +34,9 @@ from reft.hook.programs import running_program
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
 from reft.hook.session import Session
+from reft.hook.start_checks import warn
 from reft.refusal import end_in_words
+from reft.state.loadable import why_not_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,11 @@ def attach(
         ConfigError: the block is wrong, or says ``"enabled": false``.
         UnsupportedStateError: the engine holds state reft does not know.
     """
-    if isinstance(engine, list) and len(engine) == 1:
+    if isinstance(engine, list):
+        if len(engine) != 1:
+            raise ConfigError(
+                f"reft.attach was given a list of {len(engine)}; expected one, or a list of one"
+            )
         engine = engine[0]
     session = session_of(engine)
     if session is not None:
@@ -90,6 +96,8 @@ def attach(
     session = Session(seen, parsed, client_state if program is None else program.client_state)
     if program is not None:
         program.join(session)
+    if (unloadable := why_not_loadable(engine)) is not None:
+        warn(session, unloadable)
     setattr(engine, _SESSION, session)
     _wrap(seen, session)
     report_untried(session)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +28,16 @@ logger = logging.getLogger(__name__)
 
 _CHECKPOINTING = "megatron.checkpointing"
 _CHECKPOINT_VERSION = 3.0
+_GIT_SECS = 10.0
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
+_START_ONCE = (
+    "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, then train "
+    "with --load DIR"
+)
 _REFUSED = {
-    "finetune": "every start, and so every restart after a failure, would begin anew from the weights alone. "
-    "Start once without the reft block and with --save DIR --exit-interval 1, then train with --load DIR",
-    "reset_iteration": "every start, and so every restart after a failure, would begin at iteration 0. Start "
-    "once without the reft block and with --save DIR --exit-interval 1, then train with --load DIR",
+    "finetune": f"every restart after a failure would begin anew from the weights alone. {_START_ONCE}",
+    "reset_iteration": f"every restart after a failure would begin at iteration 0. {_START_ONCE}",
+    "universal_checkpoint": f"what reft persists is no universal checkpoint. {_START_ONCE}",
     "curriculum_learning_legacy": "reft does not know how many tokens its steps consume",
     "data_efficiency_curriculum_learning": "reft does not know how many tokens its steps consume",
     "random_ltd": "reft does not know how many tokens its steps consume",
@@ -40,6 +46,16 @@ _REFUSED = {
     "kd": "the teacher's state is not captured",
 }
 """Options by which a restart would not go on as the undisturbed run does, each with the reason."""
+_REFUSED_ABOVE_ONE = {
+    "num_experts": "its checkpoints are distributed by expert; reft knows dense models only",
+    "ds_sequence_parallel_size": "reft knows stages, data-parallel and tensor-parallel ranks only",
+}
+"""Numbers that must be 1, each with the reason."""
+_IN_CONFIG = {
+    "curriculum_learning_legacy": "curriculum_learning",
+    "compression_training": "compression_training",
+}
+"""What is asked for in the DeepSpeed configuration."""
 
 
 def running_program(engine: Any) -> MegatronProgram | None:
@@ -72,11 +88,10 @@ class MegatronProgram:
         self._args = args
         self._checkpointing = checkpointing
         self._universal: dict[str, Any] | None = None
-        for name, reason in _REFUSED.items():
-            if getattr(args, name, False):
+        for name, reason in (*_REFUSED.items(), *_REFUSED_ABOVE_ONE.items()):
+            if _is_given(args, name):
                 raise ConfigError(
-                    f"Megatron was started with --{name.replace('_', '-')}, which reft cannot resume: "
-                    f"{reason}"
+                    f"Megatron was started with {_option(name)}, which reft cannot resume: {reason}"
                 )
 
     def join(self, session: Session) -> None:
@@ -84,6 +99,12 @@ class MegatronProgram:
         consumed, and see to it that it calls ``load_checkpoint``: it does so with ``--load`` only. The
         memory's directory is no checkpoint: a job without memory starts as it would have."""
         session.state.data.leave_to_program()
+        if session.is_rank_zero:
+            logger.info(
+                "the program is Megatron-DeepSpeed, %s. It needs no patch; its iteration, consumed samples "
+                "and tokens, arguments and random states are part of every version. Refused are %s",
+                *(commit_of(Path(self._checkpointing.__file__ or "")), ", ".join(map(_option, _refused()))),
+            )
         if self._args.load is None:
             self._args.load = str(session.memory.job_dir.path)
             if session.is_rank_zero:
@@ -147,6 +168,45 @@ class MegatronProgram:
         }
         several = getattr(self._args, "data_parallel_random_init", False)
         return [states] * (int(self._engine.dp_world_size) if several else 1)
+
+
+def commit_of(module: Path) -> str:
+    """The commit of the checkout that a module is in, in words; short, and whether it has changes."""
+    try:
+        # Whatever repository the directory is in need not be the program's.
+        _git(module, "ls-files", "--error-unmatch", module.name)
+        return f"commit {_git(module, 'describe', '--always', '--dirty=, with changes', '--exclude=*')}"
+    except (OSError, subprocess.SubprocessError):
+        return "of an unknown commit"
+
+
+def _git(module: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(module.parent), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=_GIT_SECS,
+    )
+    return done.stdout.strip()
+
+
+def _refused() -> list[str]:
+    return sorted((*_REFUSED, *_REFUSED_ABOVE_ONE))
+
+
+def _option(name: str) -> str:
+    """How it is asked for."""
+    if name in _IN_CONFIG:
+        return f'"{_IN_CONFIG[name]}" in the DeepSpeed configuration'
+    return "--" + name.replace("_", "-")
+
+
+def _is_given(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    if name not in _REFUSED_ABOVE_ONE:
+        return bool(value)
+    return any(degree > 1 for degree in (value if isinstance(value, list) else [value or 1]))
 
 
 def _is_plain(value: Any) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from reft.errors import LayoutError
+from reft.state import codec
 from reft.state.adapters import StateAdapter, adapter_for
 from reft.state.late import is_late
 from reft.state.rng import capture_rng, restore_rng
@@ -119,7 +120,9 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
         )
     if scheduler is None:
         return
-    scheduler.load_state_dict(saved)
+    # Megatron's goes on from where it is by what it loads: loading twice is not loading once.
+    if codec.encode(scheduler.state_dict()) != codec.encode(saved):
+        scheduler.load_state_dict(saved)
     if state["last_lr"] is not None:
         scheduler._last_lr = state["last_lr"]
 

@@ -24,7 +24,7 @@ from reft.blocks import Section
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate
 from reft.store.label import Label
-from reft.store.staging import Part, StagedImages, WorkDir, read_record, write_record
+from reft.store.staging import LEADER, Part, StagedImages, WorkDir, read_record, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +97,16 @@ def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) ->
 def _write_files(work: WorkDir, coordinate: Coordinate, images: StagedImages) -> dict[str, list[int]]:
     from reft.state.blob import DecodedBlob
     from reft.state.deepspeed_format import Template, write_checkpoint, write_recovery_scripts
+    from reft.state.megatron_format import TRACKER_NAME, tracker_of
 
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)
     if template.recovery_scripts:
         write_recovery_scripts(work.scripts)
+    tracker = tracker_of(blob.state)
+    if coordinate == LEADER and tracker is not None:
+        work.pointers.mkdir(exist_ok=True)
+        (work.pointers / TRACKER_NAME).write_bytes(tracker)
     written = write_checkpoint(template, images.read, blob.state, work.root, coordinate)
     return {name: [file.nbytes, file.checksum] for name, file in written.items()}
 

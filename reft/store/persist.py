@@ -51,6 +51,7 @@ from reft.store.persisted import (
 )
 from reft.store.publish import publish, refuse_stale, remove_debris
 from reft.store.staging import (
+    LEADER,
     Part,
     SourceBlock,
     WorkDir,
@@ -58,7 +59,6 @@ from reft.store.staging import (
     write_record,
 )
 from reft.store.waiting import (
-    LEADER,
     GivenUpElsewhereError,
     PersistOptions,
     PersistProgress,

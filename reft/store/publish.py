@@ -67,12 +67,15 @@ def publish(
     with _locked(info.directory):
         refuse_stale(info.directory, info.job_id, info.label)
         _place_scripts(work, info.directory)
+        pointers = _read_pointers(work)
         shutil.rmtree(work.staging)
         write_durably(work.root / MARKER_NAME, _marker(info))
         reached("renaming")
         _rename(work.root, info)
         reached("renamed")
         write_durably(info.directory / LATEST_NAME, info.tag.encode())
+        for name, content in pointers.items():
+            write_durably(info.directory / name, content)
         reached("latest")
         prune(info, keep)
 
@@ -103,6 +106,12 @@ def _place_scripts(work: WorkDir, directory: Path) -> None:
         return
     for script in sorted(work.scripts.iterdir()):
         script.replace(directory / script.name)
+
+
+def _read_pointers(work: WorkDir) -> dict[str, bytes]:
+    if not work.pointers.is_dir():
+        return {}
+    return {file.name: file.read_bytes() for file in sorted(work.pointers.iterdir())}
 
 
 def _rename(source: Path, info: PersistedInfo) -> None:

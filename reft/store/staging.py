@@ -38,6 +38,9 @@ from reft.store.persisted import tag_of
 
 logger = logging.getLogger(__name__)
 
+LEADER = Coordinate(0, 0, 0)
+"""The node of this coordinate names the checkpoint in the end."""
+
 _PERSON = b"reft-persist"
 
 
@@ -62,6 +65,11 @@ class WorkDir:
     def scripts(self) -> Path:
         """Scripts that DeepSpeed puts beside the tag directories."""
         return self.staging / "scripts"
+
+    @property
+    def pointers(self) -> Path:
+        """Files that name the newest checkpoint, beside ``latest``, for the program that trains."""
+        return self.staging / "pointers"
 
     def image(self, coordinate: Coordinate) -> Path:
         return self.staging / f"image-{coordinate}"

@@ -13,10 +13,7 @@ from reft.errors import PersistError
 from reft.grid import Coordinate
 from reft.store.assembler import Assembler
 from reft.store.persisted import PersistedInfo, missing_files, read_marker, tag_of
-from reft.store.staging import WorkDir, read_record
-
-LEADER = Coordinate(0, 0, 0)
-"""The node of this coordinate names the checkpoint in the end."""
+from reft.store.staging import LEADER, WorkDir, read_record
 
 _POLL_SECS = (0.02, 0.5)
 

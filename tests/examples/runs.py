@@ -66,7 +66,7 @@ class Example:
         )
         command = (str(EXAMPLES / self.script), *arguments)
         with cluster(directory, *command, procs_per_node=self.procs_per_node, options=self.options) as job:
-            codes, log = run_to_its_end(job, _SECS, loses_node=loses_node)
+            codes, log = run_to_its_end(job, _SECS, lost=int(loses_node))
         assert set(codes.values()) == {0}, log[-4000:]
         losses: dict[int, list[str]] = {}
         for step, loss in _STEP.findall(log):
@@ -74,13 +74,18 @@ class Example:
         return Outcome(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
 
 
-def run_to_its_end(job: WatchedCluster, secs: float, *, loses_node: bool) -> tuple[dict[int, int], str]:
-    """The exit codes and the log of all nodes. With ``loses_node`` one is lost, and replaced by a fresh one."""
-    if loses_node:
+def run_to_its_end(job: WatchedCluster, secs: float, *, lost: int) -> tuple[dict[int, int], str]:
+    """The exit codes and the log of all nodes. ``lost``: how many nodes are lost together, and replaced by fresh
+    ones; the first is killed by a fault of the block, the others as soon as it is."""
+    if lost:
         job.wait_until(lambda: _ended(job), secs, "the loss of a node")
-        (lost,) = _ended(job)
-        job.kill_node(lost)  # what is left of it: its memory directory
-        job.replace_node(lost)
+        (first,) = _ended(job)
+        others = [index for index in sorted(job.current) if index != first]
+        dead = [first, *others[: lost - 1]]
+        for index in dead:
+            job.kill_node(index)  # of the first, what is left: its memory directory
+        for index in dead:
+            job.replace_node(index)
     codes = job.wait(secs)
     return codes, "".join(
         path.read_text(errors="replace") for path in sorted(job.directory.glob("node*.log"))

@@ -1,9 +1,19 @@
-"""A checkout of Megatron-DeepSpeed, unmodified or with the reader's own fixes for CPUs, loses a node.
+"""A checkout of Megatron-DeepSpeed, unmodified or with the reader's own fixes for CPUs, loses nodes.
 
-    python -m tests.megatron.program DIR [--layout pp2dp2|tp2pp2] [--zero 0|1]
+    python -m tests.megatron.program DIR [--cases PATTERN ...] [--deepspeed 0.17.6|0.18.9] [--list]
 
-Every layout and ZeRO stage is trained undisturbed and with a node that is killed; both runs' losses are printed.
-Exits with 1 if a line that the program printed differs. docs/megatron.md says what a checkout needs.
+Every case is trained undisturbed, and with reft while something happens to it:
+
+- ``killed``: a node is lost and replaced. Without ``--save`` and ``--load``.
+- ``restarted``: a node is lost before the program has saved anything, in a job that ends by ``--exit-interval``;
+  it is started again, reads its checkpoint, and loses another node.
+- ``lost``: all nodes but one are lost, so both peers of a stage: it resumes from the program's checkpoint.
+- ``persisted``: a node is lost, all others are killed, and ``reft persist`` writes a checkpoint of what they hold.
+  It is compared with the one that the program itself saves at that iteration, value by value; the program resumes
+  from either without reft, and from reft's with it.
+
+Each case's result is printed as it ends. Exits with 1 if a line that the program printed differs.
+docs/megatron.md says what a checkout needs.
 """
 
 from __future__ import annotations
@@ -11,111 +21,227 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 
 from reft.tools.pretrain.indexed import IndexedWriter, token_dtype
 from tests.matrix import ROOT, ROWS, install
+from tests.megatron.cases import CASES, ITERATIONS, KILLED_AT, VOCABULARY, Case
+from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import Outcome, Program, differences, lost_node
 
-ROW = "deepspeed-0.17.6"
-"""Of :mod:`tests.matrix`; later releases do not have what the program imports: ``deepspeed.compression``."""
-ITERATIONS, KILLED_AT = 16, 6
-LAYOUTS = {"pp2dp2": (1, 4, 1), "tp2pp2": (2, 4, 2)}
-"""Tensor-parallel degree, nodes, ranks on each; two stages and two data-parallel peers each."""
-_VOCABULARY = 120
-_ARGUMENTS = f"""
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --attention-dropout 0.1 --hidden-dropout 0.1 --seed 7
-    --micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --split 80,15,5 --num-workers 0
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters {ITERATIONS} --lr-warmup-iters 2
-    --weight-decay 0.01 --clip-grad 1.0
-    --log-interval 1 --eval-interval 5 --eval-iters 2
-    --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY} --distributed-backend gloo
-    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
-    --pipeline-model-parallel-size 2
-"""
+_ENABLED = {"enabled": True}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.megatron.program", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.megatron.program",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory", type=Path, help="the checkout, with pretrain_gpt.py in it")
-    parser.add_argument("--layout", choices=LAYOUTS, action="append", help="by default all")
-    parser.add_argument("--zero", type=int, choices=(0, 1), action="append", help="by default both")
+    parser.add_argument("--cases", nargs="*", help="names, * stands for anything; by default all")
+    parser.add_argument("--deepspeed", choices=("0.17.6", "0.18.9"), default="0.17.6")
+    parser.add_argument("--list", action="store_true", help="names of the cases")
     options = parser.parse_args()
+    wanted = [case for case in CASES if any(fnmatch(case.name, p) for p in options.cases or ["*"])]
+    if options.list or not wanted:
+        print("\n".join(case.name for case in CASES))
+        return 0 if options.list else 2
     script = options.directory.resolve() / "pretrain_gpt.py"
     if not script.is_file():
         parser.error(f"{script} does not exist; expected the directory of a Megatron-DeepSpeed checkout")
-    python = install(ROW, ROWS[ROW])
-    if Path(sys.prefix).resolve() != python.parents[1].resolve():
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path}
-        os.execve(python, [str(python), "-m", "tests.megatron.program", *sys.argv[1:]], environment)
-    scratch = Path(tempfile.mkdtemp(prefix="reft-megatron-"))
-    wrong = 0
-    for layout in options.layout or LAYOUTS:
-        for stage in options.zero or (0, 1):
-            wrong += not compare(script, scratch / f"{layout}-zero{stage}", layout, stage)
+    row = f"deepspeed-{options.deepspeed}"
+    _run_with(install(row, ROWS[row]))
+    sys.path.insert(0, str(script.parent))  # its checkpoints hold classes of its own
+    scratch = Path(tempfile.mkdtemp(prefix="reft-mds-"))
+    trial = Trial(script, scratch)
+    wrong = [case.name for case in wanted if not trial.passes(case)]
     if wrong:
-        print(f"the logs are in {scratch}", file=sys.stderr)
+        print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
         return 1
     shutil.rmtree(scratch)
     return 0
 
 
-def compare(script: Path, directory: Path, layout: str, stage: int) -> bool:
-    """Whether the run that lost a node printed what the undisturbed one printed."""
-    directory.mkdir(parents=True)
-    corpus = _write_corpus(directory / "corpus")
-    tensor_parallel, nodes, procs_per_node = LAYOUTS[layout]
-    program = Program(
-        script,
-        (
-            *_ARGUMENTS.split(),
-            *("--tensor-model-parallel-size", str(tensor_parallel), "--data-path", str(corpus)),
-            *("--zero-stage", str(stage)),
-        ),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": stage},
-        },
-        nodes=nodes,
-        procs_per_node=procs_per_node,
-        env={"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu"},
+def _run_with(python: Path) -> None:
+    """Go on in the environment of the DeepSpeed that was asked for."""
+    if Path(sys.prefix).resolve() == python.parents[1].resolve():
+        return
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.execve(
+        python,
+        [str(python), "-m", "tests.megatron.program", *sys.argv[1:]],
+        {**os.environ, "PYTHONPATH": path},
     )
-    undisturbed = program.run(directory / "undisturbed", None)
-    disturbed = program.run(directory / "killed", lost_node(KILLED_AT), loses_node=True)
-    print(f"\n{layout}, ZeRO stage {stage}: {_resumption(disturbed)}")
-    print(f"{'iteration':>9} {'undisturbed':>14} killed")
-    for at in range(1, ITERATIONS + 1):
-        print(f"{at:>9} {_losses(undisturbed, at):>14} {_losses(disturbed, at)}")
+
+
+class Trial:
+    """Runs cases of one program.
+
+    Args:
+        script: the program.
+        scratch: directory for all files.
+    """
+
+    def __init__(self, script: Path, scratch: Path) -> None:
+        self._script = script
+        self._scratch = scratch
+        self._corpus = _write_corpus(scratch / "corpus")
+        self._undisturbed: dict[str, Outcome] = {}
+
+    def passes(self, case: Case) -> bool:
+        """Run a case and print its result: whether nothing differs."""
+        if case.precision == "fp16" and not _has_fp16():
+            print(f"SKIPPED {case.name}: DeepSpeed says that this device has no fp16", flush=True)
+            return True
+        happen: dict[str, Callable[[Case, Program, Path], list[str]]] = {
+            "killed": self._killed,
+            "restarted": self._restarted,
+            "lost": self._lost,
+            "persisted": self._persisted,
+        }
+        directory, began = self._scratch / case.name, time.monotonic()
+        directory.mkdir()
+        try:
+            found = happen[case.happens](case, self._program(case), directory)
+        except AssertionError as error:
+            found = [str(error)]
+        for line in found:
+            print(f"  DIFFERS {line}")
+        result = "differs" if found else "equal"
+        print(f"{result.upper()} {case.name}, {time.monotonic() - began:.0f} s", flush=True)
+        return not found
+
+    def _program(self, case: Case) -> Program:
+        return Program(
+            self._script,
+            (*case.arguments, "--data-path", str(self._corpus)),
+            config=case.config,
+            nodes=case.degrees.nodes,
+            procs_per_node=case.degrees.procs_per_node,
+            env={
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONPATH": os.environ["PYTHONPATH"],
+                "DS_ACCELERATOR": "cpu",
+                "REFT_LOGLEVEL": "INFO",
+            },
+        )
+
+    def _train_undisturbed(self, case: Case, program: Program) -> Outcome:
+        if case.trained not in self._undisturbed:
+            directory = self._scratch / f"undisturbed-{case.trained}"
+            self._undisturbed[case.trained] = program.run(directory, None)
+        return self._undisturbed[case.trained]
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def _killed(self, case: Case, program: Program, directory: Path) -> list[str]:
+        undisturbed = self._train_undisturbed(case, program)
+        disturbed = program.run(directory / "killed", lost_node(KILLED_AT), lost=1)
+        return _judge(case, undisturbed, disturbed, ["memory"])
+
+    def _restarted(self, case: Case, program: Program, directory: Path) -> list[str]:
+        undisturbed = self._train_undisturbed(case, program)
+        save, exits_at = str(directory / "checkpoints"), KILLED_AT + 2
+        again = ("--save", save, "--load", save, "--save-interval", "1000")
+        first = program.run(
+            directory / "first", lost_node(KILLED_AT), *again, "--exit-interval", str(exits_at), lost=1
+        )
+        second = program.run(directory / "second", lost_node(exits_at + 2), *again, lost=1)
+        found = (
+            [] if max(first.iterations) == exits_at else [f"the first job ended at {max(first.iterations)}"]
+        )
+        return found + _judge(case, undisturbed, _together(first, second), ["memory", "disk", "memory"])
+
+    def _lost(self, case: Case, program: Program, directory: Path) -> list[str]:
+        undisturbed = self._train_undisturbed(case, program)
+        save = str(directory / "checkpoints")
+        disturbed = program.run(
+            *(directory / "lost", lost_node(KILLED_AT), "--save", save, "--load", save),
+            *("--save-interval", str(KILLED_AT - 2)),
+            lost=case.degrees.nodes - 1,
+        )
+        return _judge(case, undisturbed, disturbed, ["disk"])
+
+    def _persisted(self, case: Case, program: Program, directory: Path) -> list[str]:
+        out, saved = directory / "persisted", directory / "saved"
+        undisturbed = program.run(
+            directory / "undisturbed", None, "--save", str(saved), "--save-interval", "1"
+        )
+        left = program.run_until_a_node_is_lost(directory / "died", lost_node(KILLED_AT))
+        memory = [word for path in left for word in ("--memory-dir", str(path))]
+        subprocess.run([sys.executable, "-m", "reft.cli", "persist", "--out", out, *memory], check=True)
+        (persisted,) = (path.parent for path in out.glob("*/latest"))
+        step = int((persisted / "latest").read_text().removeprefix("global_step"))
+        found = compare_checkpoints(saved, persisted)
+        # On a CPU the program's loaders draw random numbers between its load and its first step, from the
+        # generator that its dropout draws from: its losses behind a load of its own are others.
+        tag = ("--load-tag", f"global_step{step}")
+        own = program.run(directory / "own", None, "--load", str(saved), *tag)
+        plain = program.run(directory / "plain", None, "--load", str(persisted))
+        with_reft = program.run(directory / "with-reft", _ENABLED, "--load", str(persisted))
+        if not own.iterations or own.iterations != plain.iterations or own.validations != plain.validations:
+            found.append(f"without reft: {plain.iterations}, from its own: {own.iterations}")
+        if with_reft.iterations != undisturbed.from_step(step):
+            found.append(f"with reft: {with_reft.iterations}, undisturbed: {undisturbed.from_step(step)}")
+        if with_reft.resumed != [(step, "disk")]:
+            found.append(f"with reft: resumed {with_reft.resumed}")
+        print(f"\n{case.name}: persisted step {step}")
+        print(f"{'iteration':>9} {'undisturbed':>14} {'with reft':>14} {'without':>14} own")
+        for at in undisturbed.from_step(step):
+            losses = (o.losses(at) for o in (undisturbed, with_reft, plain, own))
+            print(f"{at:>9} {next(losses):>14} {next(losses):>14} {next(losses):>14} {next(losses)}")
+        return found
+
+
+def _together(first: Outcome, second: Outcome) -> Outcome:
+    iterations = {at: list(lines) for at, lines in first.iterations.items()}
+    for at, lines in second.iterations.items():
+        iterations.setdefault(at, []).extend(lines)
+    return Outcome(
+        iterations,
+        first.validations | second.validations,
+        first.resumed + second.resumed,
+        first.codes | second.codes,
+        first.log + second.log,
+    )
+
+
+def _judge(case: Case, undisturbed: Outcome, disturbed: Outcome, sources: list[str]) -> list[str]:
+    """Print both, and say what is wrong."""
+    print(f"\n{case.name}: {', '.join(f'resumed at step {s} from {w}' for s, w in disturbed.resumed)}")
+    print(f"{'iteration':>9} {'undisturbed':>14} {case.happens}")
+    for at in sorted(undisturbed.iterations):
+        print(f"{at:>9} {undisturbed.losses(at):>14} {disturbed.losses(at)}")
     found = differences(undisturbed, disturbed)
-    found += [] if disturbed.resumed else ["the job was not resumed"]
-    found += [] if len(undisturbed.iterations) == ITERATIONS else ["the undisturbed run did not end"]
-    for line in found:
-        print(f"DIFFERS {line}")
-    return not found
+    if [source for _, source in disturbed.resumed] != sources:
+        found.append(f"resumed from {disturbed.resumed}, expected {sources}")
+    if not undisturbed.validations or max(undisturbed.iterations, default=0) < ITERATIONS:
+        found.append("the undisturbed run did not end")
+    return found
 
 
-def _resumption(disturbed: Outcome) -> str:
-    return ", ".join(f"resumed at step {step} from {source}" for step, source in disturbed.resumed)
+def _has_fp16() -> bool:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator
 
-
-def _losses(outcome: Outcome, at: int) -> str:
-    return " ".join(line[-1] for line in outcome.iterations.get(at, [])) or "-"
+    return bool(get_accelerator().is_fp16_supported())
 
 
 def _write_corpus(prefix: Path) -> Path:
     """Documents of random tokens, in the program's own format."""
     draws = np.random.default_rng(3)
-    with IndexedWriter(prefix, token_dtype(_VOCABULARY)) as corpus:
+    with IndexedWriter(prefix, token_dtype(VOCABULARY)) as corpus:
         for _ in range(400):
-            corpus.add(draws.integers(0, _VOCABULARY - 1, size=int(draws.integers(40, 200))))
+            corpus.add(draws.integers(0, VOCABULARY - 1, size=int(draws.integers(40, 200))))
     return prefix
 
 

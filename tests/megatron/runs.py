@@ -1,4 +1,4 @@
-"""Runs a Megatron-DeepSpeed program on nodes of this machine, undisturbed or with a node that is lost."""
+"""Runs a Megatron-DeepSpeed program on nodes of this machine, undisturbed or with nodes that are lost."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 from tests.elastic.cluster import cluster
 from tests.examples.runs import run_to_its_end
 
-_SECS = 400.0
-_ITERATION = re.compile(
-    r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \| consumed tokens: +(\d+) \|.*?"
-    r"learning rate: (\S+) \|.*?lm loss: (\d\.\d+E[+-]\d+)"
-)
+_SECS = 600.0
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|((?: [a-zA-Z() ]+: +[-\d.E+naif]+ \|)+)")
+_TIMED = ("elapsed time per iteration (ms)", "samples per second", "TFLOPs")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\d\.\d+E[+-]\d+)")
 _RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
 
-Line = tuple[str, ...]
+Line = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class Outcome:
     """What a run has printed.
 
     Attributes:
-        iterations: consumed samples and tokens, learning rate and loss of every iteration, as printed; one that
-            was trained twice has two.
+        iterations: names and values of every iteration's line, as printed, without those that measure time; one
+            that was trained twice has two.
         validations: losses of the evaluations, by iteration.
         resumed: step and source of every resumption.
         codes: exit codes of the nodes.
@@ -41,6 +39,13 @@ class Outcome:
     resumed: list[tuple[int, str]]
     codes: dict[int, int]
     log: str
+
+    def from_step(self, step: int) -> dict[int, list[Line]]:
+        """The lines behind a step."""
+        return {at: lines for at, lines in self.iterations.items() if at > step}
+
+    def losses(self, at: int) -> str:
+        return " ".join(dict(line).get("lm loss", "?") for line in self.iterations.get(at, [])) or "-"
 
 
 @dataclass(frozen=True)
@@ -63,30 +68,63 @@ class Program:
     procs_per_node: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
 
-    def run(
-        self, directory: Path, block: Mapping[str, Any] | None, *more: str, loses_node: bool = False
-    ) -> Outcome:
-        """Train to the end. With ``loses_node`` the block has a fault that kills a node: a fresh one replaces it."""
+    def run(self, directory: Path, block: Mapping[str, Any] | None, *more: str, lost: int = 0) -> Outcome:
+        """Train to the end.
+
+        Args:
+            directory: for its files; its logs are there.
+            block: the ``reft`` block; None: none. Where nodes are lost it has a fault that kills one.
+            more: further arguments of the program.
+            lost: nodes that are lost together; fresh ones replace them.
+
+        Raises:
+            AssertionError: it did not end well.
+        """
+        with self._cluster(directory, block, more) as job:
+            codes, log = run_to_its_end(job, _SECS, lost=lost)
+        assert set(codes.values()) == {0}, f"{directory.name} ended with {codes}: {log[-4000:]}"
+        return outcome(codes, log)
+
+    def run_until_a_node_is_lost(self, directory: Path, block: Mapping[str, Any], *more: str) -> list[Path]:
+        """Train until the block's fault kills a node, and kill the whole job then. The memory directories of the
+        nodes that are left."""
+        with self._cluster(directory, block, more) as job:
+            job.wait_until(
+                lambda: not all(n.running for n in job.current.values()), _SECS, "the loss of a node"
+            )
+            (first,) = (index for index, node in job.current.items() if not node.running)
+            job.kill_node(first)
+            left = [node.memory_dir for index, node in sorted(job.current.items()) if index != first]
+        return left
+
+    def _cluster(self, directory: Path, block: Mapping[str, Any] | None, more: Sequence[str]) -> Any:
         directory.mkdir(parents=True)
         config = directory / "ds_config.json"
         config.write_text(json.dumps({**self.config, **({"reft": block} if block is not None else {})}))
         command = (str(self.script), *self.arguments, *more, "--deepspeed", "--deepspeed_config", str(config))
-        with cluster(
+        return cluster(
             directory, *command, nodes=self.nodes, procs_per_node=self.procs_per_node, env=dict(self.env)
-        ) as job:
-            codes, log = run_to_its_end(job, _SECS, loses_node=loses_node)
-        return outcome(codes, log)
+        )
 
 
 def outcome(codes: dict[int, int], log: str) -> Outcome:
     iterations: dict[int, list[Line]] = {}
-    for at, *line in _ITERATION.findall(log):
-        iterations.setdefault(int(at), []).append(tuple(line))
+    for at, line in _ITERATION.findall(log):
+        iterations.setdefault(int(at), []).append(_values(line))
     validations: dict[int, list[str]] = {}
     for at, loss in _VALIDATION.findall(log):
         validations.setdefault(int(at), []).append(loss)
     resumed = [(int(step), source) for step, source in _RESUMED.findall(log)]
     return Outcome(iterations, validations, resumed, codes, log)
+
+
+def _values(line: str) -> Line:
+    pairs = (part.split(":") for part in line.split("|") if part.strip())
+    return tuple(
+        (name.strip(), value.strip())
+        for name, value in pairs
+        if name.strip() not in _TIMED and "per second" not in name
+    )
 
 
 def lost_node(step: int) -> dict[str, Any]:

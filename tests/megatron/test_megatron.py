@@ -21,40 +21,53 @@ from typer.testing import CliRunner
 
 from reft.cli import make_app
 from reft.errors import ConfigError, UnsupportedStateError
-from reft.megatron.deepspeed import running_program
+from reft.hook.deepspeed import attach
+from reft.megatron.deepspeed import commit_of, running_program
 from reft.state.codec import decode, encode
 from tests.machine import free_port
+from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import Outcome, Program, differences, lost_node, outcome
 
 STANDIN = Path(__file__).parent / "standin"
 ITERATIONS, KILLED_AT = 8, 5
 
 
-def program(*arguments: str, zero: int = 0) -> Program:
+def program(*arguments: str, zero: int = 0, **more: Any) -> Program:
     """Two data-parallel ranks, each on a node of its own."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": zero},
+        **more,
     }
-    return Program(STANDIN / "pretrain_gpt.py", ("--train-iters", str(ITERATIONS), *arguments), config, 2)
+    arguments = ("--train-iters", str(ITERATIONS), *arguments)
+    return Program(STANDIN / "pretrain_gpt.py", arguments, config, 2, env={"REFT_LOGLEVEL": "INFO"})
 
 
 @pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.long)])
 def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path) -> None:
-    """Without ``--load``, and with one whose directory holds nothing, as the first start of a job has it."""
+    """In bf16, with batches that grow and without ``--load``; in fp32, and with one whose directory holds nothing,
+    as the first start of a job has it."""
     plain = engine == "plain"
-    trained = program("--no-pipeline-parallel", zero=1) if plain else program()
+    trained = program("--no-pipeline-parallel", zero=1)
+    if not plain:
+        bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        ramp = ("--rampup-batch-size", "4", "4", "24")
+        trained = program(*ramp, zero=1, gradient_accumulation_steps=1, **bf16)
     save = tmp_path / "checkpoints"
     more = ("--save", str(save), *(("--load", str(save)) if plain else ()))
     undisturbed = trained.run(tmp_path / "undisturbed", None)
     assert sorted(undisturbed.iterations) == list(range(1, ITERATIONS + 1)), undisturbed.log[-4000:]
-    disturbed = trained.run(tmp_path / "disturbed", lost_node(KILLED_AT), *more, loses_node=True)
-    assert set(disturbed.codes.values()) == {0}, disturbed.log[-4000:]
+    disturbed = trained.run(tmp_path / "disturbed", lost_node(KILLED_AT), *more, lost=1)
     assert [source for _, source in disturbed.resumed] == ["memory"], disturbed.log[-4000:]
     assert disturbed.resumed[0][0] >= KILLED_AT
     assert differences(undisturbed, disturbed) == []
     assert (save / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
+    sizes = [
+        dict(line)["global batch size"] for line in undisturbed.iterations[1] + undisturbed.iterations[8]
+    ]
+    assert sizes == (["8", "8"] if plain else ["4", "8"])
+    assert "the program is Megatron-DeepSpeed" in disturbed.log
     assert "the state of step" not in disturbed.log, "no version was left out"
     assert "from here on its losses" not in disturbed.log, "its place in the data is the program's (P12)"
 
@@ -87,11 +100,17 @@ class Alone:
     directory: Path
     arguments: Sequence[str]
 
-    def run(self, block: dict[str, Any] | None, *more: str, ends_with: int = 0) -> Outcome:
+    def run(
+        self, block: dict[str, Any] | None, *more: str, ends_with: int = 0, attached: bool = False
+    ) -> Outcome:
+        """``attached``: the script attaches the list of its engines itself; the configuration has no block."""
         sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
         config = self.directory / "ds_config.json"
-        config.write_text(json.dumps({**sizes, **({"reft": block} if block else {})}))
+        in_config = block is not None and not attached
+        config.write_text(json.dumps({**sizes, **({"reft": block} if in_config else {})}))
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        if attached:
+            place["TEST_REFT_BLOCK"] = json.dumps(block)
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "reft.elastic.script", str(STANDIN / "pretrain_gpt.py")),
@@ -108,29 +127,72 @@ class Alone:
         return outcome({}, done.stdout)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ["pipeline", "plain"])
-def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
-    engine: str, tmp_path: Path
-) -> None:
-    alone = Alone(tmp_path, ("--no-pipeline-parallel",) if engine == "plain" else ())
-    undisturbed = alone.run(None)
+@dataclass(frozen=True)
+class Persisted:
+    """A loop that was killed, and what ``reft persist`` wrote of its memory.
+
+    Attributes:
+        alone: the loop.
+        undisturbed: what it prints.
+        saved: its own checkpoints, of that step among others.
+        directory: what was written.
+        block: of the job.
+    """
+
+    alone: Alone
+    undisturbed: Outcome
+    saved: Path
+    directory: Path
+    block: dict[str, Any]
+
+    @property
+    def lines_to_come(self) -> dict[int, list[Any]]:
+        return {at: self.undisturbed.iterations[at] for at in range(KILLED_AT + 1, ITERATIONS + 1)}
+
+
+def persist(alone: Alone, tmp_path: Path) -> Persisted:
+    memory, out, saved = tmp_path / "memory", tmp_path / "persisted", tmp_path / "saved"
+    undisturbed = alone.run(None, "--save", str(saved), "--save-interval", str(KILLED_AT))
     assert sorted(undisturbed.iterations) == list(range(1, ITERATIONS + 1))
-    memory, out = tmp_path / "memory", tmp_path / "persisted"
     fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
     block = {"enabled": True, "job_id": "gpt", "memory_dir": str(memory), "faults": [fault]}
     alone.run(block, ends_with=-signal.SIGKILL)
     written = CliRunner().invoke(make_app(), ["persist", "--out", str(out), "--memory-dir", str(memory)])
     assert written.exit_code == 0, written.output
-    from_memory = alone.run(block)
+    return Persisted(alone, undisturbed, saved, out / "gpt", block)
+
+
+def arguments_of(engine: str) -> tuple[str, ...]:
+    return ("--no-pipeline-parallel",) if engine == "plain" else ()
+
+
+@pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.long)])
+def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
+    """Value by value: iteration, arguments, tokens, random states, weights and optimizer."""
+    found = persist(Alone(tmp_path, arguments_of(engine)), tmp_path)
+    assert compare_checkpoints(found.saved, found.directory) == []
+    block = {**found.block, "job_id": "next", "faults": []}
+    resumed = found.alone.run(block, "--load", str(found.directory))
+    assert resumed.resumed == [(KILLED_AT, "disk")]
+    assert resumed.iterations == found.lines_to_come
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["pipeline", "plain"])
+def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
+    engine: str, tmp_path: Path
+) -> None:
+    """From memory with the list of its engines attached by the script."""
+    found = persist(Alone(tmp_path, arguments_of(engine)), tmp_path)
+    from_memory = found.alone.run(found.block, attached=True)
     assert from_memory.resumed == [(KILLED_AT, "memory")]
-    assert from_memory.iterations == {at: undisturbed.iterations[at] for at in (6, 7, 8)}
-    assert from_memory.validations == {6: undisturbed.validations[6]}
-    # On a CPU the program's loaders draw between its load and its first step: its losses are others.
-    from_files = alone.run(None, "--load", str(out / "gpt")).iterations
-    assert {at: line[:-1] for at, (line,) in from_files.items()} == {
-        at: undisturbed.iterations[at][0][:-1] for at in (6, 7, 8)
-    }
+    assert from_memory.iterations == found.lines_to_come
+    assert from_memory.validations == {6: found.undisturbed.validations[6]}
+    # On a CPU the program's loaders draw between its load and its first step: its losses are others behind a load.
+    own = found.alone.run(None, "--load", str(found.saved), "--load-tag", f"global_step{KILLED_AT}")
+    from_files = found.alone.run(None, "--load", str(found.directory))
+    assert sorted(from_files.iterations) == sorted(found.lines_to_come)
+    assert (from_files.iterations, from_files.validations) == (own.iterations, own.validations)
 
 
 # -- what is captured -----------------------------------------------------------------------------------
@@ -192,11 +254,56 @@ def test_a_loop_that_counts_otherwise_is_not_guessed_at(monkeypatch: pytest.Monk
         captured(3)
 
 
-@pytest.mark.parametrize("option", ["finetune", "reset_iteration", "random_ltd", "kd"])
-def test_what_cannot_be_resumed_is_refused_by_name(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started(monkeypatch, **{option: True})
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}, which reft cannot resume"):
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("finetune", True, "--finetune"),
+        ("reset_iteration", True, "--reset-iteration"),
+        ("random_ltd", True, "--random-ltd"),
+        ("kd", True, "--kd"),
+        ("universal_checkpoint", True, "--universal-checkpoint"),
+        ("num_experts", [1, 4], "--num-experts"),
+        ("ds_sequence_parallel_size", 2, "--ds-sequence-parallel-size"),
+        ("compression_training", True, '"compression_training" in the DeepSpeed configuration'),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_by_name(
+    option: str, value: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(monkeypatch, **{option: value})
+    with pytest.raises(ConfigError, match=f"started with {named}, which reft cannot resume"):
         captured(2)
+
+
+def test_numbers_that_are_one_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, num_experts=[1], ds_sequence_parallel_size=1)
+    assert captured(2)["iteration"] == 2
+
+
+def test_the_commit_is_that_of_the_programs_own_checkout(tmp_path: Path) -> None:
+    """Not of a repository that an installed program happens to lie in."""
+    module = tmp_path / "megatron" / "checkpointing.py"
+    module.parent.mkdir()
+    module.write_text("")
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert commit_of(module) == "of an unknown commit"
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert commit_of(module) == f"commit {commit}"
+    module.write_text("changed")
+    assert commit_of(module) == f"commit {commit}, with changes"
+
+
+def test_a_list_of_several_engines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a list of 2"):
+        attach([object(), object()])
 
 
 def test_other_scripts_are_no_such_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,16 @@ def test_what_was_published_is_found_and_verified(tmp_path: Path) -> None:
     assert (marker["job_id"], marker["incarnation"], marker["step"]) == (JOB, 1, 4)
 
 
+def test_a_pointer_of_the_program_names_what_latest_names(tmp_path: Path) -> None:
+    for step in (4, 8):
+        work, info = prepare(tmp_path, Label(1, step))
+        work.pointers.mkdir()
+        (work.pointers / "newest.txt").write_text(str(step))
+        publish(work, info, 2)
+        assert latest_tag(tmp_path) == f"global_step{step}"
+        assert (tmp_path / "newest.txt").read_text() == str(step)
+
+
 @pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
 def test_killed_at_any_point_a_checkpoint_is_left_that_latest_names(tmp_path: Path, phase: str) -> None:
     write(tmp_path, Label(1, 4), keep=1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from typing import Any
@@ -7,6 +9,14 @@ from typing import Any
 from megatron import training
 
 _SECS = 120.0
+
+
+def attach(model: list[Any]) -> None:
+    """Put the engines under reft's care as people do, where the environment has a block for it."""
+    if block := os.environ.get("TEST_REFT_BLOCK"):
+        import reft
+
+        reft.attach(model, config=json.loads(block))
 
 
 def wait_for_commit(engine: Any) -> None:
@@ -22,5 +32,6 @@ def wait_for_commit(engine: Any) -> None:
 
 
 if __name__ == "__main__":
+    training.on_engines = attach
     training.on_step_end = wait_for_commit
     training.pretrain()

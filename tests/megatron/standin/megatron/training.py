@@ -21,8 +21,12 @@ from megatron.global_vars import get_args, set_args
 _VOCABULARY = 32
 
 
+def on_engines(model: list[Any]) -> None:
+    """Called when there are engines; the script may put another in its place."""
+
+
 def on_step_end(engine: Any) -> None:
-    """Called behind every step; the script may put another in its place."""
+    """Called behind every step, likewise."""
 
 
 class _Dropout(nn.Module):
@@ -55,7 +59,26 @@ class Model(nn.Sequential):
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class Scheduler:
+    """Counts samples. As the program's does, it goes on from where it is by what it loads."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self.num_steps = optimizer, 0
+        self.step(0)
+
+    def step(self, increment: int) -> None:
+        self.num_steps += increment
+        for group in self._optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + self.num_steps / 8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step(increment=state_dict["num_steps"])
 
 
 class ConsumedSampler:
@@ -95,6 +118,7 @@ def parse_args() -> Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     for name in ("save", "load", "load-tag"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--rampup-batch-size", type=int, nargs=3)
     for name in ("finetune", "reset-iteration", "no-save-rng", "no-pipeline-parallel"):
         parser.add_argument(f"--{name}", action="store_true")
     return deepspeed.add_config_arguments(parser).parse_args()
@@ -106,7 +130,7 @@ def _engine(args: Namespace) -> Any:
     if not args.no_pipeline_parallel:
         module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler: Any = Scheduler(optimizer)
     engine, *_ = deepspeed.initialize(args=args, model=module, optimizer=optimizer, lr_scheduler=scheduler)
     return engine
 
@@ -120,7 +144,7 @@ def _train_step(engine: Any, batches: Iterator[Any], micro_batches: int) -> torc
         tokens, labels = next(batches)
         loss = _loss(engine(tokens), labels)
         engine.backward(loss)
-        engine.step()
+        engine.step(lr_kwargs={"increment": engine.train_batch_size()})
         losses.append(loss.detach())
     return _mean(torch.stack(losses).mean())
 
@@ -148,6 +172,7 @@ def pretrain() -> None:
     torch.manual_seed(args.seed)
     tensor_parallel.get_cuda_rng_tracker().add("model-parallel-rng", args.seed + 2718)
     model = [_engine(args)]
+    on_engines(model)
     args.iteration = load_checkpoint(model) if args.load is not None else 0
     args.no_text = None
     args.do_valid = args.eval_iters > 0
@@ -157,11 +182,21 @@ def pretrain() -> None:
         save_checkpoint(iteration, model)
 
 
+def _batch_size(args: Namespace) -> int:
+    """Of the next step: it grows by steps of the same size while the first samples are consumed."""
+    if args.rampup_batch_size is None or args.consumed_train_samples > args.rampup_batch_size[2]:
+        return int(args.global_batch_size)
+    start, step, samples = args.rampup_batch_size
+    steps = (args.global_batch_size - start) // step
+    return int(start + step * (args.consumed_train_samples // (samples // steps)))
+
+
 def train(model: list[Any], batches: Iterator[Any], validation: Iterator[Any]) -> int:
     args, iteration = get_args(), int(get_args().iteration)
     ranks = torch.distributed.get_world_size()
-    micro_batches = args.global_batch_size // (args.micro_batch_size * ranks)
     while iteration < args.train_iters:
+        micro_batches = _batch_size(args) // (args.micro_batch_size * ranks)
+        model[0].set_train_batch_size(ranks * args.micro_batch_size * micro_batches)
         model[0].train()
         args.curr_iteration = iteration
         loss = _train_step(model[0], batches, micro_batches)
@@ -174,7 +209,8 @@ def train(model: list[Any], batches: Iterator[Any], validation: Iterator[Any]) -
         _print_rank_last(
             f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: "
             f"{args.consumed_train_samples:12d} | consumed tokens: {args.consumed_train_tokens:12d} | "
-            f"learning rate: {model[0].optimizer.param_groups[0]['lr']:.3E} | lm loss: {loss.item():.6E} |"
+            f"learning rate: {model[0].optimizer.param_groups[0]['lr']:.3E} | global batch size: "
+            f"{samples:5d} | lm loss: {loss.item():.6E} |"
         )
         if args.eval_interval and iteration % args.eval_interval == 0:
             _evaluate(model[0], validation, iteration, micro_batches)
@@ -200,7 +236,8 @@ def _evaluate(engine: Any, batches: Iterator[Any], iteration: int, micro_batches
                 for _ in range(micro_batches):
                     tokens, labels = next(batches)
                     losses.append(_mean(_loss(engine(tokens), labels)))
-            args.consumed_valid_samples += args.global_batch_size
+            ranks = torch.distributed.get_world_size()
+            args.consumed_valid_samples += ranks * args.micro_batch_size * micro_batches
     engine.train()
     loss = torch.stack(losses).mean().item()
     _print_rank_last(f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | ")

@@ -1,0 +1,67 @@
+"""Saves and loads by DeepSpeed alone, one process: ``loadable_job.py OUT``. Writes for every engine what reft says
+of its checkpoints, and how loading one ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from reft.hook.cpu import avoid_build_at_start
+from reft.state.loadable import why_not_loadable
+
+ACCUMULATES_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "pipeline fp32 0": {},
+    "pipeline bf16 0": {"bf16": {"enabled": True}},
+    "pipeline bf16 1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "pipeline bf16 1 fp32": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        **ACCUMULATES_IN_FP32,
+    },
+    "plain bf16 0": {"bf16": {"enabled": True}},
+}
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).float().square().mean()
+
+
+def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipeline = name.startswith("pipeline")
+    module: Any = nn.Sequential(*layers)
+    if pipeline:
+        module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=loss)
+    config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9}
+    config |= {"zero_allow_untested_optimizer": True, **CONFIGS[name]}
+    optimizer = torch.optim.Adam(module.parameters())
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    said = why_not_loadable(engine)
+    batch = torch.ones(2, 4, dtype=torch.bfloat16 if "bf16" in CONFIGS[name] else torch.float32)
+    with torch.set_grad_enabled(True):
+        if pipeline:
+            engine.train_batch(iter([(batch, batch)]))
+        else:
+            engine.backward(loss(engine(batch), batch))
+            engine.step()
+    engine.save_checkpoint(str(directory))
+    try:
+        engine.load_checkpoint(str(directory))
+    except (AttributeError, KeyError) as error:
+        return {"said": said, "failed": repr(error)}
+    return {"said": said, "failed": None}
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    avoid_build_at_start()
+    deepspeed.init_distributed("gloo", verbose=False)
+    found = {name: save_and_load(name, out / name.replace(" ", "-")) for name in CONFIGS}
+    (out / "found.json").write_text(json.dumps(found))
