@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron clean
+.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron slurm clean
 
 venv: $(STAMP)
 
@@ -85,6 +85,9 @@ matrix: venv  ## the integration tests at the ends of the supported versions: AR
 
 megatron: venv  ## a checkout of Megatron-DeepSpeed loses nodes: DIR= [CASES=] [DEEPSPEED=], see docs/megatron.md
 	$(BIN)/python -m tests.megatron.program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
+
+slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root): slurm/'s scripts as they are, nodes die
+	$(PYTEST) -rs tests/slurm $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so

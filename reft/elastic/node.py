@@ -23,6 +23,7 @@ from reft.errors import AuthenticationError, JobInUseError, ReftError
 from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
 from reft.store.client import request
+from reft.store.daemon import END_SIGNAL
 from reft.store.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, write_json
 from reft.store.joblock import LOCK_FILE, JobLock
 
@@ -219,7 +220,7 @@ class DaemonKeeper:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.terminate()
+        process.send_signal(END_SIGNAL)
         try:
             process.wait(8.0)
         except subprocess.TimeoutExpired:

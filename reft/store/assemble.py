@@ -135,6 +135,8 @@ def _die_with(parent: int) -> None:
 def main() -> int:
     """Serve requests until standard input ends."""
     _die_with(int(sys.argv[1]))
+    # Batch systems signal every process of a job; what is being written is the daemon's to give up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -37,6 +37,8 @@ from reft.store.wire import SOCKET_NAME, Channel, listen
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
+END_SIGNAL = signal.SIGUSR1
+"""By which its launcher ends it."""
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
@@ -90,7 +92,7 @@ class Daemon:
         }
 
     def run(self) -> int:
-        """Serve until told to end, by SIGTERM, a message, or the launcher's end; returns the exit code."""
+        """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
         listener = listen(self._job_dir.path)
         self._job_dir.record_daemon()
         self._recall_config()
@@ -272,7 +274,12 @@ def main(argv: Sequence[str]) -> int:
         log.set_place(job_dir.job_id, f"daemon {job_dir.node}")
         daemon = Daemon(job_dir, options.launcher_pid)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: _set_apart(daemon.end))
+        signal.signal(END_SIGNAL, lambda *_: _set_apart(daemon.end))
+        if options.launcher_pid:
+            # Batch systems signal every process of a job: the launcher's last flush needs this one.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: _set_apart(daemon.end))
         return daemon.run()
     except (ReftError, OSError) as error:
         logger.error("the node daemon cannot run: %s", error)

@@ -21,7 +21,7 @@ from reft.grid import Coordinate, Degrees
 from reft.store.arena import Arena, ArenaHeader, ArenaState
 from reft.store.arena_files import arena_name
 from reft.store.client import DaemonClient, DaemonError, request
-from reft.store.daemon import Daemon
+from reft.store.daemon import END_SIGNAL, Daemon
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persister import committed_labels
@@ -276,6 +276,23 @@ def test_ctrl_c_is_not_for_it_and_sigterm_is(job_dir: JobDir, process: subproces
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 0
     assert job_dir.path.is_dir()
+
+
+def test_the_sigterm_of_a_batch_system_is_for_its_launcher_alone(job_dir: JobDir) -> None:
+    """Slurm signals every process of a job; the launcher's last flush needs the daemon."""
+    daemon = spawn(job_dir, "--launcher-pid", str(os.getpid()))
+    try:
+        wait_for(lambda: answers(job_dir), "the daemon")
+        status = Path(f"/proc/{daemon.pid}/status").read_text()
+        ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+        assert int(ignored, 16) >> (signal.SIGTERM - 1) & 1
+        daemon.send_signal(signal.SIGTERM)
+        assert request(job_dir.path, job_dir.secret, "ping") == daemon.pid
+        daemon.send_signal(END_SIGNAL)
+        assert daemon.wait(240) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

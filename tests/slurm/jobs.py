@@ -1,0 +1,124 @@
+"""A job of the test Slurm: examples/plain.py, submitted with one of the scripts of slurm/ as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.slurm.cluster import SlurmCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "slurm"
+SECS = 420.0
+_LOSS = re.compile(r"step (\d+) loss (\d[\d.e+-]*)")
+_RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def environment() -> dict[str, str]:
+    """For the cluster: this environment's Python and reft, and what trainers on a busy machine need."""
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "REFT_SECRET": os.environ["REFT_SECRET"],
+    }
+
+
+class SlurmJob:
+    """One submitted job.
+
+    Args:
+        cluster: where it runs.
+        directory: its own.
+        script: of ``slurm/``.
+        block: the ``reft`` block.
+        options: further options of sbatch.
+        arguments: further arguments of the training script.
+        env: further variables of the submission.
+    """
+
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        directory: Path,
+        script: str,
+        block: dict[str, Any],
+        *,
+        options: tuple[str, ...] = (),
+        arguments: tuple[str, ...] = ("--epochs", "2"),
+        env: dict[str, str] | None = None,
+    ) -> None:
+        directory.mkdir(parents=True)
+        self._cluster = cluster
+        self.directory = directory
+        self._log = directory / "job.out"
+        config = json.loads((ROOT / "examples" / "plain.json").read_text())
+        (directory / "ds.json").write_text(json.dumps({**config, "reft": block}))
+        sbatch = ["sbatch", "--parsable", "--gpus-per-node=1", f"--output={self._log}", *options]
+        train = [str(ROOT / "examples" / "plain.py"), "--deepspeed_config", str(directory / "ds.json")]
+        saves = ["--save-dir", str(directory / "checkpoints"), *arguments]
+        words = [*sbatch, str(SCRIPTS / script), *train, *saves]
+        pairs = [f"{name}={value}" for name, value in (env or {}).items()]
+        self.number = cluster.call("env", *pairs, *words, cwd=ROOT).strip()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return self._cluster.job(self.number)
+
+    @property
+    def losses(self) -> dict[int, set[str]]:
+        """Every loss that was printed, by step."""
+        found: dict[int, set[str]] = {}
+        for step, loss in _LOSS.findall(self.log):
+            found.setdefault(int(step), set()).add(loss)
+        return found
+
+    @property
+    def resumed(self) -> list[tuple[int, str]]:
+        """Step and source of every resumption."""
+        return [(int(step), source) for step, source in _RESUMED.findall(self.log)]
+
+    def trainers(self) -> list[str]:
+        """Nodes on which trainers run."""
+        return [n for n in self._cluster.hosts if any(map(_is_trainer, self._cluster.processes(n)))]
+
+    def wait_until(self, condition: Callable[[], object], what: str, *, ends: bool = False) -> None:
+        def met() -> bool:
+            if condition():
+                return True
+            state = self.facts["JobState"]
+            if state in _OVER and not ends:
+                raise AssertionError(f"job {self.number} is {state}, before {what}\n{self.log[-6000:]}")
+            return False
+
+        try:
+            self._cluster.wait_until(met, what, SECS)
+        except RuntimeError as error:
+            raise AssertionError(f"{error}\n{self.log[-6000:]}") from error
+
+    def reach(self, step: int) -> None:
+        self.wait_until(lambda: max(self.losses, default=0) >= step, f"step {step}")
+
+    def end(self) -> dict[str, str]:
+        """Wait for its end; what Slurm says of it."""
+        self.wait_until(lambda: self.facts["JobState"] in _OVER, "the end of the job", ends=True)
+        return self.facts
+
+
+def _is_trainer(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "LOCAL_RANK" in process.environ()
+    return False

