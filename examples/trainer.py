@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import reft.hf  # reft
 
@@ -31,6 +32,14 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.pieces[index], "labels": self.pieces[index]}
+
+
+class Losses(TrainerCallback):
+    """Prints the loss of every step with all its digits."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if state.is_world_process_zero and "loss" in logs:
+            print(f"step {state.global_step} loss {logs['loss']}", flush=True)
 
 
 def main() -> None:
@@ -54,6 +63,7 @@ def main() -> None:
         save_strategy="no",
         use_cpu=not torch.cuda.is_available(),
     )
+    set_seed(options.seed)
     shape = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -62,7 +72,7 @@ def main() -> None:
         num_attention_heads=4,
         attention_dropout=0.1,
     )
-    trainer = Trainer(LlamaForCausalLM(shape), options, train_dataset=Text())
+    trainer = Trainer(LlamaForCausalLM(shape), options, train_dataset=Text(), callbacks=[Losses()])
     trainer = reft.hf.resumable(trainer)  # reft
     trainer.train()
     trainer.save_model()

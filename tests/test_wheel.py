@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-SOURCES = ("reft", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+from tests.wheel import PIP, build_wheel, run
+
 COMPILED = ("reft/protect/_packets.so", "reft/store/_stream.so")
 FIND_COMPILED = """
 import json, reft
@@ -26,29 +22,9 @@ print(json.dumps([reft.__file__, reft.__version__, [spec and spec.origin for spe
 """
 
 
-def run(command: Sequence[str | Path], folder: Path) -> str:
-    done = subprocess.run(
-        [str(word) for word in command], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources: building leaves files beside them."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("*.so", "__pycache__")
-            shutil.copytree(ROOT / name, source / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, source / name)
-    run((*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source), folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_one_wheel_serves_every_python(wheel: Path) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from reft.errors import ConfigError
 
 if TYPE_CHECKING:
     from reft.tools.simulate.training import Training
-    from reft.tools.simulate.variants import Predictions
 
 simulate_app = typer.Typer(
     no_args_is_help=True,
@@ -73,15 +70,13 @@ def has_command(
     if as_json:
         _print_json(_has_json(groups, results, protection, schedule))
         return
-    console = _console()
+    from reft.tools.simulate.display import show_experiments, show_job
+
+    console = Console()
     if model is not None:
-        console.print(_variants_table(results[0][0]), markup=False)
+        show_job(results[0][0], console)
     else:
-        console.print(_bytes_table(), markup=False)
-        for group, of_group in zip(groups, results, strict=True):
-            console.print(_overheads_table(group.title, of_group), markup=False)
-        console.print(_published_table([r for of_group in results for r in of_group]), markup=False)
-    console.print(_READING, markup=False)
+        show_experiments(groups, results, console)
     for path in (figure, timeline):
         if path is not None:
             console.print(f"drawn: {path}", markup=False)
@@ -125,7 +120,9 @@ def pipeline_command(
     if as_json:
         _print_json(simulation.to_json())
     else:
-        _console().print(str(simulation), markup=False, highlight=False, soft_wrap=True)
+        from reft.tools.simulate.display import show_pipeline
+
+        show_pipeline(simulation, Console())
 
 
 def _check_figures(*paths: Path | None) -> None:
@@ -150,19 +147,10 @@ def _training(model: str, machine: str, degrees: tuple[int, int, int], micro_bat
 
     if machine.lower() not in MACHINES:
         raise ConfigError(f"machine is {machine!r}; known: {', '.join(MACHINES)}")
-    return Training(model, MACHINES[machine.lower()], *degrees, micro_batches)
+    return Training(model.removeprefix("llama2-"), MACHINES[machine.lower()], *degrees, micro_batches)
 
 
 # ---- output ----
-
-_TIERS = {1: "in bubbles", 2: "beside computation", 3: "beside communication", 0: "device waits"}
-
-_READING = """Simulated: none of these times was measured. Overhead is what a snapshot every step adds to the
-iteration. The model and its limits: docs/simulation.md. More about one job: --model; everything: --json."""
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 190)
 
 
 def _print_json(value: Any) -> None:
@@ -192,74 +180,3 @@ def _has_json(groups: Any, results: Any, protection: str, schedule: str) -> dict
         ],
         "published": [c._asdict() for c in comparisons(flat)],
     }
-
-
-def _bytes_table() -> Table:
-    from reft.tools.simulate.settings import BYTES
-
-    table = Table(title="GB per device and snapshot: computed (derived by hand from the paper's formulas)")
-    for column in ("model", "degrees"):
-        table.add_column(column)
-    for what, _, _ in BYTES[0].cells():
-        table.add_column(what.replace("_", " "), justify="right")
-    for row in BYTES:
-        cells = [f"{computed} ({text})" if text else computed for _, computed, text in row.cells()]
-        table.add_row(row.model, f"TP{row.tensor} PP{row.stages} DP{row.data}", *cells)
-    return table
-
-
-def _overheads_table(title: str, results: Sequence[Predictions]) -> Table:
-    """One line for each job."""
-    table = Table(title=f"{title}: overhead of a snapshot every step (simulated)")
-    for column in ("model", "devices", "degrees"):
-        table.add_column(column, no_wrap=True)
-    for column in ("GB", "iteration s", "bubble", "of it\nHAS uses"):
-        table.add_column(column, justify="right")
-    shown = [p for p in results[0].variants if p.overhead or p.nbytes]
-    for p in shown:
-        table.add_column(p.name.replace(", ", ",\n"), justify="right")
-    for r in results:
-        t = r.training
-        table.add_row(
-            t.model + ("" if t.fits_device else " (too large)"),
-            f"{t.devices:,} {t.machine.name}",
-            f"TP{t.tensor} PP{t.stages} DP{t.data}",
-            f"{r.variants[1].nbytes / 1e9:.3f}",
-            f"{r.step_secs:.3f}",
-            f"{r.bubble:.0%}",
-            f"{r.bubble_use:.0%}",
-            *(f"{r.of(p.variant, p.whole_stage).overhead:.1%}" for p in shown),
-        )
-    return table
-
-
-def _variants_table(result: Predictions) -> Table:
-    """One line for each variant of one job."""
-    from reft.tools.simulate.copying import Tier
-
-    too_large = "" if result.training.fits_device else "; its state exceeds the device's memory"
-    table = Table(title=f"{result.training.name}, bubble {result.bubble:.0%}{too_large} (simulated)")
-    table.add_column("variant")
-    columns = ("GB", "iteration s", "overhead", "HAS better by", *_TIERS.values())
-    for column in columns:
-        table.add_column(column, justify="right")
-    for p in result.variants:
-        total = sum(p.copied_bytes.values())
-        table.add_row(
-            p.name,
-            f"{p.nbytes / 1e9:.3f}",
-            f"{p.step_secs:.4f}",
-            f"{p.overhead:.2%}",
-            f"{result.has_is_better_by(p):.2%}",
-            *(f"{p.copied_bytes[Tier(tier)] / total:.0%}" if total else "" for tier in _TIERS),
-        )
-    return table
-
-
-def _published_table(results: Sequence[Predictions]) -> Table:
-    from reft.tools.simulate.published import comparisons
-
-    table = Table("what", "published", "simulated", title="published values, and the same simulated")
-    for comparison in comparisons(results):
-        table.add_row(comparison.what, comparison.published, comparison.simulated)
-    return table

@@ -44,7 +44,9 @@ def choose_protection(
         events: told of the choice.
         exact: what a host recomputes is the owner's partition to the bit, as on CPUs; the same on all ranks.
     """
-    gathered = control.gather_ints([*expected_bytes, config.host_state_bytes, _memory_bytes(config, job_dir)])
+    gathered = control.gather_ints(
+        [*expected_bytes, config.host_state_bytes, usable_memory_bytes(config, job_dir)]
+    )
     memory: dict[str, int] = {}
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
@@ -97,7 +99,7 @@ def _say(choice: Choice) -> None:
             logger.info("not %s: %s", other.name, choice.why_not_chosen(other))
 
 
-def _memory_bytes(config: ReftConfig, job_dir: Path) -> int:
+def usable_memory_bytes(config: ReftConfig, job_dir: Path) -> int:
     """What may be reserved on this node: what is free but the margin, and what the job's arenas hold already,
     which make room for the new ones; at most the limit."""
     margin = config.memory_margin_bytes

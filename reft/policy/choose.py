@@ -25,6 +25,10 @@ from reft.protect.placement import fatal
 GIB = 2**30
 _MOST_TESTS = 30_000
 """Sets of lost nodes times members: a scheme with more to test by rank is left to be set by hand."""
+TOO_MANY_TESTS = (
+    "members of a group share nodes, and too many losses would have to be tested; the one that is "
+    '"protection" in the configuration (or --protection of a plan) is tested all the same'
+)
 _MOST_COMBINED = 16
 """Losses above which copies and parities are not combined. Parities alone never move more: in place of a
 copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks."""
@@ -229,7 +233,7 @@ def _candidates(
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
         elif together > 1 and scheme not in also and _tests(scheme, size, spread) > _MOST_TESTS:
-            excluded.append((str(scheme), f"too many losses of {total} nodes to test; set it by hand"))
+            excluded.append((str(scheme), TOO_MANY_TESTS))
         else:
             found.append(scheme)
     return found, excluded

@@ -11,6 +11,7 @@ import pytest
 
 from reft import __version__, cli
 from reft.cli import COMMANDS
+from reft.config_keys import explain
 
 HEAVY = ("torch", "deepspeed", "matplotlib", "numpy", "pydantic", "rich", "psutil")
 COUNT = f"""
@@ -54,6 +55,18 @@ def test_an_unknown_option_is_told_in_one_form(
     assert usage.startswith(f"Usage: reft {' '.join(command)} [OPTIONS]")
     assert hint == f"Try 'reft {' '.join(command)} -h' for help."
     assert (empty, error.partition(" ")[0], more) == ("", "Error:", [])
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_keys_are_read_at_80_columns_and_through_a_pipe(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["config", "--explain"]) == cli.EXIT_WELL
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    for key in explain():
+        assert any(key.key in line for line in lines), key
 
 
 def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,31 @@ def test_memory_and_tolerance_are_told() -> None:
     assert both["storage"] == "/x, only when told to stop"
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        # Two versions of 14 bytes, and a copy of each; one of the weights alone where ZeRO-1 has the rest.
+        ({"bf16": {"enabled": True}, "reft": {**ON, "protection": "arc"}}, "1 more copy: 56 GB for 1e+09"),
+        ({"reft": {**ON, "protection": "none"}}, "(Adam): 24 GB for 1e+09"),
+        ({"reft": {**ON, "protection": "aec"}}, "at most 48 GB for 1e+09"),
+        (
+            {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+                "reft": {**ON, "protection": "arc:2"},
+            },
+            "2 more copies: 84 GB for 1e+09",
+        ),
+        ({"reft": {**ON, "protection": "auto"}}, "is chosen, 24 GB without it"),
+    ],
+)
+def test_memory_is_counted_for_a_number_of_parameters(config: dict[str, Any], said: str) -> None:
+    assert said in check_config(config, 1e9).facts["memory"]
+    unknown = check_config(config).facts["memory"]
+    assert "--parameters 7e9 or --model config.json" in unknown
+    assert "GB" not in unknown
+
+
 def test_no_block_is_told_with_what_to_write() -> None:
     with pytest.raises(ConfigError, match='write "reft"'):
         check_config({"train_batch_size": 8})
@@ -196,6 +221,13 @@ def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(
     assert (code, "survives: 1 lost node(s)" in out, "WARNING: nothing is written" in out) == (0, True, True)
     code, out = run({"reft": ON, "zero_optimization": {"stage": 3}})
     assert (code, 'REFUSED: "zero_optimization.stage" is 3' in out) == (1, True)
+    model = tmp_path / "config.json"
+    shape = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    model.write_text(json.dumps({**shape, "num_attention_heads": 32, "vocab_size": 32000}))
+    code, out = run({"reft": ON}, "--model", str(model))
+    assert (code, "for 6.74e+09 parameters" in out) == (0, True)
+    assert run({"reft": ON}, "--model", str(model), "--parameters", "7e9")[0] == 2
+    assert run({"reft": ON}, "--parameters", "-1")[0] == 2
     code, out = run({"reft": ON}, "--script", str(script))
     assert (code, f"WARNING: {script}: the script calls neither" in out) == (0, True)
     code, out = run({"reft": {**ON, "strict": True}}, "--script", str(script), "--json")

@@ -156,6 +156,7 @@ def test_a_plan_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
         ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_bytes": 3 * 10**9}),
         ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"recompute": True, "protection": "auto"}),
+        ("6.7b", "h100", Layouting(4, 4, 256), {"tolerance": 2}),
     ],
     ids=str,
 )
@@ -169,6 +170,8 @@ def test_a_plan_is_read_at_80_columns(
         console = Console(width=columns, file=StringIO(), record=True)
         show_plan(plan, console)
         lines = console.export_text().splitlines()
+        said = " ".join(" ".join(lines).split())
+        assert all(f"{name}: " in said or f"{name}, " in said for name, _ in plan.choice.excluded)
         assert max(map(len, lines)) <= columns
         assert "\u2026" not in "".join(lines)
         rules = [number for number, line in enumerate(lines) if set(line.strip()) == {"\u2500"}]

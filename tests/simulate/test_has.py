@@ -180,6 +180,25 @@ def test_the_table_says_that_it_is_simulated(capsys):
     assert "up to 6.63 times" in captured.out
 
 
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["has"],
+        ["has", "--model", "llama2-34b"],
+        ["has", "--model", "34b", "--dp", "512", "--micro-batches", "64"],
+        ["pipeline", "--stages", "16", "--micro-batches", "64"],
+    ],
+    ids=" ".join,
+)
+def test_it_is_read_at_80_columns_and_through_a_pipe(capsys, monkeypatch, arguments, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, captured = run(capsys, *arguments)
+    assert code == 0
+    assert max(map(len, captured.out.splitlines())) <= int(columns)
+    assert "\u2026" not in captured.out
+
+
 def test_one_job_of_ones_own(capsys):
     code, captured = run(
         capsys, "has", "--model", "34b", "--machine", "A100", "--dp", "8", "--protection", "aec", "--json"

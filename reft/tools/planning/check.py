@@ -34,8 +34,12 @@ class Checked:
     facts: Mapping[str, str]
 
 
-def check_config(config: Mapping[str, Any]) -> Checked:
+def check_config(config: Mapping[str, Any], parameters: float | None = None) -> Checked:
     """Check a DeepSpeed configuration.
+
+    Args:
+        config: the DeepSpeed JSON.
+        parameters: of the whole model, where they are known: the memory is counted for them.
 
     Raises:
         ConfigError: it has no ``reft`` block, one that cannot be used, or parts that are no objects.
@@ -47,7 +51,7 @@ def check_config(config: Mapping[str, Any]) -> Checked:
         )
     block = load_config(config)
     refused = (*_engine_refusals(config), *_block_refusals(block))
-    return Checked(block, refused, tuple(_warnings(block)), _facts(config, block))
+    return Checked(block, refused, tuple(_warnings(block)), _facts(config, block, parameters))
 
 
 def _engine_refusals(config: Mapping[str, Any]) -> Iterator[str]:
@@ -111,7 +115,7 @@ def _warnings(block: ReftConfig) -> Iterator[str]:
         yield '"faults" makes ranks fail on purpose; remove it from a job that counts'
 
 
-def _facts(config: Mapping[str, Any], block: ReftConfig) -> dict[str, str]:
+def _facts(config: Mapping[str, Any], block: ReftConfig, parameters: float | None) -> dict[str, str]:
     if block.chooses:
         survives = f"what survives {block.tolerance} lost node(s) is chosen at the start, if there is room"
     else:
@@ -124,28 +128,56 @@ def _facts(config: Mapping[str, Any], block: ReftConfig) -> dict[str, str]:
     return {
         "survives": survives,
         "after a failure": f"at most {block.interval_steps} step(s) are done again, and those being copied",
-        "memory": _memory(config, block),
+        "memory": _memory(config, block, parameters),
         "cost": "copies run in the pipeline's idle time; 'reft plan' computes bytes and seconds for a model",
         "storage": f"{persist.dir}, {storage}" if persist.dir is not None else "nothing",
     }
 
 
-def _memory(config: Mapping[str, Any], block: ReftConfig) -> str:
-    """Of a pipeline stage over all its replicas, with Adam: weights and moments."""
+def _memory(config: Mapping[str, Any], block: ReftConfig, parameters: float | None) -> str:
+    """Of all nodes together, with Adam: weights and moments, and what protects them."""
     half = any(_part(config, key).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
+    partitioned = _part(config, "zero_optimization").get("stage", 0) == 1
     weights, optimizer = (2, 12) if half else (4, 8)
+    own = block.arena_count * (weights + optimizer)
     versions = f"{block.arena_count} versions of {weights + optimizer} bytes a parameter (Adam)"
     if block.chooses:
-        return f"{versions}, and the redundancy that is chosen"
+        known = "" if parameters is None else f", {_gb(parameters * own)} without it"
+        return f"{versions}, and the redundancy that is chosen{known}{_how_to_know(parameters)}"
     scheme = block.scheme
-    partitioned = _part(config, "zero_optimization").get("stage", 0) == 1
-    copied = scheme.copies if not partitioned else scheme.certain_losses
-    if not copied and not scheme.parities:
-        return versions
+    if partitioned:
+        more = weights * (scheme.copies + scheme.parities) + optimizer * scheme.certain_losses
+    else:
+        more = (weights + optimizer) * (scheme.copies + scheme.parities)
+    kept = f"{versions}{_redundancy(block, partitioned)}"
+    if parameters is None:
+        return f"{kept}{_how_to_know(None)}"
+    least, most = parameters * own, parameters * (own + block.arena_count * more)
+    # A parity is a part of what it protects: how large a part, the number of replicas decides.
+    bound = "" if least == most else "at most " if scheme.parities else ""
+    return f"{kept}: {bound}{_gb(most)} for {parameters:.3g} parameters, over all nodes together"
+
+
+def _redundancy(block: ReftConfig, partitioned: bool) -> str:
+    scheme = block.scheme
+    copied = scheme.certain_losses if partitioned else scheme.copies
     parts = [f"{copied} more cop{'y' if copied == 1 else 'ies'}"] if copied else []
     if scheme.parities:
         parts.append(f"{scheme.parities} parit{'y' if scheme.parities == 1 else 'ies'} of a part each")
-    return f"{versions}, and {' and '.join(parts)}, over the replicas of a stage together"
+    return f", and {' and '.join(parts)}" if parts else ""
+
+
+def _how_to_know(parameters: float | None) -> str:
+    if parameters is not None:
+        return ""
+    return (
+        "; --parameters 7e9 or --model config.json counts it (sum(p.numel() for p in model.parameters()) in "
+        "Python), 'reft plan' by node"
+    )
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from reft.policy.choose import GIB, Alternative
 from reft.policy.loads import Load
-from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.plan import JobPlan, duration
 from reft.tools.planning.survival import HOUR
+from reft.tools.tables import numbers_table, windows_by_kind
 
-_MOST_EXCLUDED = 4
 _ANY = 10_000
 _PARTS: dict[str, Callable[[Load], int]] = {
     "shard": lambda load: load.shard_bytes,
@@ -69,23 +67,11 @@ def _print(console: Console, make: Callable[[JobPlan, bool], Table], plan: JobPl
     console.print(table, markup=False)
 
 
-def _table(title: str, *columns: str) -> Table:
-    """The first column is text, the others are numbers."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
-    first, *others = columns
-    table.add_column(first, no_wrap=True)
-    for column in others:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _alternatives(plan: JobPlan, wide: bool) -> Table:
     full = max(plan.job.state_bytes(p) for p in range(plan.job.training.stages))
     loads = [a.busiest for a in plan.choice.alternatives]
     parts = [(part, of) for part, of in _PARTS.items() if wide and any(of(load) for load in loads)]
-    table = _table(
+    table = numbers_table(
         f"GB of the busiest rank per snapshot; unsharded {full / 1e9:.3f} GB ({plan.source})",
         *("protection", "survives", *(part for part, _ in parts), "to\nhost", "to\npeers", "node\nGiB"),
         *("overhead", *(["in\nbubbles"] if wide else [])),
@@ -125,9 +111,11 @@ def _verdict(plan: JobPlan, alternative: Alternative) -> str:
 
 
 def _excluded(plan: JobPlan) -> list[str]:
-    lines = [f"  {name}: not possible here: {why}" for name, why in plan.choice.excluded]
-    more = len(lines) - _MOST_EXCLUDED
-    return lines[:_MOST_EXCLUDED] + ([f"  and {more} more; --json has them"] if more > 0 else [])
+    """Schemes that are not in the table, together where one reason holds for them."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in plan.choice.excluded:
+        by_reason.setdefault(why, []).append(name)
+    return [f"not in the table: {', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
 def _gb(nbytes: int) -> str:
@@ -136,7 +124,7 @@ def _gb(nbytes: int) -> str:
 
 
 def _stages(plan: JobPlan, wide: bool) -> Table:
-    table = _table(
+    table = numbers_table(
         f"idle windows of each stage, with {plan.planned.name} ({plan.source})",
         *("stage", "idle\ns", "of\nstep", "windows", "longest\nms", "GB that\nfit", "GB to\ncopy"),
     )
@@ -152,25 +140,15 @@ def _stages(plan: JobPlan, wide: bool) -> Table:
             f"{max(lengths, default=0.0):.3g}",
             f"{s.window_bytes / 1e9:.3f}",
             _gb(s.load.to_host_bytes),
-            *([_by_kind(s.windows)] if wide else []),
+            *([windows_by_kind(s.windows)] if wide else []),
         )
     return table
-
-
-def _by_kind(windows: Sequence[Window]) -> str:
-    found: dict[str, list[float]] = {}
-    for window in windows:
-        found.setdefault(window.kind.value.replace("_", "-"), []).append(window.length_secs * 1e3)
-    return ", ".join(
-        f"{kind} {sum(lengths):.3g}" + (f" ({len(lengths)})" if len(lengths) > 1 else "")
-        for kind, lengths in found.items()
-    )
 
 
 def _survival(plan: JobPlan) -> Table:
     points = plan.survival.curve()
     kind = "" if plan.survival.exact else ", at least"
-    table = _table("probability that no state is lost, living on memory alone", "after")
+    table = numbers_table("probability that no state is lost, living on memory alone", "after")
     for point in points:
         table.add_column(duration(point.secs) if point.secs > HOUR else "1 h", justify="right", no_wrap=True)
     rows: list[tuple[str, Any]] = [
