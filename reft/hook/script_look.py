@@ -86,7 +86,36 @@ class ScriptLook:
             )
 
     def loops(self) -> Iterator[Finding]:
-        """Loops over ``range(steps)`` that train: resumed, they begin at 0 again."""
+        """Loops that count steps, or passes over a resumable loader, from 0: so they do when resumed."""
+        yield from self._step_loops()
+        yield from self._pass_loops()
+
+    def _pass_loops(self) -> Iterator[Finding]:
+        """Loops over ``range(epochs)`` around one over a resumable loader, which knows its pass."""
+        made = (node for node in ast.walk(self._tree) if isinstance(node, ast.Assign))
+        loaders = {
+            _text(node.targets[0])
+            for node in made
+            if isinstance(node.value, ast.Call) and _name(node.value) == "resumable"
+        }
+        for inner in (node for node in ast.walk(self._tree) if isinstance(node, ast.For)):
+            read = {_text(part) for part in ast.walk(inner.iter) if isinstance(part, ast.expr)} & loaders
+            loop = self._nearest_loop(self._parents[inner])
+            if not read or not isinstance(loop, ast.For) or not _from_zero(loop.iter):
+                continue
+            if any(getattr(part, "attr", None) == "epoch" for part in ast.walk(loop)):
+                continue
+            assert isinstance(loop.iter, ast.Call)
+            loader, epochs, index = min(read), _text(loop.iter.args[-1]), _text(loop.target)
+            yield Finding(
+                loop.lineno,
+                f"`for {index} in {_text(loop.iter)}` begins at 0 in every life",
+                f"Resumed in pass N over `{loader}`, the job would train N passes too many",
+                f"Write for {index} in range({loader}.epoch, {epochs})",
+            )
+
+    def _step_loops(self) -> Iterator[Finding]:
+        """Loops over ``range(steps)`` that train."""
         for loop in (node for node in ast.walk(self._tree) if isinstance(node, ast.For)):
             calls = [c for c in self._named(*_TRAINS) if self._nearest_loop(c) is loop]
             # A loop within another one, or without an index, counts micro-batches or repeats.

@@ -129,6 +129,7 @@ engine = deepspeed.initialize(model=model)[0]
     engine.backward(engine(batch(step)))
     engine.step()
 """
+PASSES = "engine.load_checkpoint(save_dir)\nloader = reft.resumable(DataLoader(data))"
 LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < steps:"
 
 
@@ -154,6 +155,8 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         ),
         (f"{LOAD}\nloader = DataLoader(data)", LOOP, "loader = reft.resumable(loader)"),
         (f"{LOAD}\norder = torch.randperm(9)", LOOP, "is drawn by `torch.randperm(9)`"),
+        (PASSES, "for epoch in range(3):\n  for x in loader:", "Write for epoch in range(loader.epoch, 3)"),
+        (PASSES, "for e in range(args.epochs):\n  for i, x in enumerate(loader):", "train N passes too many"),
     ],
 )
 def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str) -> None:
@@ -178,6 +181,10 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
         (LOAD, "for step in range(steps):\n    if engine.global_steps >= steps: break"),
         (LOAD, "for step in range(steps):\n  if step >= start:"),
         (LOAD, "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()"),
+        (PASSES, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
+        (PASSES, "while loader.epoch < 3:\n  for x in loader:"),
+        (PASSES, "for epoch in range(3):\n  if epoch < loader.epoch: continue\n  for x in loader:"),
+        (PASSES, "for x in loader:"),
         (f"if args.tag: engine.load_checkpoint(d, args.tag)\nelse: {LOAD}", LOOP),
         (f"class Trainer:\n  def load(self): {LOAD}\nTrainer().load()", LOOP),
     ],
