@@ -20,7 +20,7 @@ from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.memory_rung import MemoryRung
 from reft.hook.session import Session
-from reft.hook.start_checks import conditional_loads, loops_that_begin_anew, warn
+from reft.hook.start_checks import conditional_loads, warn, what_begins_anew
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import RecoveryOutcome
 from reft.store import history
@@ -91,7 +91,7 @@ class Restorer:
         if session.copying.variant is Variant.NONE:
             return
         if session.state.client_state is None:
-            for said in filter(None, (text, *loops_that_begin_anew())):
+            for said in filter(None, (text, *what_begins_anew())):
                 warn(session, said)
         elif text is not None and session.is_rank_zero:
             logger.info("the position in the data is left to the client state that is attached")

@@ -7,7 +7,7 @@ What another module does for the script is not seen.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from reft.errors import ConfigError
@@ -65,7 +65,8 @@ class ScriptLook:
 
     def findings(self) -> list[Finding]:
         """Everything, in the order of lines."""
-        found = [*self._no_load(), *self.conditional_loads(), *self.loops(), *self._data(), *self._seed()]
+        resumed = (*self.conditional_loads(), *self.loops(), *self.client_states())
+        found = [*self._no_load(), *resumed, *self._data(), *self._seed()]
         return sorted(found, key=lambda f: f.line)
 
     def conditional_loads(self) -> Iterator[Finding]:
@@ -133,6 +134,31 @@ class ScriptLook:
                 f"`{index}` would be another step's",
                 f"Write for {index} in range(engine.global_steps, {steps})",
             )
+
+    def client_states(self) -> Iterator[Finding]:
+        """What is read from a checkpoint's client state; a version in memory has only what it was told."""
+        if any(_keyword(call, "client_state") for call in self._named("attach", "initialize")):
+            return
+        states = set()
+        for node in ast.walk(self._tree):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and _name(node.value) in LOADS
+            ):
+                target = node.targets[0]
+                if isinstance(target, ast.Tuple) and len(target.elts) == 2:
+                    states.add(_text(target.elts[1]))
+        for node in ast.walk(self._tree):
+            key = _key_read(node, states)
+            if key is not None:
+                yield Finding(
+                    getattr(node, "lineno", 0),
+                    f"`{_text(node)}` is read from the client state of a checkpoint",
+                    "A version in memory, which the job is resumed from after a failure, does not have it",
+                    f"Write reft.attach(engine, client_state=lambda: {{{key}: ...}}) behind "
+                    f"deepspeed.initialize, or derive it from engine.global_steps",
+                )
 
     def _no_load(self) -> Iterator[Finding]:
         if any(self._named(*LOADS)):
@@ -223,6 +249,16 @@ class ScriptLook:
         while parent is not None and not isinstance(parent, ast.For | ast.While):
             parent = self._parents.get(parent)
         return parent
+
+
+def _key_read(node: ast.AST, states: Set[str]) -> str | None:
+    """The key of ``state[key]`` or ``state.get(key)``, as it is written."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _text(node.value) in states:
+        return _text(node.slice)
+    if isinstance(node, ast.Call) and _name(node) == "get" and node.args:
+        owner = getattr(node.func, "value", None)
+        return _text(node.args[0]) if owner is not None and _text(owner) in states else None
+    return None
 
 
 def _name(call: ast.Call) -> str:

@@ -80,10 +80,11 @@ def conditional_loads() -> list[str]:
     return [f"line {f.line}: {f.found}" for f in look.conditional_loads()] if look else []
 
 
-def loops_that_begin_anew() -> list[str]:
-    """Loops of the running script that begin at step 0 in every life, and what to write."""
+def what_begins_anew() -> list[str]:
+    """Loops of the running script that begin at 0 in every life, and places that it reads from a client state
+    which nobody keeps; each with what to write."""
     look = _look_at_script()
-    return [str(finding) for finding in look.loops()] if look else []
+    return [str(finding) for finding in (*look.loops(), *look.client_states())] if look else []
 
 
 def _look_at_script() -> ScriptLook | None:
