@@ -73,6 +73,49 @@ def check_losses(job: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
     assert undisturbed.keys() - job.losses.keys() <= {step for step, _ in job.resumed}
 
 
+def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """Told so by Slurm; here the signal comes when a step is reached, not when minutes have passed."""
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
+    job.reach(12)
+    cluster.call("scancel", "--batch", "--signal=TERM", job.number)  # what --signal=B:TERM@120 sends
+    facts = job.end()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log[-6000:]
+    (resumed,) = job.resumed
+    assert resumed[0] >= 12
+    assert resumed[1] == "memory"
+    check_losses(job, undisturbed)
+
+
+def test_cancelled_before_its_time_limit_a_job_leaves_nothing_behind(
+    cluster: SlurmCluster, directory: Path
+) -> None:
+    job = SlurmJob(
+        cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",), arguments=("--epochs", "50")
+    )
+    job.reach(5)
+    assert left_behind(cluster) != {}
+    cluster.call("scancel", job.number)
+    assert job.end()["JobState"] == "CANCELLED"
+    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+    assert job.facts["Restarts"] == "0"
+
+
+def test_a_step_that_is_killed_is_followed_by_another(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """As where a step dies with its first process: versions lie in the memory of the nodes."""
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
+    job.reach(12)
+    cluster.call("scancel", "--signal=KILL", f"{job.number}.0")
+    facts = job.end()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), job.log[-6000:]
+    (resumed,) = job.resumed
+    assert resumed[1] == "memory"
+    check_losses(job, undisturbed)
+
+
 @pytest.mark.parametrize("script", ["v100.sbatch", "h100.sbatch", "frontier.sbatch"])
 def test_a_spare_takes_the_place_of_a_node_that_dies(
     script: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
@@ -92,44 +135,3 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     assert resumed[1] == "memory"
     check_losses(job, undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
-
-
-def test_a_cancelled_job_leaves_nothing_behind(cluster: SlurmCluster, directory: Path) -> None:
-    job = SlurmJob(
-        cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",), arguments=("--epochs", "50")
-    )
-    job.reach(5)
-    assert left_behind(cluster) != {}
-    cluster.call("scancel", job.number)
-    assert job.end()["JobState"] == "CANCELLED"
-    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
-    assert job.facts["Restarts"] == "0"
-
-
-def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    """Told so by Slurm; here the signal comes when a step is reached, not when minutes have passed."""
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
-    job.reach(12)
-    cluster.call("scancel", "--batch", "--signal=TERM", job.number)  # what --signal=B:TERM@120 sends
-    facts = job.end()
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log[-6000:]
-    (resumed,) = job.resumed
-    assert resumed[0] >= 12
-    assert resumed[1] == "memory"
-    check_losses(job, undisturbed)
-
-
-def test_a_step_that_is_killed_is_followed_by_another(
-    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
-) -> None:
-    """As where a step dies with its first process: versions lie in the memory of the nodes."""
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
-    job.reach(12)
-    cluster.call("scancel", "--signal=KILL", f"{job.number}.0")
-    facts = job.end()
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), job.log[-6000:]
-    (resumed,) = job.resumed
-    assert resumed[1] == "memory"
-    check_losses(job, undisturbed)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -145,7 +146,8 @@ def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry
     process = dry.start("h100.sbatch", "train.py")
     wait_until(lambda: dry.called("requeue"))
     for child in (*psutil.Process(process.pid).children(recursive=True), process):
-        child.kill()  # as Slurm does
+        with suppress(psutil.NoSuchProcess):  # one that has just ended
+            child.kill()  # as Slurm does
     process.wait(SECS)
     dry.says(nodes=1, requeue=0)
     (dry.directory / "srun.calls").unlink()
@@ -184,7 +186,8 @@ def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: 
     dry.says(state=state)
     launcher = psutil.Process(process.pid).children(recursive=True)
     for one in (process, *launcher):  # Slurm signals all of a step
-        one.send_signal(signal.SIGTERM)
+        with suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGTERM)
     code, out = dry.end(process)
     assert code == 75, out
     assert ("clean --job slurm-4711" in dry.called("reft")) == cleaned
