@@ -148,7 +148,8 @@ class WarmTrainers:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "reft.elastic.warm", str(theirs.fileno()), str(write), *modules],
-                # Asking CUDA itself whether there are devices makes a state that no forked process can use.
+                # Asking CUDA or HIP whether there are devices makes a state that no forked process can use:
+                # so torch asks NVML, or on AMD's devices amdsmi.
                 env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ},
                 pass_fds=[theirs.fileno(), write],
                 stdin=subprocess.DEVNULL,
