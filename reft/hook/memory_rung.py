@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.hook.completing import completing, is_still_protected
@@ -159,7 +159,7 @@ class MemoryRung:
             f"{self.to_start_anew()}"
         )
 
-    def refuse_half_written(self, outcome: NotRecoverable) -> None:
+    def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
         """
         Raises:
             UnrecoverableError: always.

@@ -73,6 +73,15 @@ def main() -> None:
             json.dumps(block),
             lambda block=block: reft.attach_megatron(chunks, optimizer, micro_batches=1, config=block),  # type: ignore[misc]
         )
+    protected = reft.attach_megatron(chunks, optimizer, micro_batches=1, config={"allow_unprotected": True})
+    told["otherwise"] = str(protected.load(lambda: 5))
+    ask("again", protected.load)
+    ask("no beginning", optimizer.step)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.step()
+    told["steps"] = str(protected.session.engine.global_steps)
+    protected.close()
     print(json.dumps(told), flush=True)
     directory.cleanup()
 

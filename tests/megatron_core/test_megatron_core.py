@@ -196,6 +196,10 @@ def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
         "micro_batches": ("ConfigError", "not initialised", "pass micro_batches="),
         '{"protection": "arc+aor"}': ("UnsupportedStateError", "MegatronAdapter", '"protection": "arc"'),
         '{"persist": {"dir": "/tmp"}}': ("ConfigError", "persist.dir is /tmp", "remove it"),
+        "otherwise": ("Resumed(iteration=5, client_state={})",),
+        "again": ("ConfigError", "load() was called", "call it once"),
+        "no beginning": ("ConfigError", "zero_grad_buffer()", "where a step begins"),
+        "steps": ("6",),
         '{"enabled": false}': ("ConfigError", '"enabled": false', "leave the call out"),
     }
     missing = {

@@ -158,6 +158,8 @@ class MegatronProtection:
             self._memory.refuse_silent_restart(plan)
             self.session.start({})
             return None
+        if self.session.is_rank_zero and not plan.empty:
+            logger.warning("resuming from disk (%s): %s", f"step {steps}, loaded by the script", plan)
         self._engine.global_steps = steps
         self.session.restored()
         self.session.start({})
