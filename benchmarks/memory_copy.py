@@ -7,7 +7,10 @@ free. Units of a few steps alternate, each saver's between two units without sav
 
 - copy: the training thread copies the bytes that reft keeps of this rank into touched shared memory, and
   nothing else: no checksum, no second version, no word to anybody;
-- reft: a version every step, copied, hashed, sealed and committed, with a daemon beside every rank.
+- reft: a version every step, copied, hashed, sealed and committed, with a daemon beside every rank;
+- dlrover, with ``--dlrover DIR``: DLRover's flash checkpoint into memory, model and optimizer, before every
+  step, with a saver process beside every rank. It takes no checksum and keeps one version. DIR is filled by
+  ``python -m pip install --target DIR dlrover==0.6.1 grpcio protobuf``.
 
 A unit ends when its last version is complete, so that work in the background is charged to the unit it
 belongs to. Per version and rank: *extra seconds* by which the steps took longer than the units on both
@@ -25,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from common import (
@@ -44,8 +48,13 @@ from savers import PLAIN, REFT, BlockingCopySaver, ReftSaver, Saver
 from stopwatch import Stopwatch
 from training import build_engine
 
-COPY = "copy"
+COPY, DLROVER = "copy", "dlrover"
 GOAL_CORE_RATIO = 1.3
+RATIOS = {
+    "core_ratio_to_copy": "core seconds of reft to those of a copy",
+    "core_ratio_to_dlrover": "core seconds of reft to those of DLRover",
+    "extra_ratio_to_dlrover": "extra time of reft to that of DLRover",
+}
 
 
 # --- a rank ------------------------------------------------------------------------------------------
@@ -57,14 +66,14 @@ def _core_secs(pid: int) -> float:
 
 
 class Cores:
-    """Core seconds of this process and of its daemon, by thread."""
+    """Core seconds of this process and of those beside it, by thread."""
 
-    def __init__(self, daemon: subprocess.Popen[bytes]) -> None:
-        self._daemon = daemon
+    def __init__(self, daemons: Sequence[int]) -> None:
+        self._daemons = daemons
 
     def now(self) -> dict[str, float]:
         """Core seconds so far; ``other`` are threads that Python did not start."""
-        found = {"daemon": _core_secs(self._daemon.pid)}
+        found = {"daemon": sum(map(_core_secs, self._daemons))}
         for thread in threading.enumerate():
             found[thread.name] = time.clock_gettime((~(thread.native_id or 0) << 3) | 6)
         found["other"] = _core_secs(os.getpid()) - sum(v for k, v in found.items() if k != "daemon")
@@ -96,13 +105,20 @@ class Rank:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self.cores = Cores(self.daemon)
         self.watch = Stopwatch()
         self.savers: dict[str, Saver] = {
             PLAIN: Saver(),
             COPY: BlockingCopySaver(self.session, space),
             REFT: ReftSaver(self.session),
         }
+        daemons = [self.daemon.pid]
+        if options.dlrover:
+            from dlrover_saver import DlroverSaver
+
+            saver = DlroverSaver(self.engine, self.session, space, options.dlrover)
+            self.savers[DLROVER] = saver
+            daemons += saver.processes
+        self.cores = Cores(daemons)
         if options.stages:
             self._watch_stages()
 
@@ -166,6 +182,8 @@ def run_rank(options: argparse.Namespace) -> None:
     units = rank.units()
     stats = rank.session.stats.to_json()
     rank.daemon.kill()
+    for saver in rank.savers.values():
+        saver.close()
     write_result(
         space,
         {
@@ -211,6 +229,7 @@ def evaluate_saver(ranks: Sequence[Mapping[str, Any]], name: str, span: int) -> 
         "bytes_per_rank": mine[0]["bytes"],
         "extra_secs_per_step": estimate(extra).to_json(),
         "extra_secs_per_step_with_drain": estimate(drained).to_json(),
+        "extra_secs_of_rounds": [round(value, 4) for value in extra],
         "core_secs_per_version": estimate(cores).to_json(),
         "core_secs_of_rounds": [round(value, 4) for value in cores],
         "core_secs_by_thread": {t: statistics.median(row.get(t, 0.0) for row in threads) for t in known},
@@ -231,15 +250,23 @@ def evaluate(options: argparse.Namespace, ranks: Sequence[Mapping[str, Any]]) ->
     result["snapshots"] = ranks[0]["snapshots"]
     savers = {name: evaluate_saver(ranks, name, options.span) for name in options.savers}
     result["savers"] = savers
-    copy, mine = savers[COPY], savers[REFT]
-    # A round that was disturbed may have cost nothing, or less: it says nothing about the ratio.
-    pairs = zip(mine["core_secs_of_rounds"], copy["core_secs_of_rounds"], strict=True)
-    ratios = [a / b for a, b in pairs if b > 0]
-    result["core_ratio_to_copy"] = estimate(ratios).to_json() if ratios else None
+    ratio = result["core_ratio_to_copy"] = _ratio(savers[REFT], savers[COPY], "core_secs_of_rounds")
     result["goals"] = {
-        "core_seconds_at_most_1_3_of_a_copy": ratios != [] and statistics.median(ratios) <= GOAL_CORE_RATIO
+        "core_seconds_at_most_1_3_of_a_copy": ratio is not None and ratio["median"] <= GOAL_CORE_RATIO
     }
+    if DLROVER in savers:
+        both = savers[REFT], savers[DLROVER]
+        result["core_ratio_to_dlrover"] = _ratio(*both, "core_secs_of_rounds")
+        ratio = result["extra_ratio_to_dlrover"] = _ratio(*both, "extra_secs_of_rounds")
+        result["goals"]["less_extra_time_per_step_than_dlrover"] = ratio is not None and ratio["median"] < 1
     return result
+
+
+def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], figure: str) -> dict[str, Any] | None:
+    """Of a figure, in pairs of one round."""
+    # A round that was disturbed may have cost nothing, or less: it says nothing about the ratio.
+    ratios = [a / b for a, b in zip(mine[figure], theirs[figure], strict=True) if b > 0]
+    return estimate(ratios).to_json() if ratios else None
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -261,12 +288,10 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"{name}, core s: " + ", ".join(f"{t} {v:.3f}" for t, v in threads if abs(v) >= 5e-4))
     for stage, (wall, cpu) in result["savers"][REFT]["stages"].items():
         lines.append(f"  {stage:28}{wall:9.4f} s, {cpu:.4f} s of a core")
-    ratio = result["core_ratio_to_copy"]
-    if ratio:
-        low, high = ratio["ci95"]
-        lines.append(
-            f"core seconds of reft to those of a copy: {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
-        )
+    for key, what in RATIOS.items():
+        if ratio := result.get(key):
+            low, high = ratio["ci95"]
+            lines.append(f"{what}: {ratio['median']:.2f} [{low:.2f}, {high:.2f}]")
     return "\n".join([*lines, f"versions: {result['snapshots']}", f"goals: {result['goals']}"])
 
 
@@ -277,15 +302,22 @@ def main() -> int:
     made.add_argument("--span", type=int, default=2, help="steps of a unit (default 2)")
     made.add_argument("--variant", default="has", help="when reft copies (default has)")
     made.add_argument("--stages", action="store_true", help="time the stages of reft's versions")
+    made.add_argument("--dlrover", type=Path, help="where DLRover's packages are: it is measured too")
     options = made.parse_args()
     if options.quick:
         quicken(options)
         options.rounds = min(options.rounds, 2)
-    options.savers = [COPY, REFT]
+    options.savers = [COPY, REFT, DLROVER] if options.dlrover else [COPY, REFT]
     if options.worker:
         run_rank(options)
     with scratch(options) as space:
-        ranks, _ = launch(options, space)
+        try:
+            ranks, _ = launch(options, space)
+        finally:
+            if options.dlrover:
+                from dlrover_saver import clean_up
+
+                clean_up(space)
         result = evaluate(options, ranks)
     print(json.dumps(result, indent=2) if options.json else table(result))
     return 0

@@ -34,6 +34,9 @@ class Saver:
         """Remove what was written; returns its bytes, of this rank or (files) of all."""
         return 0
 
+    def close(self) -> None:
+        """The last version was saved."""
+
 
 class ReftSaver(Saver):
     """The hook's own path: submit after the step, fence before the optimizer of the next one."""
