@@ -32,6 +32,7 @@ from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
+from reft.store.slot_files import SlotFiles
 
 WAIT_SECS = 600.0
 WARM_UP_STEPS = 6
@@ -89,11 +90,8 @@ class Production:
             control=control,
             topology=topology,
             arenas=ArenaSet(
-                job_dir=folder,
-                local_rank=0,
-                count=2,
-                secret=_SECRET,
-                identity=identity,
+                SlotFiles(folder, 0, 2, _SECRET),
+                identity,
                 frozen={},
                 limit_bytes=None,
                 engine=engine,

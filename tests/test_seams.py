@@ -28,11 +28,6 @@ OTHERS = {
     "_this_node": "TorchElastic",
 }
 """Names that are not reft's, and whose they are."""
-STILL = {
-    "elastic/test_launch.py": 4,
-    "load/test_broken_off.py": 1,
-}
-"""Where a seam is still missing, and how often. Numbers go down, never up; no file is added."""
 
 
 def test_tests_use_no_private_names() -> None:
@@ -40,9 +35,8 @@ def test_tests_use_no_private_names() -> None:
         path.relative_to(TESTS).as_posix(): list(_private(ast.parse(path.read_text())))
         for path in sorted(TESTS.rglob("*.py"))
     }
-    more = {name: uses for name, uses in found.items() if len(uses) > STILL.get(name, 0)}
-    said = "\n".join(f"tests/{name}:{line}: {use}" for name, uses in more.items() for line, use in uses)
-    assert not more, f"give what is tested a public name or an argument:\n{said}"
+    said = "\n".join(f"tests/{name}:{line}: {use}" for name, uses in found.items() for line, use in uses)
+    assert not said, f"give what is tested a public name or an argument:\n{said}"
 
 
 def test_every_way_to_a_private_name_is_seen() -> None:

@@ -242,7 +242,7 @@ class Launcher(Observer):
         agent = self._agent = self._make_agent(self._rendezvous.connect(), info)
         self._signals.agent = agent
         try:
-            return self._judge(agent.run())
+            return self.judge(agent, agent.run())
         except RendezvousTimeoutError as error:
             message = (
                 f"{options.config.min_nodes} nodes did not come together in {options.join_timeout_secs:.0f} "
@@ -270,9 +270,13 @@ class Launcher(Observer):
             self._rendezvous.close(str(error))
             raise
 
-    def _judge(self, result: RunResult | None) -> int:
-        agent = self._agent
-        assert agent is not None
+    @property
+    def rendezvous(self) -> RendezvousClient:
+        """Where the nodes of the job meet."""
+        return self._rendezvous
+
+    def judge(self, agent: ReftAgent, result: RunResult | None) -> int:
+        """What the end of this node's trainers means for the job; returns the exit code."""
         if result is None:
             # A spare that was not needed: TorchElastic ends it when the job ends.
             self._ended_well = self._rendezvous.outcome() == _ENDED_WELL

@@ -33,6 +33,7 @@ from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.store.client import DaemonClient
 from reft.store.label import Label
+from reft.store.slot_files import SlotFiles
 
 
 class Session:
@@ -238,15 +239,12 @@ class Session:
 
     def _arenas(self, frozen: Mapping[int, Label]) -> ArenaSet:
         job_dir, limit = self.memory.job_dir, self.config.memory_limit_bytes
+        ranks = self.ranks_here
         return ArenaSet(
-            job_dir=job_dir.path,
-            local_rank=local_rank(),
-            count=self.config.arena_count,
-            secret=job_dir.secret,
-            identity=ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
+            ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
             frozen=frozen,
-            limit_bytes=limit // self.ranks_here if limit is not None else None,
-            local_world_size=self.ranks_here,
+            limit_bytes=limit // ranks if limit is not None else None,
             engine=self.copying.engine,
             remake=self._remake_memory,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from reft.comm.control import WorkerControl
 from reft.config import FaultPoint
@@ -38,6 +39,7 @@ from reft.snapshot.committing.protocol import (
 from reft.snapshot.committing.sealing import Sealer
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.votes import Votes
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.paced import PacedCopier
@@ -89,16 +91,8 @@ class SnapshotWorker:
             stats=watchers.stats,
             faults=watchers.faults,
         )
-        self.agreement = LayoutAgreement(
-            control=control,
-            topology=topology,
-            arenas=arenas,
-            options=options,
-            switch=switch,
-            faults=watchers.faults,
-            let_go=self._let_go,
-            adopted=self._adopted,
-        )
+        user = _LayoutUser(self.copier, self.sealer, watchers)
+        self.agreement = LayoutAgreement(control, topology, options, arenas=arenas, switch=switch, user=user)
         self._complaints = watchers.complaints
         self._vote_missed = False
         self._broke_off = ""
@@ -215,14 +209,6 @@ class SnapshotWorker:
             case GiveUp(label, cause):
                 self._tell_given_up(label, cause)
 
-    def _let_go(self) -> None:
-        self.copier.cache.clear()
-        self.sealer.let_go()
-
-    def _adopted(self, layout: GroupLayout) -> None:
-        self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
-        self.sealer.adopt(layout)
-
     def _lay_out(self, request: SnapshotRequest) -> Event:
         self.agreement.renew(request)
         return LaidOut()
@@ -263,3 +249,23 @@ class SnapshotWorker:
         self._complaints.attempt(
             "a skipped version cannot be told of", lambda: self.watchers.on_skip(label.step, cause.kind)
         )
+
+
+@dataclass(frozen=True)
+class _LayoutUser:
+    """What of the worker goes by the layout; see :class:`LayoutUser`."""
+
+    copier: Copier
+    sealer: Sealer
+    watchers: Watchers
+
+    def let_go(self) -> None:
+        self.copier.cache.clear()
+        self.sealer.let_go()
+
+    def switching(self, step: int) -> None:
+        self.watchers.faults.reach(FaultPoint.DURING_SWITCH, step)
+
+    def adopt(self, layout: GroupLayout) -> None:
+        self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
+        self.sealer.adopt(layout)

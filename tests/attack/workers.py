@@ -42,6 +42,7 @@ from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import OrderWatch, ProtectionRecord, write_order
+from reft.store.slot_files import SlotFiles
 from tests.machine import free_port
 from tests.spawn import spawn
 
@@ -80,14 +81,10 @@ class Rank:
         self.job_dir = root / ("node" if together else f"node{rank}")
         self.make_job_dir()
         self.arenas = ArenaSet(
-            job_dir=self.job_dir,
-            local_rank=rank if together else 0,
-            count=2,
-            secret=SECRET,
-            identity=ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, TOPOLOGY.coordinates[rank]),
+            SlotFiles(self.job_dir, rank if together else 0, 2, SECRET, 2 if together else 1),
+            ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, TOPOLOGY.coordinates[rank]),
             frozen=frozen or {},
             limit_bytes=None,
-            local_world_size=2 if together else 1,
             remake=self.make_job_dir,
         )
         control = ControlGroup(DEADLINE_SECS).for_worker()

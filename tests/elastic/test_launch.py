@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -170,13 +171,13 @@ def test_a_good_end_clears_the_note_of_what_was_committed(
     try:
         where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint)
         launcher = Launcher(parse(*where, "--job-id", "job", *options))
-        launcher._rendezvous.connect()
+        launcher.rendezvous.connect()
         store = KeyValueStore(server.info.endpoint, secret)
         store.set("reft/job/committed", "1:7")
-        launcher._agent = SimpleNamespace(all_ended_well=True)  # type: ignore[assignment]
-        assert launcher._judge(RunResult(state=WorkerState.SUCCEEDED)) == 0
+        agent: Any = SimpleNamespace(all_ended_well=True)
+        assert launcher.judge(agent, RunResult(state=WorkerState.SUCCEEDED)) == 0
         assert store.check(["reft/job/committed"]) is stays
-        assert launcher._rendezvous.outcome() == "the job ended well"
+        assert launcher.rendezvous.outcome() == "the job ended well"
     finally:
         server.close()
 

@@ -15,11 +15,10 @@ from reft.store.label import Label
 
 
 def _execute(control: mock.MagicMock) -> Any:
-    plan: Any = SimpleNamespace(label=Label(1, 7))
-    with mock.patch.object(transfer, "_Transfer") as made:
-        made.return_value.failure = None
-        made.return_value.run.side_effect = MemoryError("no room for buffers")
-        return transfer.execute([plan], mock.MagicMock(), control, {}, mock.MagicMock())
+    plan: Any = SimpleNamespace(label=Label(1, 7), fetches=mock.MagicMock())
+    arenas = mock.MagicMock()
+    arenas.items.side_effect = MemoryError("no room for buffers")
+    return transfer.execute([plan], mock.MagicMock(), control, arenas, mock.MagicMock())
 
 
 def test_p6_what_breaks_off_a_transfer_is_told_apart_from_what_its_sink_raised() -> None:

@@ -46,6 +46,7 @@ from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
+from reft.store.slot_files import SlotFiles
 
 NEXT = Label(1, 2)
 FENCE = (FenceNear(), TensorsChange())
@@ -102,11 +103,8 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
         control=control,
         topology=topology,
         arenas=ArenaSet(
-            job_dir=tmp_path,
-            local_rank=0,
-            count=2,
-            secret=b"s" * 32,
-            identity=ArenaIdentity("job", "A", degrees, at),
+            SlotFiles(tmp_path, 0, 2, b"s" * 32),
+            ArenaIdentity("job", "A", degrees, at),
             frozen={},
             limit_bytes=None,
         ),

@@ -37,6 +37,7 @@ from reft.store.arena import Arena
 from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import ProtectionRecord
+from reft.store.slot_files import SlotFiles
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 SECRET = b"s" * 32
@@ -90,10 +91,8 @@ class Job:
         self.stats = SnapshotStats()
         topology = Topology(Degrees(1, 1, 1), Degrees(1, 1, 1).coordinates(), ("A",))
         identity = ArenaIdentity("job", "A", topology.degrees, topology.coordinates[0])
-        arenas = ArenaSet(
-            job_dir=folder, local_rank=0, count=2, secret=SECRET, identity=identity, frozen={},
-            limit_bytes=None, engine=self.engine,
-        )  # fmt: skip
+        files = SlotFiles(folder, 0, 2, SECRET)
+        arenas = ArenaSet(files, identity, frozen={}, limit_bytes=None, engine=self.engine)
         control = ControlGroup(60).for_worker()
         self.worker = SnapshotWorker(
             control=control,

@@ -49,7 +49,7 @@ from reft.store.protection import (
     write_order,
     write_record,
 )
-from reft.store.stream import HashingCopier, Ranges
+from reft.store.slot_files import SlotFiles
 
 SECRET = b"s" * 32
 DEGREES = Degrees(2, 2, 1)
@@ -85,11 +85,8 @@ class Rank:
         job_dir = root / f"node{rank}"
         job_dir.mkdir(mode=0o700, exist_ok=True)
         self.arenas = ArenaSet(
-            job_dir=job_dir,
-            local_rank=0,
-            count=keeping.versions,
-            secret=SECRET,
-            identity=ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, self.at),
+            SlotFiles(job_dir, 0, keeping.versions, SECRET),
+            ArenaIdentity("job", TOPOLOGY.nodes[rank], DEGREES, self.at),
             frozen={},
             limit_bytes=None,
         )
@@ -222,10 +219,10 @@ def scenario_fence(rank: int, root: Path) -> dict[str, object]:
     gate, entered = threading.Event(), threading.Event()
 
     class Held(CpuCopyEngine):
-        def copy_hashed(self, ranges: Ranges, hasher: HashingCopier) -> CopyTicket:
+        def copy_hashed(self, *args: Any, **kwargs: Any) -> int:
             entered.set()
             gate.wait(60)
-            return super().copy_hashed(ranges, hasher)
+            return super().copy_hashed(*args, **kwargs)
 
     me.step(2)
     me.worker.copier.engine = Held()

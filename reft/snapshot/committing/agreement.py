@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 from reft.comm.control import ControlGroup
-from reft.config import FaultPoint
 from reft.errors import ReftError
-from reft.faults import FaultPlan
 from reft.grid import Topology
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
@@ -19,31 +17,40 @@ from reft.store.label import Label
 logger = logging.getLogger(__name__)
 
 
+class LayoutUser(Protocol):
+    """Works by the layout of one rank's versions."""
+
+    def let_go(self) -> None:
+        """Memory is given up next: nobody may keep an arena mapped then (P9)."""
+
+    def switching(self, step: int) -> None:
+        """An order is carried out on this rank and not on record yet."""
+
+    def adopt(self, layout: GroupLayout) -> None:
+        """The layout from now on. Called on all ranks; may be collective."""
+
+
 class LayoutAgreement:
     """The layout of one rank's versions. Used by the worker thread.
 
     Args:
         control: to agree by.
         topology: placement of this incarnation.
-        arenas: this rank's memory.
         options: fixed settings.
+        arenas: this rank's memory.
         switch: the scheme in force and orders to change it.
-        faults: injected faults.
-        let_go: called before memory is given up: nobody may keep an arena mapped then (P9).
-        adopted: called on all ranks with every new layout; may be collective.
+        user: whose layout it is.
     """
 
     def __init__(
         self,
-        *,
         control: ControlGroup,
         topology: Topology,
-        arenas: ArenaSet,
         options: WorkerOptions,
+        *,
+        arenas: ArenaSet,
         switch: SchemeSwitch,
-        faults: FaultPlan,
-        let_go: Callable[[], None],
-        adopted: Callable[[GroupLayout], None],
+        user: LayoutUser,
     ) -> None:
         self._control = control
         self._topology = topology
@@ -51,13 +58,15 @@ class LayoutAgreement:
         self._block_bytes = options.block_bytes
         self._host_bytes = options.host_bytes
         self._switch = switch
-        self._faults = faults
-        self.let_go = let_go
-        self._adopted = adopted
+        self._user = user
         self._signature: object = None
         self._images: LiveImages | None = None
         self.layout: GroupLayout | None = None
         """Of the next version; None before the first agreement."""
+
+    def let_go(self) -> None:
+        """See :meth:`LayoutUser.let_go`."""
+        self._user.let_go()
 
     def fits(self, request: SnapshotRequest) -> bool:
         """Whether the layout is made for the state that a request brings."""
@@ -102,17 +111,13 @@ class LayoutAgreement:
         if not self._switch.due:
             return
         self.let_go()
-        step = label.step
         layout = self._switch.carry_out(
-            label,
-            self.layout,
-            self._arenas,
-            before_record=lambda: self._faults.reach(FaultPoint.DURING_SWITCH, step),
+            label, self.layout, self._arenas, before_record=lambda: self._user.switching(label.step)
         )
         if layout is not None and layout is not self.layout:
             self._adopt(layout)
 
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
-        self._adopted(layout)
+        self._user.adopt(layout)
         logger.info("layout of the snapshots: %s", layout.plan)

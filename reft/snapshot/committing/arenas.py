@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -19,8 +18,8 @@ from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.store.arena import Arena, ArenaHeader, ArenaState, free_bytes, reserved_bytes
-from reft.store.arena_files import arena_name, coordinate_in, set_aside
 from reft.store.label import Label
+from reft.store.slot_files import SlotFiles
 
 logger = logging.getLogger(__name__)
 
@@ -44,48 +43,36 @@ class ArenaSet:
     """The arenas of one rank.
 
     Args:
-        job_dir: the job's memory directory on this node.
-        local_rank: position among the node's ranks; names the files.
-        count: arenas to keep.
-        secret: the job's secret; keys the header's MAC.
+        files: where they lie.
         identity: written into every header.
         frozen: slots that hold the version being recovered; not written until a newer one is
             committed globally (P3).
         limit_bytes: most bytes that this rank's arenas may take; None means what is free.
-        local_world_size: ranks on this node; rank 0 frees what ranks that are no more left behind.
         engine: copies into the arenas; told about each of them once.
         remake: makes the job's directory again, if somebody removed it.
     """
 
     def __init__(
         self,
-        *,
-        job_dir: Path,
-        local_rank: int,
-        count: int,
-        secret: bytes,
+        files: SlotFiles,
         identity: ArenaIdentity,
+        *,
         frozen: Mapping[int, Label],
         limit_bytes: int | None,
-        local_world_size: int = 1,
         engine: CopyEngine | None = None,
         remake: Callable[[], object] | None = None,
     ) -> None:
+        self._files = files
+        self._identity = identity
         self._engine = engine
         self._remake = remake
-        self._job_dir = job_dir
-        self._local_rank = local_rank
-        self._count = count
-        self._secret = secret
-        self._identity = identity
         self.limit_bytes = limit_bytes
         """Most bytes that this rank's arenas may take; None means what is free."""
-        self._local_world_size = local_world_size
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
-        self.slots = Slots.make(count, self._with_room(frozen))
+        self.slots = Slots.make(files.count, self._with_room(frozen))
         """What is known about the arenas; kept up to date by whoever drives the versions."""
-        self._wanted = count
+        self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
@@ -133,14 +120,14 @@ class ArenaSet:
         """Slots that hold the version being recovered. If these are all there are, as where files of two
         ranks were exchanged, one is set aside, another rank's first: a version must find a place."""
         kept = dict(frozen)
-        mine = [slot for slot in kept if slot < self._count]
-        if len(mine) < self._count:
+        mine = [slot for slot in kept if slot < self._files.count]
+        if len(mine) < self._files.count:
             return kept
-        paths = {slot: self._job_dir / arena_name(self._local_rank, slot) for slot in mine}
-        own = {slot: coordinate_in(p, self._secret) == self._identity.coordinate for slot, p in paths.items()}
+        paths = {slot: self._files.path(slot) for slot in mine}
+        own = {s: self._files.coordinate_in(path) == self._identity.coordinate for s, path in paths.items()}
         slot = min(mine, key=lambda slot: (own[slot], -slot))
         try:
-            aside = set_aside(paths[slot], self._local_rank, self._count)
+            aside = self._files.set_aside(paths[slot])
         except OSError as error:
             logger.warning("%s cannot be set aside: %s", paths[slot].name, error)
             return kept
@@ -163,8 +150,9 @@ class ArenaSet:
         lost = {slot: cause for slot, arena in self._arenas.items() if (cause := arena.lost()) is not None}
         for slot, cause in lost.items():
             self._lose(slot, cause)
-        if not self._job_dir.is_dir() and self._remake is not None:
-            logger.error("%s was removed, with all versions on this node; it is made again", self._job_dir)
+        job_dir = self._files.job_dir
+        if not job_dir.is_dir() and self._remake is not None:
+            logger.error("%s was removed, with all versions on this node; it is made again", job_dir)
             self._remake()
         return bool(lost)
 
@@ -183,10 +171,10 @@ class ArenaSet:
         arena.unlock()
         self._unsettled = True
         # Another rank's arena in this place may be all that is left of that rank's part.
-        found = coordinate_in(arena.path, self._secret)
+        found = self._files.coordinate_in(arena.path)
         if found not in (None, self._identity.coordinate):
             with suppress(OSError):
-                set_aside(arena.path, self._local_rank, self._count)
+                self._files.set_aside(arena.path)
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
@@ -222,10 +210,10 @@ class ArenaSet:
         """Hold so many versions from now on, at most those of the start: fewer free the memory of slots that
         hold nothing that is needed (P3), of which there is always at least one."""
         self._wanted = count
-        kept = self.slots.kept & {*range(self._count)}
+        kept = self.slots.kept & {*range(self._files.count)}
         # A slot that exists is not given up for one that would have to be made.
         unused = self._unused
-        order = sorted(range(self._count), key=lambda slot: (slot not in kept, slot in unused, slot))
+        order = sorted(range(self._files.count), key=lambda slot: (slot not in kept, slot in unused, slot))
         self._unused = frozenset(order[max(count, len(kept) + 1) :])
         for slot in self._unused:
             arena = self._arenas.pop(slot, None)
@@ -233,7 +221,7 @@ class ArenaSet:
                 self._forget(arena)
                 arena.unlock()
             with suppress(OSError):  # it stays, then, and so does what it takes
-                (self._job_dir / arena_name(self._local_rank, slot)).unlink(missing_ok=True)
+                self._files.path(slot).unlink(missing_ok=True)
 
     def settle(self, layout: GroupLayout) -> None:
         """After a commit: reserve what could not be before, because it held the version of another layout
@@ -258,7 +246,7 @@ class ArenaSet:
     @property
     def count(self) -> int:
         """Versions that this rank holds."""
-        return self._count - len(self._unused)
+        return self._files.count - len(self._unused)
 
     def needed_bytes(self, layout: GroupLayout, count: int) -> int:
         """Memory of ``count`` arenas under a layout."""
@@ -266,12 +254,11 @@ class ArenaSet:
 
     def held_bytes(self) -> int:
         """Memory that the files in this rank's slots take now."""
-        paths = (self._job_dir / arena_name(self._local_rank, slot) for slot in range(self._count))
-        return sum(path.stat().st_size for path in paths if path.exists())
+        return self._files.held_bytes
 
     def free_bytes(self) -> int:
         """Memory of the node that nobody has taken."""
-        return free_bytes(self._job_dir)
+        return free_bytes(self._files.job_dir)
 
     def commit(self, filling: Filling) -> None:
         """All ranks have sealed the version: it counts, whether or not that can be noted here."""
@@ -294,14 +281,7 @@ class ArenaSet:
         if self._leftovers_removed:
             return
         self._leftovers_removed = True
-        mine = {arena_name(self._local_rank, slot) for slot in {*range(self._count)} - self._unused}
-        ranks = range(self._local_world_size) if self._local_rank == 0 else ()
-        others = tuple(arena_name(r, 0).removesuffix("0.arena") for r in ranks if r != self._local_rank)
-        for path in self._job_dir.glob("*.arena"):
-            own = path.name.startswith(arena_name(self._local_rank, 0).removesuffix("0.arena"))
-            orphan = self._local_rank == 0 and not path.name.startswith(others)
-            if path.name not in mine and (own or orphan):
-                path.unlink(missing_ok=True)
+        self._files.remove_leftovers(self._unused)
 
     def close(self) -> None:
         """Forget the mappings; the files stay."""
@@ -344,9 +324,7 @@ class ArenaSet:
             arena.unlock()
         del arena
         self._arenas.pop(slot, None)
-        arena = Arena.create(
-            self._job_dir / arena_name(self._local_rank, slot), wanted, entries, self._secret
-        )
+        arena = self._files.create(slot, wanted, entries)
         if not arena.try_lock_exclusive():
             raise ArenaError(f"{arena.path.name} is pinned by a reader")
         if self._engine is not None:
