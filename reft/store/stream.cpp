@@ -21,6 +21,7 @@ constexpr size_t kAheadBytes = 256;
 // by side. See the XXH3 specification in https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 constexpr size_t kStripes = 16;
 constexpr size_t kBlockBytes = kStripes * kLineBytes;
+constexpr size_t kGroupBlocks = kGroupBytes / kBlockBytes;
 constexpr size_t kParts = kLineBytes / sizeof(__m128i);
 
 alignas(16) constexpr uint8_t kSecret[192] = {
@@ -78,11 +79,11 @@ inline void hash_block(Sums& sums, const uint8_t* data) {
   scramble(sums, block);
 }
 
-// Copies kGroupBytes to a target aligned to a line, and hashes them into ``sums`` if asked. Past the caches goes
-// what fills whole lines: with its stores spread over two lines each step took twice as long.
+// Copies kGroupBytes to a target aligned to a line, and hashes the first of their blocks into ``sums`` if asked. Past
+// the caches goes what fills whole lines: with its stores spread over two lines each step took twice as long.
 template <bool kHashes>
-inline void copy_group(uint8_t* target, const uint8_t* source, Sums& sums) {
-  Sums blocks[kPages][kPageBytes / kBlockBytes];
+inline void copy_group(uint8_t* target, const uint8_t* source, Sums& sums, size_t hashed_blocks = kGroupBlocks) {
+  Sums blocks[kGroupBlocks];
   for (size_t block = 0; block < kPageBytes / kBlockBytes; ++block) {
     Sums running[kPages] = {};
     for (size_t stripe = 0; stripe < kStripes; ++stripe) {
@@ -97,11 +98,10 @@ inline void copy_group(uint8_t* target, const uint8_t* source, Sums& sums) {
       }
     }
     if (kHashes)
-      for (size_t page = 0; page < kPages; ++page) blocks[page][block] = running[page];
+      for (size_t page = 0; page < kPages; ++page) blocks[page * (kPageBytes / kBlockBytes) + block] = running[page];
   }
   if (kHashes)
-    for (const auto& page : blocks)
-      for (const Sums& block : page) scramble(sums, block);
+    for (size_t block = 0; block < hashed_blocks; ++block) scramble(sums, blocks[block]);
 }
 
 // What was hashed so far. A block is taken in when more bytes follow it: the last one ends in another way.
@@ -153,6 +153,11 @@ void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nb
         for (size_t at = 0; at < kGroupBytes; at += kBlockBytes) hash_block(sums, source + at);
       }
     }
+    if (streams && nbytes == kGroupBytes) {  // as most chunks end: past the caches too
+      copy_group<true>(target, source, sums, kGroupBlocks - 1);
+      advance(kGroupBytes - kBlockBytes);
+      target = nullptr;
+    }
     for (; nbytes > kBlockBytes; advance(kBlockBytes)) {
       hash_block(sums, source);
       copy(target, source, kBlockBytes);
@@ -195,6 +200,19 @@ extern "C" void reft_copy_and_hash(Hash* hash, const Range* ranges, size_t count
     copy_and_hash(*hash, range.target, range.source, range.nbytes);
   }
   _mm_sfence();
+}
+
+// The chunks from ``first`` to ``stop``, or fewer: none begins once ``until`` is not 0, but the first does. Chunk i ends
+// before row ``ends[i]``. Returns how many.
+extern "C" size_t reft_copy_chunks(Hash* hash, const Range* ranges, const uint64_t* ends, size_t first, size_t stop,
+                                   const int* until) {
+  size_t row = first ? ends[first - 1] : 0, chunk = first;
+  do {
+    const size_t end = until ? ends[chunk] : ends[stop - 1];
+    reft_copy_and_hash(hash, ranges + row, end - row);
+    row = end, ++chunk;
+  } while (until && chunk < stop && !__atomic_load_n(until, __ATOMIC_RELAXED));
+  return until ? chunk - first : stop - first;
 }
 
 // Of more than 240 bytes: for shorter inputs, which are in ``held`` as a whole, XXH3 does something else.

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +64,36 @@ def ranges_of(rows: Iterable[Range]) -> Ranges:
     return np.array([*rows], np.uint64).reshape(-1, 3)
 
 
+@dataclass(frozen=True, eq=False)
+class CutRanges:
+    """Ranges in order, cut into chunks.
+
+    Attributes:
+        ranges: of all chunks.
+        ends: where each chunk ends among them, uint64.
+        begins_bytes: bytes before each chunk, and of all.
+    """
+
+    ranges: Ranges
+    ends: NDArray[np.uint64]
+    begins_bytes: Sequence[int]
+
+    @classmethod
+    def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
+        """From the ranges of each chunk, of which none is without any."""
+        rows = [[*chunk] for chunk in chunks]
+        sizes = (sum(nbytes for _, _, nbytes in chunk) for chunk in rows)
+        return cls(
+            ranges_of(row for chunk in rows for row in chunk),
+            np.fromiter(accumulate(map(len, rows)), np.uint64),
+            [*accumulate(sizes, initial=0)],
+        )
+
+    def nbytes(self, first: int, stop: int) -> int:
+        """Bytes of the chunks ``[first, stop)``."""
+        return self.begins_bytes[stop] - self.begins_bytes[first]
+
+
 class _State(ctypes.Structure):
     """``Hash`` of ``stream.cpp``."""
 
@@ -79,15 +111,31 @@ class HashingCopier:
     For one thread at a time, which is without the interpreter meanwhile. Made by :func:`hashing_copier`.
     """
 
-    def __init__(self, reset: Any, copy: Any, digest: Any) -> None:
+    def __init__(self, reset: Any, copy: Any, copy_chunks: Any, digest: Any) -> None:
         self._state = _State()
         self._at = ctypes.addressof(self._state)
-        self._reset, self._copy, self._digest = reset, copy, digest
+        self._reset, self._copy, self._copy_chunks, self._digest = reset, copy, copy_chunks, digest
         reset(self._at)
 
     def copy(self, ranges: Ranges) -> None:
         """Copy and hash them behind what was hashed so far."""
         self._copy(self._at, ranges.__array_interface__["data"][0], len(ranges))
+
+    def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
+        """Copy and hash chunks behind what was hashed so far.
+
+        Args:
+            cut: what they are chunks of.
+            first, stop: which, at least one.
+            until: once another thread has made it anything but 0, no other chunk begins.
+
+        Returns:
+            How many were copied, at least one.
+        """
+        ranges, ends = (a.__array_interface__["data"][0] for a in (cut.ranges, cut.ends))
+        flag = 0 if until is None else ctypes.addressof(until)
+        copied: int = self._copy_chunks(self._at, ranges, ends, first, stop, flag)
+        return copied
 
     def take(self) -> int:
         """The checksum of what was hashed; begins anew."""
@@ -115,6 +163,13 @@ class PlainHashingCopier(HashingCopier):
                     copy(target + at, source + at, part)
                 self._hash.update((ctypes.c_ubyte * part).from_address(source + at))
 
+    def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
+        for chunk in range(first, stop):
+            self.copy(cut.ranges[int(cut.ends[chunk - 1]) if chunk else 0 : int(cut.ends[chunk])])
+            if until is not None and until.value:
+                return chunk + 1 - first
+        return stop - first
+
     def take(self) -> int:
         value = self._hash.intdigest()
         self._hash.reset()
@@ -122,21 +177,21 @@ class PlainHashingCopier(HashingCopier):
 
 
 @lru_cache(maxsize=1)
-def compiled_hash() -> tuple[Any, Any, Any] | None:
+def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
     """The functions of :class:`HashingCopier`; None where they were not built."""
     try:
-        reset, copy, digest = (
-            compiled("reft.store._stream", name)
-            for name in ("reft_hash_reset", "reft_copy_and_hash", "reft_hash_digest")
-        )
+        names = ("reft_hash_reset", "reft_copy_and_hash", "reft_copy_chunks", "reft_hash_digest")
+        reset, copy, copy_chunks, digest = (compiled("reft.store._stream", name) for name in names)
     except OSError as error:
         logger.info("host memory is hashed after it was copied, not with it: %s", error)
         return None
     reset.argtypes = digest.argtypes = [ctypes.c_void_p]
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    copy_chunks.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_size_t] * 2, ctypes.c_void_p]
     reset.restype = copy.restype = None
+    copy_chunks.restype = ctypes.c_size_t
     digest.restype = ctypes.c_uint64
-    return reset, copy, digest
+    return reset, copy, copy_chunks, digest
 
 
 def hashing_copier() -> HashingCopier:

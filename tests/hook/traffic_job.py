@@ -79,11 +79,13 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
         moved["tensors"][stats.committed] += len(pieces)
         return copy(pieces, after, encode)
 
-    def counting_copy_hashed(ranges: Any, hasher: Any) -> Any:
-        copied = ranges[ranges[:, 0] > 0]  # the others are hashed only
+    def counting_copy_hashed(cut: Any, chunks: tuple[int, int], *args: Any) -> Any:
+        first, count = chunks[0], copy_hashed(cut, chunks, *args)
+        rows = cut.ranges[int(cut.ends[first - 1]) if first else 0 : int(cut.ends[first + count - 1])]
+        copied = rows[rows[:, 0] > 0]  # the others are hashed only
         moved["copied"][stats.committed] += int(copied[:, 2].sum())
         moved["tensors"][stats.committed] += len(copied)
-        return copy_hashed(ranges, hasher)
+        return count
 
     def counting_exchange(sends: Mapping[int, Sequence[torch.Tensor]], receives: Any) -> None:
         moved["sent"][stats.committed] += sum(t.nbytes for tensors in sends.values() for t in tensors)

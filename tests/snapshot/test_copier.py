@@ -16,7 +16,7 @@ from reft.config import FaultPoint
 from reft.protect.placement import place_group
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.copying.gate import Gate, HostGate, OpenGate
+from reft.snapshot.copying.gate import Gate, HostGate, OpenGate, Permit
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
@@ -41,7 +41,40 @@ def at_the_fence() -> HostGate:
     return gate
 
 
-GATES = {"open": lambda: OpenGate(2, lambda: False), "fence": at_the_fence, "window": OneByOne}
+def beside_computation() -> HostGate:
+    gate = HostGate()
+    gate.share(1.0)
+    return gate
+
+
+class Closing(HostGate):
+    """Copies run beside computation, and training waits for each at once."""
+
+    def admit(self) -> Permit:
+        permit = super().admit()
+        assert permit.until is not None
+        permit.until.value = 1
+        return permit
+
+    def release(self, permit: Permit, secs: float) -> None:
+        assert permit.until is not None
+        permit.until.value = 0
+        super().release(permit, secs)
+
+    @classmethod
+    def made(cls) -> Closing:
+        gate = cls()
+        gate.share(1.0)
+        return gate
+
+
+GATES = {
+    "open": lambda: OpenGate(2, lambda: False),
+    "fence": at_the_fence,
+    "window": OneByOne,
+    "beside": beside_computation,
+    "closing": Closing.made,
+}
 
 
 @contextmanager
@@ -122,6 +155,19 @@ def test_p5_what_is_copied_is_hashed_on_the_way_whatever_the_gate(
         assert sum(copied) == sum(b.block.nbytes for b in local)
         if gate == "window":
             assert max(copied, default=0) <= chunk_bytes
+
+
+def test_beside_computation_a_call_copies_a_block_until_training_waits_then_one_chunk(tmp_path: Path) -> None:
+    tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
+    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (filling, images):
+        copied = {
+            name: copy_all(Copier(CpuCopyEngine(), 4096), filling, images, GATES[name]())
+            for name in ("beside", "closing", "fence")
+        }
+        assert copied["beside"] == copied["fence"]
+        assert max(copied["beside"]) == 16_384
+        assert max(copied["closing"]) == 4096
+        assert sum(copied["closing"]) == sum(copied["beside"])
 
 
 def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:

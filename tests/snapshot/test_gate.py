@@ -367,3 +367,27 @@ def test_what_waits_to_run_beside_computation_is_not_kept_on_the_core_of_trainin
         time.sleep(0.01)
     assert (kept, os.sched_getaffinity(threads[0])) == ({core}, allowed)
     gate.hurry()
+
+
+@pytest.mark.parametrize("communicating", [False, True])
+def test_what_is_copied_outside_of_windows_hears_that_training_waits(
+    gate: HostGate, communicating: bool
+) -> None:
+    gate.share(1.0)
+    if communicating:
+        gate.open(None, 64, None)
+    permit = gate.admit()
+    assert permit.tier == (3 if communicating else 2)
+    assert permit.until is not None
+    assert permit.until.value == 0
+    if not communicating:
+        gate.open(0, 64, None)
+    closing = threading.Thread(target=gate.close)
+    closing.start()
+    deadline = time.monotonic() + LONG
+    while not permit.until.value:
+        assert time.monotonic() < deadline, "the copying thread was not told"
+        time.sleep(0.001)
+    gate.release(permit, 0.0)
+    closing.join(LONG)
+    assert permit.until.value == 0, "nobody waits any more"

@@ -4,6 +4,7 @@ that it takes on the way is that of the xxhash package, to the bit."""
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import numpy as np
 import pytest
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 from reft.store import stream
 from reft.store.header import checksum
-from reft.store.stream import HashingCopier, PlainHashingCopier, copier, hashing_copier, ranges_of
+from reft.store.stream import (
+    CutRanges,
+    HashingCopier,
+    PlainHashingCopier,
+    copier,
+    hashing_copier,
+    ranges_of,
+)
 
 PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
@@ -78,6 +86,56 @@ def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
             hasher.copy(ranges_of(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
         assert hasher.take() == checksum(source[source_at:])
     np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1, 1024])
+def test_p5_whole_groups_of_pages_are_hashed_where_the_target_begins_with_a_page(
+    hasher: HashingCopier, groups: int, more: int
+) -> None:
+    """As blocks lie in an arena: nothing is left over at the end of a chunk."""
+    nbytes = groups * 4 * PAGE + more
+    source = np.random.default_rng(3).integers(0, 256, 3 * nbytes, dtype=np.uint8)
+    memory = mmap.mmap(-1, 3 * (nbytes + PAGE))
+    target = np.frombuffer(memory, np.uint8)
+    for part in range(3):
+        place = part * (-(-nbytes // PAGE) * PAGE)
+        hasher.copy(ranges_of([(target.ctypes.data + place, source.ctypes.data + part * nbytes, nbytes)]))
+        np.testing.assert_array_equal(
+            target[place : place + nbytes], source[part * nbytes : (part + 1) * nbytes]
+        )
+    assert hasher.take() == checksum(source)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 6 * PAGE), min_size=1, max_size=4), min_size=1, max_size=8),
+    steps=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 0, 1])), min_size=1, max_size=4),
+)
+def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
+    hasher: HashingCopier, chunks: list[list[int]], steps: list[tuple[int, int | None]]
+) -> None:
+    source = np.random.default_rng(2).integers(0, 256, sum(map(sum, chunks)), dtype=np.uint8)
+    target = np.zeros_like(source)
+    rows, at = [], 0
+    for sizes in chunks:
+        rows.append([])
+        for size in sizes:
+            rows[-1].append((target.ctypes.data + at, source.ctypes.data + at, size))
+            at += size
+    cut = CutRanges.of(rows)
+    done, number = 0, 0
+    while done < len(chunks):
+        wanted, flag = steps[number % len(steps)]
+        number += 1
+        stop = min(len(chunks), done + wanted)
+        copied = hasher.copy_chunks(cut, done, stop, None if flag is None else ctypes.c_int(flag))
+        assert copied == (1 if flag else stop - done)
+        done += copied
+        end = cut.nbytes(0, done)
+        np.testing.assert_array_equal(target[:end], source[:end])
+        assert not target[end:].any()
+    assert hasher.take() == checksum(source)
 
 
 def test_megabytes_are_hashed_as_the_package_does(hasher: HashingCopier) -> None:

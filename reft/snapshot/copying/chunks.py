@@ -20,7 +20,7 @@ from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, kind_of
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
-from reft.store.stream import Range, Ranges, ranges_of
+from reft.store.stream import CutRanges, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Chunk:
         stored: the chunk's place in the arena, padding included, as a range to be hashed only.
         last: whether it ends the block.
         encode: for a parity what to do instead of copying; returns what is then to be copied.
-        table: for sources in host memory all bytes of the block in order, as ranges to be copied and hashed.
-        rows: the chunk's own part of it, ``[first, stop)``.
+        cut: for sources in host memory all chunks of the block, as ranges to be copied and hashed.
+        number: the chunk's own among them.
     """
 
     placed: PlacedBlock
@@ -44,8 +44,8 @@ class Chunk:
     stored: Range
     last: bool
     encode: Encoding | None = None
-    table: Ranges | None = None
-    rows: tuple[int, int] = (0, 0)
+    cut: CutRanges | None = None
+    number: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -99,14 +99,12 @@ def _cut_block(
     total, begin = placed.block.nbytes, placed.block.start_bytes
     kind = kind_of(placed.key, filling.layout.member)
     parts = [target[at : at + chunk_bytes] for at in range(0, total, chunk_bytes)]
-    pieces: list[CheckedPieces] = []
-    rows: list[Range] = []
-    ends = [0]
-    for at, part in zip(range(0, total, chunk_bytes), parts, strict=True):
-        pieces.append(CheckedPieces.of(image.pieces_into(begin + at, part)))
-        rows += _in_order(pieces[-1], part)
-        ends.append(len(rows))
-    table = None if any(p.elsewhere is not None for p in pieces) else ranges_of(rows)
+    pieces = [
+        CheckedPieces.of(image.pieces_into(begin + at, part))
+        for at, part in zip(range(0, total, chunk_bytes), parts, strict=True)
+    ]
+    on_host = all(p.elsewhere is None for p in pieces)
+    cut = CutRanges.of(map(_in_order, pieces, parts)) if on_host else None
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
         yield Chunk(
             placed,
@@ -114,8 +112,8 @@ def _cut_block(
             of_part,
             _hashed_only(part),
             last=number == len(parts) - 1,
-            table=table,
-            rows=(ends[number], ends[number + 1]),
+            cut=cut,
+            number=number,
         )
 
 

@@ -13,13 +13,13 @@ from reft.errors import CopyOrderError
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Piece
-from reft.snapshot.copying.gate import Gate, Permit
+from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.copying.staging import StagedChunk, StagingArea
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.traffic import Kind
-from reft.store.stream import hashing_copier, ranges_of
+from reft.store.stream import CutRanges, hashing_copier, ranges_of
 
 _KEPT_CHUNKS = 2**16
 _Queued = list[tuple[Chunk, Permit, CopyTicket]]
@@ -130,7 +130,7 @@ class Copier:
             records = []
             for item in staged:
                 self._reach(item.number)
-                records.append(self._some([item.chunk], filling, gate, gate.admit(), item.pieces))
+                records.append(self._some([item.chunk], filling, gate, gate.admit(), item.pieces)[0])
         self.records.extend(records)
         return records
 
@@ -171,14 +171,17 @@ class Copier:
                 self._stage(chunks, number)
                 break
             some = self._admitted(chunks, number, permit)
-            records.append(self._some(some, filling, gate, permit))
-            number += len(some)
+            record, copied = self._some(some, filling, gate, permit)
+            records.append(record)
+            number += copied
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """What is copied with one permit: chunks of one block, up to the next fault point."""
+        """What is copied with one permit at most: chunks of one block, up to the next fault point."""
         stop, nbytes = first, 0
-        while nbytes < permit.nbytes:
+        goes_on = permit.until is not None and self._at_once(chunks[first]) is not None
+        most = UNLIMITED if goes_on else permit.nbytes
+        while nbytes < most:
             nbytes += chunks[stop].nbytes
             stop += 1
             if chunks[stop - 1].last or stop in self._points:
@@ -192,31 +195,46 @@ class Copier:
         gate: Gate,
         permit: Permit,
         staged: Sequence[Piece] | None = None,
-    ) -> ChunkRecord:
-        """Chunks of one block, hashed on the way; ``staged``: other sources of the one."""
+    ) -> tuple[ChunkRecord, int]:
+        """Chunks of one block, hashed on the way; ``staged``: other sources of the one.
+
+        Returns:
+            What was copied when, and how many of the chunks: fewer where training did not wait for them.
+        """
         began = ended = time.perf_counter()
-        last = chunks[-1]
-        hashes = last.section is not Section.GRADIENTS
+        first, at_once = chunks[0], self._at_once(chunks[0])
+        hashes = first.section is not Section.GRADIENTS
+        copied = len(chunks)
         try:
             if staged is not None:
                 self.engine.drain(staged)
                 if hashes:
-                    self._hasher.copy(ranges_of([last.stored]))
-            elif hashes and isinstance(self.engine, CpuCopyEngine) and last.table is not None:
-                self.engine.copy_hashed(last.table[chunks[0].rows[0] : last.rows[1]], self._hasher)
+                    self._hasher.copy(ranges_of([first.stored]))
+            elif at_once is not None:
+                engine, cut = at_once
+                part = first.number, chunks[-1].number + 1
+                copied = engine.copy_hashed(cut, part, self._hasher, permit.until)
             else:
                 for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
                     if hashes:
                         self._hasher.copy(ranges_of([chunk.stored]))
-            if hashes and last.last:
-                filling.set_checksum(last.placed, self._hasher.take())
+            if hashes and chunks[copied - 1].last:
+                filling.set_checksum(first.placed, self._hasher.take())
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
-        nbytes = sum(chunk.nbytes for chunk in chunks)
-        filling.traffic.to_host[last.kind] += nbytes
-        return ChunkRecord(permit.tier, nbytes, began, ended, permit.window, last.section.value)
+        nbytes = sum(chunk.nbytes for chunk in chunks[:copied])
+        filling.traffic.to_host[first.kind] += nbytes
+        record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)
+        return record, copied
+
+    def _at_once(self, chunk: Chunk) -> tuple[CpuCopyEngine, CutRanges] | None:
+        """What copies chunks of its block by one call, which may end between any two of them, if anything."""
+        engine, hashes = self.engine, chunk.section is not Section.GRADIENTS
+        if chunk.cut is None or not hashes or not isinstance(engine, CpuCopyEngine):
+            return None
+        return engine, chunk.cut
 
     def _queue(
         self,

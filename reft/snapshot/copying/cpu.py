@@ -7,6 +7,7 @@ writes past the caches, and takes the checksum of what it has loaded.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from reft.snapshot.copying.engine import (
     into_buffer,
 )
 from reft.store.free_memory import cgroup_free_bytes
-from reft.store.stream import HashingCopier, Ranges, copier
+from reft.store.stream import CutRanges, HashingCopier, copier
 
 STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
@@ -115,20 +116,35 @@ class CpuCopyEngine:
         self._count(version, nbytes, ended - began)
         return _Copied(nbytes, (began, ended))
 
-    def copy_hashed(self, ranges: Ranges, hasher: HashingCopier) -> CopyTicket:
+    def copy_hashed(
+        self,
+        cut: CutRanges,
+        chunks: tuple[int, int],
+        hasher: HashingCopier,
+        until: ctypes.c_int | None = None,
+    ) -> int:
         """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since ``close`` and
         ``fence`` wait for its end.
+
+        Args:
+            cut: of one block.
+            chunks: ``[first, stop)`` of it.
+            hasher: of the block.
+            until: see :meth:`HashingCopier.copy_chunks`.
+
+        Returns:
+            How many of the chunks were copied, at least one.
 
         Raises:
             CopyOrderError: as in :meth:`copy`.
         """
-        nbytes = int(ranges[:, 2].sum())
+        first, stop = chunks
         with self._order.copying(None) as version:
             began = time.perf_counter()
-            hasher.copy(ranges)
+            copied = hasher.copy_chunks(cut, first, stop, until)
             ended = time.perf_counter()
-        self._count(version, nbytes, ended - began)
-        return _Copied(nbytes, (began, ended))
+        self._count(version, cut.nbytes(first, first + copied), ended - began)
+        return copied
 
     @property
     def free_bytes(self) -> int:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from reft.snapshot.copying.engine import Mark
@@ -45,17 +45,18 @@ class Permit:
         window: number of the window; None outside of windows (tier 1).
         nbytes: how much may be copied before asking again; at least one chunk.
         mark: start no earlier than there.
+        until: where a copy can be broken off between chunks, it goes on until training makes this anything
+            but 0.
     """
 
     tier: int
     window: int | None = None
     nbytes: int = 1
     mark: Mark | None = None
+    until: ctypes.c_int | None = field(default=None, compare=False)
 
 
 _HURRY = Permit(0, nbytes=UNLIMITED)
-_BESIDE = Permit(2)
-_COMMUNICATION = Permit(3)
 
 
 class Gate(Protocol):
@@ -120,8 +121,10 @@ class HostGate:
         self.patience_secs = 1.0
         self._core = _CoreOfTraining()
         self._in_flight = threading.Lock()
-        self._closing = False
-        """Training waits for the chunk in flight: no other one may take its turn."""
+        self._closing = ctypes.c_int(0)
+        """Not 0: training waits for the chunk in flight, no other one may take its turn."""
+        self._beside = Permit(2, until=self._closing)
+        self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
         self._open: Permit | None = None
         self._hurrying = False
@@ -153,7 +156,7 @@ class HostGate:
 
     def open(self, window: int | None, nbytes: int, mark: Mark | None) -> None:
         if window is None:
-            self._open = _COMMUNICATION
+            self._open = self._communication
             if self._wanted:
                 self._changed.set()  # the core is at work: it moves the data
             return
@@ -176,9 +179,9 @@ class HostGate:
             return 0.0
         if not self._hurrying:
             self._changed.clear()
-        self._closing = True
+        self._closing.value = 1
         with self._in_flight:
-            self._closing = False
+            self._closing.value = 0
             return time.perf_counter() - self.alive_at
 
     def hurry(self) -> None:
@@ -209,20 +212,20 @@ class HostGate:
     def admit(self) -> Permit:
         self._core.register()
         while True:
-            while self._closing:
+            while self._closing.value:
                 time.sleep(_TURN_SECS)
             self._in_flight.acquire()
             if self._hurrying:
                 return _HURRY
             permit = self._open
             if permit is not None:
-                if permit is _COMMUNICATION:
+                if permit is self._communication:
                     self._core.release()  # training's core is at work then
                 return permit
             wait_secs = self._until_beside()
             if wait_secs <= 0:
                 self._core.release()
-                return _BESIDE
+                return self._beside
             self._in_flight.release()
             if self._share > 0:
                 self._core.leave()  # before it is woken beside computation
