@@ -167,89 +167,48 @@ class Completion:
         )
         self._rooms: Mapping[BlockKey, Room] = {}
         self._arena: Arena | None = None
-        self._data = torch.empty(0, dtype=torch.uint8)
         self._arrived: dict[BlockKey, Fetch] = {}
-        self._hosts: dict[BlockKey, torch.Tensor] = {}
         self._lock = threading.Lock()
-        self._making: threading.Thread | None = None
-        self._made = threading.Event()
 
     def begin(self) -> None:
-        """Make the arena, while the others go on and the first blocks arrive. Where there is no room the
-        version is not completed here, and the job goes on."""
+        """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the version is
+        not completed here, and the job goes on."""
         plan, path = self._plan, self._how.path
         if path is None or not self._wanted:
             return
         owned = tuple(plan.image_bytes(at, Section.OWNED) for at in sorted(plan.fetches))
         try:
             drawn = self._how.blueprint(plan.image_bytes(self._at, Section.REPLICATED), owned)
-        except ReftError as error:
+            arena = Arena.create(path, drawn.data_bytes, len(drawn.rooms), self._secret, touch=False)
+            self._arena = arena
+            arena.begin(self._header)
+        except (ReftError, OSError) as error:  # the state is restored all the same
             self._give_up(error)
             return
         self._rooms = drawn.rooms
-        self._making = threading.Thread(
-            target=self._make, args=(path, drawn.data_bytes), name="reft-complete", daemon=True
-        )
-        self._making.start()
-
-    def _make(self, path: Path, data_bytes: int) -> None:
-        try:
-            arena = Arena.create(path, data_bytes, len(self._rooms), self._secret, touch=False)
-            self._arena = arena
-            arena.begin(self._header)
-            self._data = torch.frombuffer(arena.data, dtype=torch.uint8)
-            self._made.set()
-            arena.touch()
-        except Exception as error:  # the state is restored all the same
-            self._give_up(error)
-        finally:
-            self._made.set()
 
     def _give_up(self, error: Exception) -> None:
         logger.warning("%s is not completed here, it is taken anew: %s", self._plan.label, error)
         self._rooms = {}
 
-    def room_for(self, fetch: Fetch) -> torch.Tensor | None:
-        """Where a block of the state arrives in this member's arena; None for all others."""
-        if fetch.key.section is Section.HOST or fetch.key not in self._rooms:
-            return None
-        self._made.wait()
-        return self._place(fetch)
-
-    def _place(self, fetch: Fetch) -> torch.Tensor | None:
-        room = self._rooms.get(fetch.key)
-        if room is None or not room.fits(fetch):
-            return None
-        return self._data[room.arena_offset : room.arena_offset + fetch.nbytes]
-
     def take(self, fetch: Fetch, data: torch.Tensor) -> None:
         """A verified block is here. Several threads may bring blocks at once."""
-        if fetch.key.section is Section.HOST:
-            if fetch.key in self._rooms:
-                self._hosts[fetch.key] = data.clone()  # a few: they do not wait for the arena
-        else:
-            room = self.room_for(fetch)
-            if room is None:
-                return
-            if room.data_ptr() != data.data_ptr():
-                room.copy_(data)
+        arena, room = self._arena, self._rooms.get(fetch.key)
+        if arena is None or room is None or not room.fits(fetch):
+            return
+        try:
+            arena.write(room.arena_offset, data.numpy().data)
+        except (ReftError, OSError) as error:
+            self._give_up(error)
+            return
         with self._lock:
             self._arrived[fetch.key] = fetch
 
     def seal(self) -> None:
         """Every block of the version has arrived everywhere: record it, if none is missing here."""
-        if self._making is None:
-            return
-        self._making.join()
         arena = self._arena
         if arena is None or not self._rooms:
             return
-        for key, data in self._hosts.items():
-            place = self._place(self._arrived[key])
-            if place is None:
-                del self._arrived[key]
-            else:
-                place.copy_(data)
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
                 "%s is not completed here, it is taken anew: %d of its blocks are stored in another shape, "
@@ -266,6 +225,7 @@ class Completion:
             self._entry(key, room, image_bytes[key.section, key.member]) for key, room in self._rooms.items()
         ]
         try:
+            arena.allocate()
             arena.seal(entries)
             if self._plan.committed:
                 arena.commit()
@@ -286,10 +246,7 @@ class Completion:
 
     def close(self) -> None:
         """Let go of the arena. The file stays, for the versions to come."""
-        if self._making is not None:
-            self._making.join()
         self._rooms = {}
-        self._data = torch.empty(0, dtype=torch.uint8)
         if self._arena is not None:
             self._arena.unlock()
             self._arena.close()

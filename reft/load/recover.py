@@ -374,9 +374,6 @@ class _Courier:
                 completion.begin()
             return frozenset()
 
-        def room_for(fetch: Fetch) -> torch.Tensor | None:
-            return None if completion is None else completion.room_for(fetch)
-
         def take(fetch: Fetch, data: torch.Tensor) -> None:
             if completion is not None:
                 completion.take(fetch, data)
@@ -394,10 +391,10 @@ class _Courier:
 
         def move_state() -> frozenset[BlockSource]:
             only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans]
-            return self._move(only, take, copy=copy, faults=faults, room_for=room_for)
+            return self._move(only, take, copy=copy, faults=faults)
 
         def move_kept() -> frozenset[BlockSource]:
-            return self._move(kept, take, room_for=room_for, counted=False)
+            return self._move(kept, take, counted=False)
 
         def seal() -> frozenset[BlockSource]:
             if completion is not None:

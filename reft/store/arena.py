@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from reft.errors import ArenaError
 from reft.store.arena_lock import ArenaLock
-from reft.store.files import new_file, remove_idle_file, touch_pages
+from reft.store.files import allocate, new_file, remove_idle_file, touch_pages, write_all
 from reft.store.free_memory import free_bytes
 from reft.store.header import (
     MAGIC,
@@ -105,7 +105,7 @@ class Arena:
             data_bytes: size of the data region.
             max_entries: blocks that the table must be able to hold.
             secret: the job's secret.
-            touch: False leaves it to :meth:`touch`, which may run beside what fills the arena.
+            touch: False leaves memory to whoever fills it with :meth:`write`, and :meth:`allocate`.
 
         Raises:
             OutOfMemoryError: if it does not fit; no file is left behind.
@@ -115,10 +115,10 @@ class Arena:
         arena = cls._existing(path, geometry, secret)
         if arena is None:
             remove_idle_file(path)
-            arena = cls._new(path, geometry, secret)
+            arena = cls._new(path, geometry, secret, allocated=touch)
         try:
-            if touch:
-                arena.touch()
+            if touch and arena._map is not None:
+                touch_pages(arena._map, path)
         except BaseException:
             arena.close()
             raise
@@ -139,8 +139,9 @@ class Arena:
         return None
 
     @classmethod
-    def _new(cls, path: Path, geometry: Geometry, secret: bytes) -> Arena:
-        fd = new_file(path, geometry.file_bytes)
+    def _new(cls, path: Path, geometry: Geometry, secret: bytes, *, allocated: bool) -> Arena:
+        # The header's memory in any case: where there is none left, reading a mapped hole is a SIGBUS.
+        fd = new_file(path, geometry.file_bytes, None if allocated else geometry.data_offset)
         try:
             os.pwrite(fd, encode_geometry(geometry, secret), 0)
             empty = encode_record(RecordKind.HEADER, 1, encode_header(None, b""), secret)
@@ -194,10 +195,31 @@ class Arena:
 
     # ---- content ----
 
-    def touch(self) -> None:
-        """Bring all pages into this process's mapping."""
-        assert self._map is not None
-        touch_pages(self._map, self.path)
+    def write(self, offset: int, data: memoryview) -> None:
+        """Store bytes in the data region of an arena whose memory is not allocated yet. Through the mapping
+        its pages would be zeroed first, and entered there one by one: that takes twice as long.
+
+        Args:
+            offset: from the start of the data region.
+
+        Raises:
+            OutOfMemoryError: there is no memory left.
+            ArenaError: it would lie outside the data region.
+        """
+        if not 0 <= offset <= self.data_bytes - len(data):
+            raise ArenaError(
+                f"{self.path}: {len(data)} bytes at {offset} are outside the data region of "
+                f"{self.data_bytes} bytes"
+            )
+        write_all(self._lock.fd, self.path, data, self._geometry.data_offset + offset)
+
+    def allocate(self) -> None:
+        """Allocate what nobody has written (P9).
+
+        Raises:
+            OutOfMemoryError: there is no memory left.
+        """
+        allocate(self._lock.fd, self.path, self.file_bytes)
 
     @property
     def data_bytes(self) -> int:

@@ -58,6 +58,11 @@ class ArenaLock:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._held = None
 
+    @property
+    def fd(self) -> int:
+        """The file that was opened, whatever has become of its name; -1 once the lock is closed."""
+        return self._fd
+
     def stat(self) -> os.stat_result:
         """Of the file that was opened, whatever has become of its name.
 

@@ -22,19 +22,48 @@ _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
 def allocate(fd: int, path: Path, nbytes: int) -> None:
-    """Allocate the whole file, so that no later write can fail for want of memory (P9)."""
+    """Allocate what is not yet of the first ``nbytes`` of the file, so that no later write there can fail for
+    want of memory (P9)."""
     try:
-        for start in range(0, nbytes, _STEP_BYTES):
-            os.posix_fallocate(fd, start, min(_STEP_BYTES, nbytes - start))
+        stop = 0
+        while stop < nbytes and (start := os.lseek(fd, stop, os.SEEK_HOLE)) < nbytes:
+            stop = min(_next_data(fd, start, nbytes), start + _STEP_BYTES, nbytes)
+            os.posix_fallocate(fd, start, stop - start)
     except OSError as error:
         if error.errno not in _NO_MEMORY:
             raise
-        os.ftruncate(fd, 0)
         raise out_of_memory(path, nbytes) from error
 
 
-def new_file(path: Path, nbytes: int) -> int:
-    """Create ``path`` with all its memory allocated; returns a descriptor.
+def _next_data(fd: int, start: int, nbytes: int) -> int:
+    """Where the hole that begins at ``start`` ends."""
+    try:
+        return os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return nbytes
+
+
+def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
+    """Write to a file in memory.
+
+    Raises:
+        OutOfMemoryError: there is none left.
+    """
+    try:
+        while data:
+            written = os.pwrite(fd, data, offset)
+            data, offset = data[written:], offset + written
+    except OSError as error:
+        if error.errno not in _NO_MEMORY:
+            raise
+        raise out_of_memory(path, os.fstat(fd).st_size) from error
+
+
+def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int:
+    """Create ``path`` of this size, with the memory of its first ``allocated_bytes``, by default of all;
+    returns a descriptor.
 
     Raises:
         OutOfMemoryError: if it does not fit; no file is left behind.
@@ -50,12 +79,22 @@ def new_file(path: Path, nbytes: int) -> int:
         raise out_of_memory(path, nbytes) from error
     try:
         os.fchmod(fd, 0o600)
-        allocate(fd, path, nbytes)
+        _lengthen(fd, path, nbytes)
+        allocate(fd, path, nbytes if allocated_bytes is None else allocated_bytes)
     except BaseException:
         os.close(fd)
         path.unlink(missing_ok=True)
         raise
     return fd
+
+
+def _lengthen(fd: int, path: Path, nbytes: int) -> None:
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_MEMORY:
+            raise
+        raise out_of_memory(path, nbytes) from error
 
 
 def touch_pages(mapping: mmap.mmap, path: Path) -> None:

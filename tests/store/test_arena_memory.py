@@ -17,7 +17,7 @@ import pytest
 import torch
 from arena_tools import SECRET, make, read_back, write_version
 
-from reft.errors import OutOfMemoryError
+from reft.errors import ArenaError, OutOfMemoryError
 from reft.store import files
 from reft.store.arena import Arena, ArenaState, free_bytes, reserved_bytes
 
@@ -143,8 +143,10 @@ def test_p6_a_full_tmpfs_is_a_typed_error_and_leaves_no_file(small_tmpfs: Path) 
         Arena.create(path, 2**20, 4, SECRET)
     assert not path.exists()
     # Somebody else takes the memory between the look and the allocation: the kernel's answer counts.
-    with path.open("wb") as stream, pytest.raises(OutOfMemoryError, match=r"rank0-slot1\.arena"):
-        files.allocate(stream.fileno(), path, 2**20)
+    with path.open("wb") as stream:
+        stream.truncate(2**20)
+        with pytest.raises(OutOfMemoryError, match=r"rank0-slot1\.arena"):
+            files.allocate(stream.fileno(), path, 2**20)
     assert path.stat().st_blocks == 0
     path.unlink()
     found = read_back(kept)
@@ -153,3 +155,33 @@ def test_p6_a_full_tmpfs_is_a_typed_error_and_leaves_no_file(small_tmpfs: Path) 
     kept.unlink()
     assert free_bytes(small_tmpfs) > 2**20
     Arena.create(path, 2**20, 4, SECRET).close()
+
+
+def test_p9_memory_comes_as_blocks_are_written_and_the_rest_of_it_when_all_have(tmp_path: Path) -> None:
+    size, path = 8 * 2**20, tmp_path / "rank0-slot0.arena"
+    blocks = {0: 5000, 2**20 + 64: 2**20, size - 100: 100}
+    with Arena.create(path, size, 8, SECRET, touch=False) as arena:
+        assert path.stat().st_blocks * 512 < size // 2
+        for offset, nbytes in blocks.items():
+            arena.write(offset, memoryview(bytes([7]) * nbytes))
+        with pytest.raises(ArenaError, match="outside"):
+            arena.write(size - 99, memoryview(bytes(100)))
+        arena.allocate()
+        assert path.stat().st_blocks * 512 >= size
+        expected = np.zeros(size, np.uint8)
+        for offset, nbytes in blocks.items():
+            expected[offset : offset + nbytes] = 7
+        np.testing.assert_array_equal(np.frombuffer(arena.data, np.uint8), expected)
+
+
+def test_p6_where_memory_ends_while_an_arena_is_filled_its_header_is_still_read(small_tmpfs: Path) -> None:
+    path = small_tmpfs / "rank0-slot0.arena"
+    with Arena.create(path, 3 * 2**19, 4, SECRET, touch=False) as arena:
+        (small_tmpfs / "another").write_bytes(bytes(2**20))
+        arena.write(0, memoryview(bytes(2**19)))
+        with pytest.raises(OutOfMemoryError, match=r"rank0-slot0\.arena"):
+            arena.write(2**19, memoryview(bytes(2**20)))
+        with pytest.raises(OutOfMemoryError, match=r"rank0-slot0\.arena"):
+            arena.allocate()
+        assert arena.state is ArenaState.EMPTY
+        assert arena.lost() is None
