@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from re import Pattern
 
 from reft.errors import FingerprintError
 
@@ -20,14 +21,24 @@ ACCEPT_KEY = "accept_changes"
 AT_LAUNCH = ("script", "seed", "arguments")
 """Compared when a person starts the job. Not when it restarts by itself: another node may see the script
 under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
-_HOW_LONG_AND_WHERE = re.compile(
-    r"(?:^|[-_.])(?:accept|checkpoints?|ckpt|config|debug|dir|directory|epochs?|eval|exit|every|files?|folder"
-    r"|host|interval|iter|iterations?|iters|job|keep|local|log|logdir|logging|load|memory|node|out|output|path"
-    r"|port|profile|print|quiet|rank|reft|resume|run|saves?|steps?|stop|tensorboard|timeout|until|verbose|wait"
-    r"|wandb|workers)(?:[-_.]|$)",
-    re.I,
+_AROUND = re.compile(
+    r"accept|cache|checkpoint(s|ed|ing)?|ckpt|debug|deepspeed|disable|eval|exit|host(file)?|hub|job|kill|load|log"
+    r"|logdir|logging|logs|nodes?|out|output|pin|port|predict|print|prof|profile|project|push|quiet|reft|report"
+    r"|restore|resume|run|saves?|tensorboard|test|threads|timeout|timing|tmp|tqdm|val|valid|validation|verbose"
+    r"|wandb|workers"
 )
-"""Words in the name of an option that says how long, how often, where to and how loudly a job trains."""
+"""Words of an option for what goes on around training, whatever its other words are: ``eval_steps``."""
+_DECIDES = re.compile(
+    r"accumulation|anneal|annealing|batch|corpora|corpus|data|datasets?|decay|drop|files?|lr|merges?|model|rampup"
+    r"|rate|scheduler|seed|split|tokenizer|vocab|vocabulary|warmup"
+)
+"""Words that make an option one for the numbers, whatever else is in its name: ``lr-decay-iters``."""
+_HOW_LONG_AND_WHERE = re.compile(
+    r"config|dir|directory|epochs?|every|folder|interval|iter|iterations?|iters|keep|memory|path|rank|steps?|stop"
+    r"|until|wait"
+)
+"""Words for how long a job trains, how often it does something, and where things are: ``max_steps``."""
+_LENGTHS = frozenset({("train", "samples"), ("train", "tokens")})
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,11 @@ class Fingerprint:
 def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
     """A script's arguments that may change what it trains, as facts ``arguments.NAME``.
 
-    Left out are paths, JSON texts, and options whose name says how long, how often, where to or how loudly
-    the job trains: a job that is started again for more steps is the same one.
+    The rule goes by the words of an option's name. What goes on around training (``save``, ``eval``, ``log``)
+    never counts; what names the learning rate, its schedule, batches, data or model always does; of
+    the rest, what says how long, how often and where does not, and everything else does. A job that is
+    started again for more steps, or from another directory, is the same one. Of a path the last part counts
+    where it names data or a model; other paths, and JSON texts, do not.
     """
     given: dict[str, list[str]] = {"": []}
     name = ""
@@ -80,15 +94,44 @@ def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
         if word.startswith("-") and not _is_number(word):
             name, equals, value = word.lstrip("-").partition("=")
             given[name] = [value] if equals else []
+        elif not name and _ASSIGNMENT.match(word):  # Hydra's
+            key, _, value = word.partition("=")
+            given[key] = [value]
         else:
             given[name].append(word)
-    return {
-        f"arguments.{name or 'positional'}": " ".join(values)
-        for name, values in given.items()
-        if (name or values)
-        and not _HOW_LONG_AND_WHERE.search(name)
-        and not any("/" in value or value.startswith(("{", "[")) for value in values)
-    }
+    found: dict[str, Fact] = {}
+    for name, values in given.items():
+        if (name or values) and _counts(name):
+            told = [_last_part(value) if _decides(name) else value for value in values]
+            if not any("/" in value or value.startswith(("{", "[")) for value in told):
+                found[f"arguments.{name or 'positional'}"] = " ".join(told)
+    return found
+
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[-_.]+", name.lower().replace("drop_out", "drop").replace("drop-out", "drop"))
+
+
+def _any(words: Pattern[str], name: str) -> bool:
+    return any(words.fullmatch(word) for word in _words(name))
+
+
+def _decides(name: str) -> bool:
+    return _any(_DECIDES, name)
+
+
+def _counts(name: str) -> bool:
+    if _any(_AROUND, name) or tuple(_words(name)) in _LENGTHS:
+        return False
+    return _decides(name) or not _any(_HOW_LONG_AND_WHERE, name)
+
+
+def _last_part(value: str) -> str:
+    """Of a path; a text in brackets stays what it is."""
+    return value if value.startswith(("{", "[")) else value.rstrip("/").rpartition("/")[2]
 
 
 def _is_number(word: str) -> bool:
@@ -133,7 +176,16 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
         + "Restore these settings to go on with it; give this job a name of its own (--job-id NAME, or "
         '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start anew; or, '
         f'to take the state up in spite of the differences, write "{ACCEPT_KEY}": {json.dumps(names)} into '
-        "the reft block"
+        f"the reft block{_of_arguments(names)}"
+    )
+
+
+def _of_arguments(names: Sequence[str]) -> str:
+    if not any(_is_under(name, ["arguments"]) for name in names):
+        return ""
+    return (
+        f'. Which arguments change the numbers is told by their names alone; "{ACCEPT_KEY}": ["arguments"] '
+        f"leaves all of them out, for good"
     )
 
 

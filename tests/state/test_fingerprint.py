@@ -65,7 +65,13 @@ def test_p7_what_is_not_a_fingerprint_is_refused(data: bytes) -> None:
         ("--lr 0.1 --seed=3", {"lr": "0.1", "seed": "3"}),
         ("small --dropout -0.5 --flag", {"positional": "small", "dropout": "-0.5", "flag": ""}),
         ("--steps 10 --save-dir out --log_interval 5 --ckpt x --max-iters 9 --local_rank=0", {}),
-        ("--data /corpus/a --model 7b", {"model": "7b"}),
+        ("--data /corpus/a --model 7b", {"data": "a", "model": "7b"}),
+        (
+            "--data-path 0.3 /b/wiki 0.7 /c/books/ --out /x/y --script-root /z",
+            {"data-path": "0.3 wiki 0.7 books"},
+        ),
+        ("model.layers=4 trainer.max_steps=9 data.name=c4", {"model.layers": "4", "data.name": "c4"}),
+        ("--drop-out 0.1 --lora_rank 8 --local_rank 1", {"drop-out": "0.1"}),
         ('--deepspeed_config ds.json --overrides {"a":1}', {}),
         ("--layers 2 4 --learning-steps-per-print 1", {"layers": "2 4"}),
         ("", {}),
@@ -73,3 +79,137 @@ def test_p7_what_is_not_a_fingerprint_is_refused(data: bytes) -> None:
 )
 def test_arguments_that_may_change_the_numbers_are_facts(arguments: str, facts: dict[str, str]) -> None:
     assert facts_of_arguments(arguments.split()) == {f"arguments.{k}": v for k, v in facts.items()}
+
+
+# Names of options of transformers' TrainingArguments and run_clm, Megatron-DeepSpeed and DeepSpeed-Chat.
+DECIDE = [
+    "learning_rate",
+    "lr",
+    "lr-decay-style",
+    "lr-decay-iters",
+    "lr-decay-samples",
+    "lr-warmup-iters",
+    "lr-warmup-fraction",
+    "min-lr",
+    "warmup",
+    "warmup_steps",
+    "num_warmup_steps",
+    "lr_scheduler_type",
+    "gradient_accumulation_steps",
+    "micro-batch-size",
+    "global-batch-size",
+    "rampup-batch-size",
+    "per_device_train_batch_size",
+    "weight_decay",
+    "start-weight-decay",
+    "clip-grad",
+    "adam_beta1",
+    "adam-eps",
+    "optimizer",
+    "optim",
+    "seed",
+    "data_seed",
+    "data-path",
+    "data_path",
+    "dataset_name",
+    "dataset_config_name",
+    "train_file",
+    "train-data-path",
+    "vocab-file",
+    "merge-file",
+    "tokenizer-type",
+    "tokenizer_name",
+    "model_name_or_path",
+    "model-config",
+    "split",
+    "data_split",
+    "max_seq_len",
+    "seq-length",
+    "hidden-size",
+    "num-layers",
+    "attention-dropout",
+    "lora_dim",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "bf16",
+    "fp16",
+    "dtype",
+    "mask-prob",
+    "max_train_samples",
+    "init-method-std",
+    "dataloader-type",
+]
+DO_NOT = [
+    "output_dir",
+    "save",
+    "save-interval",
+    "save_steps",
+    "save_total_limit",
+    "load",
+    "load-tag",
+    "no-load-optim",
+    "num_train_epochs",
+    "max_steps",
+    "train-iters",
+    "train-samples",
+    "train-tokens",
+    "exit-interval",
+    "exit-duration-in-mins",
+    "eval-interval",
+    "eval-iters",
+    "eval_steps",
+    "eval_strategy",
+    "per_device_eval_batch_size",
+    "do_eval",
+    "log-interval",
+    "logging_steps",
+    "logging_dir",
+    "tensorboard-dir",
+    "tensorboard_path",
+    "wandb-project",
+    "log-batch-size-to-tensorboard",
+    "no-log-learnig-rate-to-tensorboard",
+    "report_to",
+    "run_name",
+    "push_to_hub",
+    "hub_model_id",
+    "disable_tqdm",
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+    "dataloader_num_workers",
+    "num-workers",
+    "data_workers",
+    "local_rank",
+    "local-rank",
+    "ddp_timeout",
+    "deepspeed",
+    "deepspeed_config",
+    "gradient_checkpointing",
+    "checkpoint-activations",
+    "data-cache-path",
+    "data_output_path",
+    "validation_file",
+    "valid-data-path",
+    "test-data-path",
+    "kill-switch-file",
+    "print_loss",
+    "master-port",
+    "node_rank",
+]
+
+
+@pytest.mark.parametrize("name", DECIDE)
+def test_p7_what_decides_the_numbers_counts(name: str) -> None:
+    assert facts_of_arguments([f"--{name}", "7"]) == {f"arguments.{name}": "7"}
+
+
+@pytest.mark.parametrize("name", DO_NOT)
+def test_p7_how_long_where_to_and_what_goes_on_around_it_does_not_count(name: str) -> None:
+    assert facts_of_arguments([f"--{name}", "7"]) == {}
+
+
+def test_p7_a_refusal_for_an_argument_says_how_to_leave_them_all_out() -> None:
+    was, now = with_facts(arguments__warmth="1"), with_facts(arguments__warmth="2")
+    with pytest.raises(FingerprintError, match=r'"accept_changes": \["arguments"\] leaves all of them out'):
+        require_same(was, now, of="it")
+    require_same(was, now, of="it", accepted=["arguments"])
