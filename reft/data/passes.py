@@ -18,6 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from reft.state.rng import capture_host_rng, restore_host_rng, same_host_rng
 
+_MOST_SAMPLERS = 8
+"""Of one loader, each held by another."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -30,6 +33,7 @@ class Position:
         length: batches of the pass; None where the loader cannot tell.
         source: what the loader reads, in words.
         number: of the pass, for loaders that count them.
+        ahead: random states when the batch was read that was read ahead of training.
         renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
             read an earlier pass, or it was begun before anybody watched.
     """
@@ -41,6 +45,7 @@ class Position:
     source: str
     number: int = 0
     renewed: bool = False
+    ahead: dict[str, Any] | None = None
 
     @property
     def complete(self) -> bool:
@@ -67,8 +72,11 @@ class Position:
 
 def own_generators(loader: Any) -> list[torch.Generator]:
     """Generators of a loader and its samplers, each once, in a fixed order."""
-    batches = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    holders = [loader]
+    for holder in holders:  # which grows: samplers hold samplers
+        inner = (getattr(holder, name, None) for name in ("sampler", "batch_sampler"))
+        new = [held for held in inner if held is not None and all(held is not known for known in holders)]
+        holders += new if len(holders) < _MOST_SAMPLERS else ()
     found = (getattr(holder, "generator", None) for holder in holders)
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
@@ -133,6 +141,12 @@ class Pass:
         """Whether reft brings it back by itself."""
         self.counts = False
         """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self._read = 0
+        """Batches that were read: as many as were taken, or those that are read ahead as well."""
+        self._reads_ahead = False
+        self._before_read: dict[str, Any] | None = None
+        self._read_under: dict[str, Any] | None = None
+        """The random states of the next batch, where it is not to be read under those that training uses."""
         self._renewed = renewed or adopted
         self._inner = inner
         self._start = start
@@ -152,24 +166,61 @@ class Pass:
 
     def __next__(self) -> Any:
         self._watch.before_batch(self)
-        if self.taken == 0 and self._notes_first:
+        if self._read == 0 and self._notes_first:
             now = capture_host_rng()
             self._first = now if self._begun is None or not same_host_rng(now, self._begun) else None
             self._begun = None
         try:
-            batch = next(self._inner)
+            batch = self._read_one()
         except StopIteration:
-            self.counts = True
-            self._watch.after_last(self)
+            if not self._reads_ahead:
+                self.end()
             raise
+        self._read += 1
+        if not self._reads_ahead:
+            self.hand_out()
+        return batch
+
+    def _read_one(self) -> Any:
+        here, under = capture_host_rng() if self._reads_ahead else None, self._read_under
+        self._before_read, self._read_under = under or here, None
+        if under is None or here is None:
+            return next(self._inner)
+        restore_host_rng(under)
+        try:
+            return next(self._inner)
+        finally:
+            restore_host_rng(here)
+
+    def read_ahead(self) -> None:
+        """Whoever iterates over this hands its batches out later, and says when."""
+        self._reads_ahead = True
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self._reads_ahead
+
+    def note(self, facts: dict[str, Any]) -> None:
+        """Keep something with the states that the pass began under."""
+        self._start = {**self._start, **facts}
+
+    def hand_out(self) -> None:
+        """Training takes a batch."""
         self.taken += 1
         self._watch.after_batch(self)
-        return batch
+
+    def end(self) -> None:
+        """All batches were taken."""
+        self.counts = True
+        self._watch.after_last(self)
 
     def position(self) -> Position:
         length = length_of(self.loader)
         source = source_of(self.loader)
-        return Position(self._start, self._first, self.taken, length, source, self.number, self._renewed)
+        ahead = self._before_read if self._read > self.taken else None
+        return Position(
+            self._start, self._first, self.taken, length, source, self.number, self._renewed, ahead
+        )
 
     def adopt(self, other: Pass) -> None:
         """Become another pass over the same loader, of which nothing was taken."""
@@ -186,6 +237,7 @@ class Pass:
         self._start, self._first, self._notes_first = position.start, position.first, False
         self._renewed = position.renewed
         self.taken, self.number, self.natural = taken, position.number, False
+        self._read, self._read_under = taken, position.ahead if skip else None
 
 
 def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:

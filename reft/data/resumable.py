@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from reft.data.ahead import ITERATION, is_shard
 from reft.data.passes import Pass, Position, is_loader, iterates_itself, of_inner
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
@@ -31,6 +32,8 @@ class ResumableLoader:
         self._name = name
         self._pass: Pass | None = None
         self._restored: Position | None = _waiting.pop(name, None)
+        self._moved = False
+        """Whether a version was loaded while a pass is being read that cannot move."""
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -52,11 +55,30 @@ class ResumableLoader:
                 f"found two loaders that are resumable under the name {self._name!r}; expected one name "
                 f"each: write reft.resumable(loader, name='...')"
             )
+        return self._of_shard() if is_shard(self._loader) else self._begin(self._loader)
+
+    def _of_shard(self) -> Iterator[Any]:
+        shard, again = self._loader, True
+        while again:
+            again = self._moved = False
+            restored = self._to_go_on_at()
+            if restored is not None:
+                shard.iteration = restored.start[ITERATION]
+            taken = 0
+            for batch in WATCH.hand_out(shard, self._begin):
+                taken += 1
+                yield batch
+                if again := self._moved:
+                    break
+            if restored is not None and restored.complete and not taken:
+                shard.iteration += 1  # which it leaves where it was after a pass without batches
+
+    def _begin(self, loader: Any) -> Pass:
         restored = self._to_go_on_at()
         if restored is not None:
-            one = WATCH.begin_at(self._loader, restored)
+            one = WATCH.begin_at(loader, restored)
         else:
-            one = WATCH.open(self._loader)
+            one = WATCH.open(loader)
             one.number = 0 if self._pass is None else self._pass.number + self._pass.counts
         one.resumable = True
         self._pass = one
@@ -79,7 +101,9 @@ class ResumableLoader:
         """Go on behind ``position``, in a pass that is being read too."""
         self._restored = position
         if self._pass is not None:
-            self._pass.go_to(position)
+            self._moved = self._pass.reads_ahead
+            if not self._moved:
+                self._pass.go_to(position)
             self._pass.era = WATCH.resuming
 
 
@@ -87,7 +111,7 @@ def resumable(loader: Any, name: str = "data") -> Any:
     """Have the position of a ``DataLoader`` restored with the training state, to the batch and the bit.
 
     Args:
-        loader: a ``torch.utils.data.DataLoader``.
+        loader: a ``torch.utils.data.DataLoader``, or what Accelerate's ``prepare`` made of one.
         name: where a script has several, one for each; the same after a restart.
 
     Raises:
@@ -98,7 +122,7 @@ def resumable(loader: Any, name: str = "data") -> Any:
             f"found {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data."
             f"DataLoader. Keep the position of other data in reft.attach(engine, client_state=...)"
         )
-    if iterates_itself(loader):
+    if iterates_itself(loader) and not is_shard(loader):
         raise ConfigError(
             f"found {type(loader).__module__}.{type(loader).__qualname__}, which has an __iter__ of its own; "
             f"expected torch.utils.data.DataLoader's, whose order can be resumed. Keep the position of other "

@@ -10,11 +10,12 @@ run's (P8).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from reft.data.ahead import handed_out, is_shard, shard_class
 from reft.data.passes import (
     Pass,
     Position,
@@ -102,7 +103,10 @@ class Watch:
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
         self._original: Any = None
+        self._shards: Any = None
         self.resuming: Resuming | None = None
+        self.openings: dict[int, Callable[[Any], Pass]] = {}
+        """By the identity of loaders that others are about to iterate over: what makes their pass."""
 
     def join(self, listener: Listener) -> None:
         """Watch from now on."""
@@ -118,6 +122,19 @@ class Watch:
             return self.open(loader)
 
         DataLoader.__iter__ = watched  # type: ignore[method-assign]
+        self._watch_shards()
+
+    def _watch_shards(self) -> None:
+        kind = self._shards = shard_class()
+        if kind is None:
+            return
+        original = self._iterate_shard = kind.__iter__
+
+        @functools.wraps(original)
+        def watched(shard: Any) -> Any:
+            return handed_out(shard, original, self, self.open) if is_shard(shard) else original(shard)
+
+        kind.__iter__ = watched
 
     def leave(self, listener: Listener) -> None:
         """With the last one gone, ``DataLoader`` is as torch made it."""
@@ -126,10 +143,19 @@ class Watch:
         if not self._listeners and self._original is not None:
             DataLoader.__iter__ = self._original  # type: ignore[method-assign]
             self._original, self.resuming = None, None
+            if self._shards is not None:
+                self._shards.__iter__, self._shards = self._iterate_shard, None
 
     def open(self, loader: Any) -> Pass:
         """What a script gets that begins a pass."""
+        if (begin := self.openings.pop(id(loader), None)) is not None:
+            return begin(loader)
         return self.begin(loader) if self.resuming is None else self.resuming.begin(loader, self)
+
+    def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
+        """A pass of Accelerate's loader that ``begin`` makes."""
+        iterate = type(shard).__iter__ if self._shards is None else self._iterate_shard
+        return handed_out(shard, iterate, self, begin)
 
     def begin(self, loader: Any) -> Pass:
         """A pass under the random states that are there."""

@@ -24,6 +24,7 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import resumable
+from reft.data.ahead import is_shard
 from reft.data.passes import (
     Pass,
     Position,
@@ -267,7 +268,7 @@ def _is_behind(one: Pass, expected: Position) -> bool:
 def _is_repeating(source: Any) -> bool:
     from deepspeed.runtime.dataloader import RepeatingLoader
 
-    return isinstance(source, RepeatingLoader)
+    return isinstance(source, RepeatingLoader) and not is_shard(source.loader)
 
 
 def _watch_begun(source: Any) -> None:

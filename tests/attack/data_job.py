@@ -7,6 +7,7 @@ dropout, the data set draws random numbers of its own: losses are equal only if 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
 import random
@@ -19,7 +20,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import RepeatingLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import reft
 from reft.hook.cpu import avoid_build_at_start
@@ -198,6 +199,51 @@ def resumable(life: Life) -> None:
 # -- pipelines ------------------------------------------------------------------------------------------
 
 
+def prepared(life: Life, *, seedable: bool = False) -> None:
+    """What Accelerate's prepare() makes of a loader: it reads a batch ahead."""
+    from accelerate.data_loader import prepare_data_loader
+
+    life.plain()
+    # 15 batches: the first life ends before the last one of a pass, which is read already.
+    samples = Subset(Samples(), [*range(SAMPLES), *range(SAMPLES // 2)])
+    made = DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True)
+    options = {"num_processes": 1, "process_index": 0, "put_on_device": False}
+    loader = reft.resumable(prepare_data_loader(made, use_seedable_sampler=seedable, **options))
+    life.load()
+    for _ in range(loader.epoch, 100):
+        for batch in loader:
+            life.micro_step(batch)
+            if life.over:
+                return
+
+
+def prepared_seedable(life: Life) -> None:
+    prepared(life, seedable=True)
+
+
+def prepared_skips(life: Life) -> None:
+    """The script goes to where it was by itself."""
+    from accelerate.data_loader import prepare_data_loader
+
+    engine = life.plain()
+    samples = Subset(Samples(noise=False), [*range(SAMPLES), *range(SAMPLES // 2)])
+    made = DataLoader(samples, batch_size=MICRO_BATCH, shuffle=True)
+    loader = prepare_data_loader(made, num_processes=1, process_index=0, put_on_device=False)
+    life.load()
+    passes, skip = divmod(int(engine.global_steps) * GAS, len(loader))
+    for _ in range(passes):
+        for _ in loader:
+            pass
+    while not life.over:
+        for index, batch in enumerate(loader):
+            if index < skip:
+                continue
+            life.micro_step(batch)
+            if life.over:
+                return
+        skip = 0
+
+
 def repeating(life: Life, *, workers: int = 0, before: bool = False) -> None:
     samples = Samples(noise=not workers)
     data = None
@@ -243,6 +289,9 @@ SCRIPTS: tuple[Script, ...] = (
     own_loader,
 )
 
+
+if importlib.util.find_spec("accelerate") is not None:
+    SCRIPTS += (prepared, prepared_seedable, prepared_skips)
 
 # -- scripts that do not go back -----------------------------------------------------------------------
 

@@ -71,6 +71,14 @@ LOADERS = {
         "goes on behind the last batch; random numbers drawn in workers begin anew",
     ),
     "resumable": ("`loader = reft.resumable(loader)`, plain engine", "goes on behind the last batch"),
+    "prepared": (
+        "`loader = reft.resumable(accelerator.prepare(loader))`, which reads a batch ahead",
+        "goes on behind the last batch that was handed out",
+    ),
+    "prepared_skips": (
+        "the same without reft.resumable, a loop that skips what `engine.global_steps` says was taken",
+        "goes on there; checked",
+    ),
     "skips": (
         "a loop that skips what `engine.global_steps` says was taken",
         "goes on there, in the order of the undisturbed run; checked",
@@ -112,8 +120,8 @@ def document() -> str:
         "## Data loaders",
         "After a failure, by `tests/attack/test_p8_data.py`:",
         _table(("the script reads", "what happens"), LOADERS.values()),
-        "A loop over a loader that Accelerate's `prepare` made is not supported: it reads a batch ahead, and would go on "
-        "one batch too far.",
+        "The rows with Accelerate need the extra `hf`. A `DataLoaderDispatcher` (`dispatch_batches=True`) is not "
+        "followed: a warning at the first step says so.",
     ]
     return "\n\n".join(parts) + "\n"
 
