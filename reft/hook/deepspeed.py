@@ -73,10 +73,11 @@ def attach(
         engine = engine[0]
     session = session_of(engine)
     if session is not None:
-        if config is not None and session.is_rank_zero:
-            logger.warning(
+        if config is not None:
+            warn(
+                session,
                 "reft.attach was given a config, but the engine is under reft's care already, by the reft "
-                "block of its DeepSpeed configuration, and keeps that; write the settings into the block"
+                "block of its DeepSpeed configuration, and keeps that; write the settings into the block",
             )
         if client_state is not None:
             session.state.client_state = client_state

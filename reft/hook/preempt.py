@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
 from types import FrameType
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 _REPEAT_SECS = 2.0
 
@@ -35,13 +32,16 @@ class Preemption:
         """Time since the wish; 0 if there was none."""
         return time.monotonic() - self._since_secs if self.requested else 0.0
 
-    def install(self) -> None:
-        """Take over SIGTERM and SIGINT; only the main thread can."""
+    def install(self) -> str | None:
+        """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it cannot."""
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("reft was attached outside the main thread: SIGTERM will not flush a snapshot")
-            return
+            return (
+                "reft was attached outside the main thread: SIGTERM will not flush a snapshot. Call "
+                "deepspeed.initialize in the main thread"
+            )
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
+        return None
 
     def uninstall(self) -> None:
         if threading.current_thread() is threading.main_thread():

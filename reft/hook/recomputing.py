@@ -53,6 +53,8 @@ class Recomputing:
         self._member = at.dp
         self._nodes = topology.group_nodes(at.pp, at.tp)
         self.capture: GradientCapture | None = None
+        self.inexact: str | None = None
+        """What to say at the start of partitions that cannot be recomputed to the bit."""
         self.paused = False
         """Set: partitions are sent by their owners, as without AOR, from the next version on."""
         if not config.recompute:
@@ -72,9 +74,7 @@ class Recomputing:
             return
         sampled = config.aor.drift_ulps > 0
         self.capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
-        inexact = why_inexact(self.capture.recipe, config.aor.drift_ulps)
-        if inexact and topology.coordinates[0] == at:
-            logger.warning("%s", inexact)
+        self.inexact = why_inexact(self.capture.recipe, config.aor.drift_ulps)
 
     def _kept_members(self) -> tuple[int, ...]:
         """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""

@@ -20,7 +20,7 @@ from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.memory_rung import MemoryRung
 from reft.hook.session import Session
-from reft.hook.start_checks import conditional_loads, warn, what_begins_anew
+from reft.hook.start_checks import conditional_loads, require_first_version, warn, what_begins_anew
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import RecoveryOutcome
 from reft.store import history
@@ -90,6 +90,8 @@ class Restorer:
         text = self._engine.data.advice()
         if session.copying.variant is Variant.NONE:
             return
+        if self._resumed is None:
+            require_first_version(session)
         if session.state.client_state is None:
             for said in filter(None, (text, *what_begins_anew())):
                 warn(session, said)

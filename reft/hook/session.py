@@ -23,7 +23,7 @@ from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
 from reft.hook.recomputing import Recomputing
 from reft.hook.reports import Reports
-from reft.hook.start_checks import check_start
+from reft.hook.start_checks import check_start, warn
 from reft.hook.stopping import Stopping
 from reft.hook.tracing import Tracer
 from reft.protect.codes import Scheme
@@ -124,6 +124,8 @@ class Session:
         self._last_step = self.engine.global_steps
         self._boundary_secs = time.perf_counter()
         self._closed = False
+        self.first_request: SnapshotRequest | None = None
+        """Of this life; what has become of it is noted there."""
 
     def _protect_as_configured(self) -> Protection:
         """Choose the protection first, where the block leaves that to reft. Collective."""
@@ -234,8 +236,9 @@ class Session:
         )
         self.daemon.configure(self.config)
         self.tracer.profile(self)
-        if self.copying.takes_versions:  # without versions there are no votes to stop by
-            self.stopping.preemption.install()
+        # Without versions there are no votes to stop by.
+        if self.copying.takes_versions and (lacks := self.stopping.preemption.install()):
+            warn(self, lacks)
 
     def _arenas(self, frozen: Mapping[int, Label]) -> ArenaSet:
         job_dir, limit = self.memory.job_dir, self.config.memory_limit_bytes
@@ -328,6 +331,7 @@ class Session:
         label = Label(self.memory.incarnation, self.engine.global_steps)
         request = self.state.capture(label, must=must, variant=self.copying.variant)
         self.worker.submit(request)
+        self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
             request.copied.wait(self.config.commit_timeout_secs)  # the fence says so if it has not ended
         self.stats.stalls_secs.append(time.perf_counter() - began)

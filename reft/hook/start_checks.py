@@ -40,30 +40,32 @@ def check_start(session: Session) -> None:
         adapter=type(session.state.adapter).__name__,
     )
     _require_tolerance(session)
-    if session.is_rank_zero:
-        _check_persist_dir(session)
-        _say_what_is_survived(session)
+    seen = _persist_dir_lacks(session.config.persist.dir) if session.is_rank_zero else None
+    if lacks := session.control.gather_bytes((seen or "").encode())[0]:
+        _warn_at_start(session, lacks.decode())
+    if inexact := session.state.recomputing.inexact:
+        _warn_at_start(session, inexact)
+    _say_what_is_survived(session)
     end_dry_run(session)
 
 
-def _check_persist_dir(session: Session) -> None:
+def _persist_dir_lacks(wanted: Path | None) -> str | None:
     """On one rank: it is a directory that every node sees. Its own are made, those above it are not: where a
     file system is missing, nothing is written beneath its mount point."""
-    wanted = session.config.persist.dir
     if wanted is None:
-        return
+        return None
     there = wanted if wanted.exists() else wanted.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        found = "cannot be written to" if there.is_dir() else "is no directory"
-        logger.warning(
-            'checkpoints cannot be written to persist.dir, %s: %s %s. Make it, or write another "dir" into '
-            '"persist"; until then only memory can be resumed from',
-            *(wanted, there, found),
-        )
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    found = "cannot be written to" if there.is_dir() else "is no directory"
+    return (
+        f"checkpoints cannot be written to persist.dir, {wanted}: {there} {found}. Make it, or write another "
+        f'"dir" into "persist"; until then only memory can be resumed from'
+    )
 
 
 def warn(session: Session, text: str) -> None:
-    """Say what would make a recovery impossible or different (P12).
+    """Say what would make a recovery impossible or different (P12). On all ranks alike.
 
     Raises:
         ConfigError: the block is strict.
@@ -72,6 +74,33 @@ def warn(session: Session, text: str) -> None:
         raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
     if session.is_rank_zero:
         logger.warning("%s", text)
+
+
+def _warn_at_start(session: Session, text: str) -> None:
+    """As :func:`warn`; but a job that restarts by itself, perhaps on fewer nodes, goes on."""
+    if not session.memory.identity.restarted:
+        warn(session, text)
+    elif session.is_rank_zero:
+        logger.warning("%s", text)
+
+
+def require_first_version(session: Session) -> None:
+    """A strict job goes on only if the first version of its state could be taken: no later one would be.
+
+    Raises:
+        ConfigError: it was given up; the ranks have agreed on that.
+    """
+    request = session.first_request
+    if not session.config.strict or request is None:
+        return
+    request.done.wait(session.config.commit_timeout_secs)
+    if not request.committed:
+        why = session.stats.last_error or "it was not ended in commit_timeout_secs"
+        warn(
+            session,
+            f"the version of step {request.label.step} could not be taken: {why}. After a failure the job "
+            f"could not be resumed. Mend the cause, which the log tells in full",
+        )
 
 
 def conditional_loads() -> list[str]:
@@ -97,25 +126,31 @@ def _look_at_script() -> ScriptLook | None:
 
 def _say_what_is_survived(session: Session) -> None:
     losses, config = session.tolerance, session.config
-    logger.info(
-        "incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
-        "%d node(s) per sharding group",
-        session.memory.incarnation,
-        session.topology.degrees,
-        len(set(session.topology.failure_domains)),
-        config.interval_steps,
-        losses,
-    )
-    if claimed := declared_on_one_host(session.places):
+    if session.is_rank_zero:
+        logger.info(
+            "incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
+            "%d node(s) per sharding group",
+            session.memory.incarnation,
+            session.topology.degrees,
+            len(set(session.topology.failure_domains)),
+            config.interval_steps,
+            losses,
+        )
+    claimed = declared_on_one_host(session.places)
+    if claimed and session.is_rank_zero:
         logger.warning(
             "nodes %s are declared (--node-id or %s) and share a host: losses are counted as if "
             "each failed by itself; the loss of the host is the loss of all of them",
             *(", ".join(claimed), ENV_NODE_ID),
         )
     if missing := what_is_missing(persists=config.persist.dir is not None):
-        logger.warning("%s", missing)
+        _warn_at_start(session, missing)
     if shortfall := _shortfall(session):
-        logger.warning("%s%s", "" if losses else "TOLERANCE IS 0: ", shortfall)
+        said = ("" if losses else "TOLERANCE IS 0: ") + shortfall
+        if not config.allow_unprotected:
+            _warn_at_start(session, said)
+        elif session.is_rank_zero:
+            logger.warning("%s", said)
 
 
 def _require_tolerance(session: Session) -> None:

@@ -48,13 +48,15 @@ HEARD = Heard()
 class Place:
     """Where a set-up keeps what."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, strict: bool = False) -> None:
         self.name = name
+        self.strict = strict
         self.memory = root / name / f"memory{os.environ['RANK']}"
         self.checkpoints = root / name / "checkpoints"
 
     def block(self, **options: Any) -> dict[str, Any]:
-        return {"enabled": True, "job_id": self.name, "memory_dir": str(self.memory), **options}
+        where = {"job_id": self.name, "memory_dir": str(self.memory)}
+        return {"enabled": True, "strict": self.strict, **where, **options}
 
 
 def make(block: dict[str, Any] | None, model: nn.Module | None = None, **options: Any) -> Any:
@@ -223,8 +225,18 @@ def no_load(place: Place) -> None:
     train(make(place.block()))
 
 
-def no_load_strict(place: Place) -> None:
-    train(make(place.block(strict=True)))
+def without_the_launcher(place: Place) -> None:
+    os.environ.pop("REFT_LAUNCHER_PID", None)
+    engine = make(place.block())
+    reft.resume(engine)
+    train(engine)
+
+
+def attached_with_other_settings(place: Place) -> None:
+    engine = make(place.block())
+    reft.attach(engine, config={"enabled": True, "tolerance": 2})
+    reft.resume(engine)
+    train(engine)
 
 
 def only_base_weights(place: Place) -> None:
@@ -271,18 +283,14 @@ def other_arguments(place: Place) -> None:
 # -- data ------------------------------------------------------------------------------------------------
 
 
-def loader_with_workers(place: Place, **options: Any) -> None:
-    engine = make(place.block(**options))
+def loader_with_workers(place: Place) -> None:
+    engine = make(place.block())
     reft.resume(engine)
     for (batch,) in loader(num_workers=1):
         step(engine, batch)
         settle(engine)
         if engine.global_steps == STEPS:
             break
-
-
-def loader_with_workers_strict(place: Place) -> None:
-    loader_with_workers(place, strict=True)
 
 
 def own_order(place: Place) -> None:
@@ -350,7 +358,8 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
     no_room_for_parities,
     two_names,
     no_load,
-    no_load_strict,
+    without_the_launcher,
+    attached_with_other_settings,
     only_base_weights,
     always_one_tag,
     restarted_without_load,
@@ -358,7 +367,6 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
     other_model,
     other_arguments,
     loader_with_workers,
-    loader_with_workers_strict,
     own_order,
     resumable_of_a_list,
     client_state_that_cannot_be_kept,
@@ -377,14 +385,18 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
 )
 
 
-def tried(setup: Callable[[Place], None], root: Path) -> dict[str, Any]:
-    """What was said at which step, and how it ended: with an error and an exit code under ``reft launch``."""
+def tried(setup: Callable[[Place], None], root: Path, *, strict: bool = False) -> dict[str, Any]:
+    """What was said at which step, and how it ended: with an error and an exit code; where it trains, with
+    ``strict`` in the block too."""
     HEARD.lines.clear()
     HEARD.engine = None
     environment = dict(os.environ)
+    if strict:
+        # What no launcher starts is warned of before all others.
+        os.environ["REFT_LAUNCHER_PID"] = "1"
     out: dict[str, Any] = {"error": None, "code": 0}
     try:
-        setup(Place(root, setup.__name__))
+        setup(Place(root, setup.__name__ + "-strict" * strict, strict))
     except reft.ReftError as error:
         out["error"], out["code"] = str(error), EX_REFUSED if is_refusal(error) else 1
     finally:
@@ -394,6 +406,8 @@ def tried(setup: Callable[[Place], None], root: Path) -> dict[str, Any]:
     out["heard"] = list(HEARD.lines)
     if HEARD.engine is not None and (session := session_of(HEARD.engine)) is not None:
         session.close()
+    if out["error"] is None and not strict:
+        out["strict"] = tried(setup, root, strict=True)
     return out
 
 

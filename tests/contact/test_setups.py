@@ -26,8 +26,6 @@ REFUSED = {
     "checkpoints_without_a_place": ('needs "dir"',),
     "no_room_for_parities": ("rs:2",),
     "two_names": ("name0, name1", "--job-id NAME"),
-    "no_load_strict": ("reft.resume(engine)", 'says "strict": true'),
-    "loader_with_workers_strict": ("RandomSampler, num_workers=1", 'says "strict": true'),
     "restarted_without_load": ("holds step 2", "reft.resume(engine)", "The memory is kept"),
     "other_learning_rate": ("config.optimizer.params.lr: was 0.01, is 0.5", '"accept_changes"'),
     "other_model": ("2 parameters of 72 numbers", "1 parameters of 64 numbers", "--job-id NAME"),
@@ -40,6 +38,8 @@ REFUSED = {
 """Set-ups that are not started, and what their error says."""
 WARNED = {
     "no_load": (START, "reft.resume(engine)"),
+    "without_the_launcher": (START, "`reft launch` did not start this job"),
+    "attached_with_other_settings": (START, "reft.attach was given a config"),
     "only_base_weights": (START, "loaded base weights only"),
     "always_one_tag": (START, "After every failure it would go back there"),
     "loader_with_workers": (STEP_1, "RandomSampler, num_workers=1"),
@@ -54,6 +54,17 @@ WARNED = {
     "everybody_on_one_node": (START, "TOLERANCE IS 0: all ranks share a node with their copies"),
 }
 """Set-ups that train, and what is said until which step."""
+STRICT_GOES_ON = {
+    "pipeline_allowed_to_be_unprotected": "the user has written that it may be",
+    "pipeline_restarted": "a job that restarts by itself goes on",
+}
+"""Set-ups whose warning stays one under ``"strict": true``."""
+STRICT_SAYS = {
+    "client_state_that_cannot_be_kept": "the version of step 1 could not be taken: the state could not be captured",
+    "too_little_memory": "the version of step 1 could not be taken",
+}
+"""What it says where that is not the warning's own text."""
+STRICT_ENDING = 'says "strict": true'
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +79,7 @@ def test_p12_refused_on_all_ranks_before_the_first_step(results: list[dict[str, 
         assert found["error"] is not None, found
         for text in REFUSED[name]:
             assert text in found["error"]
-        # How data is read is known behind a step.
-        assert (found["code"], found["steps"]) == (2, STEP_1 if name == "loader_with_workers_strict" else 0)
+        assert (found["code"], found["steps"]) == (2, 0)
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -78,6 +88,20 @@ def test_p12_warned_of_in_time(results: list[dict[str, Any]], name: str) -> None
     step, text = WARNED[name]
     assert found["error"] is None
     assert [at for at, line in found["heard"] if text in line and at <= step], found["heard"]
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_p12_strict_makes_an_error_of_every_warning(results: list[dict[str, Any]], name: str) -> None:
+    step, text = WARNED[name]
+    for rank in results:
+        found = rank[name]["strict"]
+        error = found["error"] or ""
+        if name in STRICT_GOES_ON:
+            assert text not in error
+            continue
+        assert STRICT_SAYS.get(name, text) in error, found
+        assert STRICT_ENDING in error
+        assert (found["code"], found["steps"]) == (2, step)
 
 
 def test_every_setup_is_judged(results: list[dict[str, Any]]) -> None:
