@@ -20,6 +20,8 @@ _STATE = "trainer"
 """Key of the Trainer's state among the client state."""
 _KEPT = ("total_flos", "num_input_tokens_seen", "best_metric", "best_global_step", "best_model_checkpoint")
 """What the Trainer's state holds beside its place. Its log grows with every step, and is not kept."""
+_CALLBACKS = "callbacks"
+"""Key of the states of callbacks."""
 _PREPARE, _PASS, _RNG = "_prepare_for_training", "_run_epoch", "_load_rng_state"
 _NEEDED = {
     _PREPARE: {"max_steps", "train_dataloader", "resume_from_checkpoint"},
@@ -34,8 +36,9 @@ _NEEDED = {
 def resumable(trainer: Any) -> Any:
     """Have a ``transformers.Trainer`` go on, after a failure, where the newest version was taken.
 
-    Weights, optimizer, scheduler, random states, the step and the place in the data come back. The Trainer's
-    log begins anew, and an evaluation or checkpoint that was due at the restored step is not made again.
+    Weights, optimizer, scheduler, random states, the step, the place in the data and the state of callbacks
+    that can export it (``EarlyStoppingCallback``) come back. The Trainer's log begins anew, and an evaluation
+    or checkpoint that was due at the restored step is not made again: a version is taken before they are.
     Without a ``reft`` block in the DeepSpeed configuration the Trainer trains as before.
 
     Args:
@@ -74,7 +77,24 @@ class _Resumption:
 
     def _capture(self) -> dict[str, Any]:
         state = self._trainer.state
-        return {_STATE: {name: getattr(state, name) for name in _KEPT}}
+        callbacks = [[type(c).__name__, c.state()["attributes"]] for c in self._stateful()]
+        return {_STATE: {name: getattr(state, name) for name in _KEPT}, _CALLBACKS: callbacks}
+
+    def _stateful(self) -> list[Any]:
+        """Callbacks that the Trainer's own checkpoints keep too."""
+        from transformers.trainer_callback import ExportableState
+
+        return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+
+    def _restore_callbacks(self, saved: list[list[Any]]) -> None:
+        """Those of equal names, in their order: the script makes them anew at every start."""
+        states = list(saved)
+        for callback in self._stateful():
+            found = next((state for state in states if state[0] == type(callback).__name__), None)
+            if found is not None:
+                states.remove(found)
+                for name, value in found[1].items():
+                    setattr(callback, name, value)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine is made."""
@@ -94,6 +114,7 @@ class _Resumption:
             return result
         for name, value in saved.items():
             setattr(trainer.state, name, value)
+        self._restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
         trainer.state.global_step = self._step = int(engine.global_steps)
         session.state.data.leave_to_script()
         self._rng = capture_rng()

@@ -48,10 +48,25 @@ LAUNCHERS = (
         "elastic/test_rank_order.py",
     ),
     Tested(
-        "`torchrun` with `import reft` in the script; `python` with the variables of `srun`, after `reft hook install` "
-        "once for the environment. The launchers `deepspeed` and `accelerate` were not tried",
+        "`torchrun`, with `import reft` in the script, `reft.attach(engine)`, or `reft hook install` once for the "
+        "environment",
         "snapshots and recovery from memory; no daemon, so nothing is persisted; the launcher's own restarts; said at "
         "the start",
+        "elastic/test_launchers.py",
+    ),
+    Tested(
+        "`deepspeed --num_gpus 2`, in the same three ways",
+        "the same; DeepSpeed's launcher does not restart: the same command, started again, resumes",
+        "elastic/test_launchers.py",
+    ),
+    Tested(
+        "`accelerate launch --use_deepspeed`, in the same three ways",
+        "the same; it is torchrun underneath",
+        "elastic/test_launchers.py",
+    ),
+    Tested(
+        "`python` with the variables of `srun`, after `reft hook install`",
+        "the same, without restarts",
         "elastic/test_unlaunched.py",
     ),
     Tested(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from reft.state.codec import decode, encode
 
 from .runs import Example, lose_a_node
 
@@ -33,6 +36,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trainer_goes_on_where_the_version_was_taken(undisturbed: Path, tmp_path: Path, step: int) -> None:
     lose_a_node(TRAINER, tmp_path / "disturbed", step)
     assert weights(tmp_path / "disturbed") == weights(undisturbed)
+
+
+def test_callbacks_go_on_with_their_state() -> None:
+    from transformers import EarlyStoppingCallback, TrainerState
+    from transformers.trainer_callback import CallbackHandler
+
+    import reft.hf
+
+    def life(*counters: int) -> tuple[reft.hf._Resumption, list[EarlyStoppingCallback]]:
+        callbacks = [EarlyStoppingCallback(early_stopping_patience=3) for _ in counters]
+        for callback, counter in zip(callbacks, counters, strict=True):
+            callback.early_stopping_patience_counter = counter
+        handler = CallbackHandler(callbacks, None, None, None, None)
+        return reft.hf._Resumption(SimpleNamespace(callback_handler=handler, state=TrainerState())), callbacks
+
+    captured = decode(encode(life(2, 1)[0]._capture()))
+    resumed, callbacks = life(0, 0, 0)
+    resumed._restore_callbacks(captured["callbacks"])
+    assert [c.early_stopping_patience_counter for c in callbacks] == [2, 1, 0]
 
 
 def test_what_is_no_trainer_is_refused() -> None:
