@@ -58,14 +58,14 @@ def resumable(trainer: Any) -> Any:
                 f"found {kind}, whose method {name} is missing or takes other arguments; expected the "
                 f"Trainer of transformers 5.0 or later"
             )
-    wrapped = _Resumption(trainer)
+    wrapped = Resumption(trainer)
     for name, wrapper in ((_PREPARE, wrapped.prepare), (_PASS, wrapped.run_pass), (_RNG, wrapped.load_rng)):
         original = getattr(trainer, name)
         setattr(trainer, name, functools.wraps(original)(functools.partial(wrapper, original)))
     return trainer
 
 
-class _Resumption:
+class Resumption:
     """Loads the state of one Trainer and leaves out the passes that were trained before."""
 
     def __init__(self, trainer: Any) -> None:
@@ -75,7 +75,7 @@ class _Resumption:
         self._step: int | None = None
         """The restored one, until the pass that it lies in has begun."""
 
-    def _capture(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         state = self._trainer.state
         callbacks = [[type(c).__name__, c.state()["attributes"]] for c in self._stateful()]
         return {_STATE: {name: getattr(state, name) for name in _KEPT}, _CALLBACKS: callbacks}
@@ -86,7 +86,7 @@ class _Resumption:
 
         return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
 
-    def _restore_callbacks(self, saved: list[list[Any]]) -> None:
+    def restore_callbacks(self, saved: list[list[Any]]) -> None:
         """Those of equal names, in their order: the script makes them anew at every start."""
         states = list(saved)
         for callback in self._stateful():
@@ -106,7 +106,7 @@ class _Resumption:
         engine = trainer.model_wrapped
         if session_of(engine) is None:
             return result
-        session = attach(engine, client_state=self._capture)
+        session = attach(engine, client_state=self.capture)
         given = inspect.signature(original).bind(*args, **kwargs).arguments["resume_from_checkpoint"]
         path, client_state = engine.load_checkpoint(given or trainer.args.output_dir)
         saved = (client_state or {}).get(_STATE)
@@ -114,7 +114,7 @@ class _Resumption:
             return result
         for name, value in saved.items():
             setattr(trainer.state, name, value)
-        self._restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
+        self.restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
         trainer.state.global_step = self._step = int(engine.global_steps)
         session.state.data.leave_to_script()
         self._rng = capture_rng()

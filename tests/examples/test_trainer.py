@@ -44,16 +44,16 @@ def test_callbacks_go_on_with_their_state() -> None:
 
     import reft.hf
 
-    def life(*counters: int) -> tuple[reft.hf._Resumption, list[EarlyStoppingCallback]]:
+    def life(*counters: int) -> tuple[reft.hf.Resumption, list[EarlyStoppingCallback]]:
         callbacks = [EarlyStoppingCallback(early_stopping_patience=3) for _ in counters]
         for callback, counter in zip(callbacks, counters, strict=True):
             callback.early_stopping_patience_counter = counter
         handler = CallbackHandler(callbacks, None, None, None, None)
-        return reft.hf._Resumption(SimpleNamespace(callback_handler=handler, state=TrainerState())), callbacks
+        return reft.hf.Resumption(SimpleNamespace(callback_handler=handler, state=TrainerState())), callbacks
 
-    captured = decode(encode(life(2, 1)[0]._capture()))
+    captured = decode(encode(life(2, 1)[0].capture()))
     resumed, callbacks = life(0, 0, 0)
-    resumed._restore_callbacks(captured["callbacks"])
+    resumed.restore_callbacks(captured["callbacks"])
     assert [c.early_stopping_patience_counter for c in callbacks] == [2, 1, 0]
 
 
