@@ -159,8 +159,8 @@ def launched(
     options: Sequence[str],
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Started]:
-    """Start a script under one ``reft launch``, with the secret of the suite: there may be no home for one."""
-    secret = {k: v for k, v in os.environ.items() if k == "REFT_SECRET"}
+    """Start a script under one ``reft launch``, with what the suite sets: there may be no home for a secret."""
+    suite = {k: v for k, v in os.environ.items() if k in ("REFT_SECRET", "REFT_WARM")}
     out.mkdir(parents=True, exist_ok=True)
     started = Started([], out, out / "log")
     command = [sys.executable, "-m", "reft.elastic.launch", *options, str(script), *args]
@@ -170,7 +170,7 @@ def launched(
                 Popen(
                     command,
                     cwd=cwd,
-                    env=_environment(**{"TEST_OUT": str(out), **secret, **(env or {})}),
+                    env=_environment(**{"TEST_OUT": str(out), **suite, **(env or {})}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
