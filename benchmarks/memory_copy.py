@@ -124,14 +124,14 @@ class Rank:
 
     def _watch_stages(self) -> None:
         """Where the seconds go, at a small cost of its own."""
-        from reft.hook import engine_state
+        from reft.hook import deepspeed_engine
         from reft.snapshot import taking
         from reft.snapshot.filling import Filling
         from reft.store.arena import Arena
 
         watch, worker = self.watch, self.session.worker
         watch.watch(self.session, "submit", "training: submit")
-        watch.watch(engine_state, "capture_host_state", "training: capture")
+        watch.watch(deepspeed_engine, "capture_host_state", "training: capture")
         watch.watch(worker, "fence", "training: fence")
         watch.watch(taking, "encode", "worker: encode host state")
         watch.watch(worker.copier, "copy", "worker: copy and hash")

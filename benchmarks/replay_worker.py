@@ -80,6 +80,7 @@ class Production:
             stage_id=stage_id,
             stages=stages,
             micro_batches=micro_batches,
+            ranks_here=1,
             staging=None,
         )
         degrees = Degrees(1, 1, 1)

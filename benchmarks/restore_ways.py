@@ -209,7 +209,7 @@ class ReftWay(Way):
         from reft.hook.restore import Restorer
 
         rank = self.rank
-        restorer = Restorer(rank.session)
+        restorer = Restorer(rank.session, rank.session.engine)
         for method, part in PARTS.items():
             rank.watch.watch(restorer, method, part)
         rank.watch.take()

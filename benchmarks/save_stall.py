@@ -101,14 +101,14 @@ class Rank:
         self._watch_hot_path()
 
     def _watch_hot_path(self) -> None:
-        from reft.hook import engine_state
+        from reft.hook import deepspeed_engine
         from reft.snapshot import taking
         from reft.snapshot.filling import Filling
 
         session, worker, watch = self.session, self.session.worker, self.watch
         watch.watch(session, "submit", "training.submit")
         watch.watch(session.state, "_current_images", "training.submit.images")
-        watch.watch(engine_state, "capture_host_state", "training.submit.capture")
+        watch.watch(deepspeed_engine, "capture_host_state", "training.submit.capture")
         watch.watch(worker, "fence", "training.fence")
         watch.watch(worker.copier, "copy", "worker.copy")
         watch.watch(taking, "encode", "worker.copy.encode")

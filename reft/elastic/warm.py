@@ -366,7 +366,8 @@ class HiddenModules(MetaPathFinder):
         top = name.partition(".")[0]
         self._compare(top)
         module = self._modules.pop(name)
-        for other in [n for n in self._modules if n.partition(".")[0] == top]:
+        # reft's own come one by one: without the block next to nothing of it is imported (P10).
+        for other in [n for n in self._modules if top != "reft" and n.partition(".")[0] == top]:
             sys.modules[other] = self._modules.pop(other)
         return module
 

@@ -94,6 +94,7 @@ PATHS: tuple[DevicePath, ...] = (
     DevicePath("capture of gradients", ("reft.state.gradients",), _recomputes),
     DevicePath("ExactAdam", ("reft.optim",), _exact_adam),
     DevicePath("restoring to a device", ("reft.hook.restore",), _always),
+    DevicePath("random states of a device", ("reft.state.rng",), _always),
 )
 """Each with its runs on real devices: none so far."""
 

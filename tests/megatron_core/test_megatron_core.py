@@ -88,7 +88,7 @@ def disturbed(directory: Path, ranks: int, *arguments: str, stage: int = 0) -> t
         options=options,
         env=_ENV,
     ) as job:
-        codes, log = run_to_its_end(job, _SECS, loses_node=True)
+        codes, log = run_to_its_end(job, _SECS, lost=1)
     assert set(codes.values()) == {0}, log[-6000:]
     return read(out), log
 
