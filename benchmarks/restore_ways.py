@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import MIB, bytes_below
 from slow_files import slow_loads
+from stopwatch import Stopwatch
 from training import inner_optimizer, masters
 
 if TYPE_CHECKING:
@@ -16,12 +18,6 @@ if TYPE_CHECKING:
 PLAIN_COPY = "plain_copy"
 DEEPSPEED = "deepspeed_load_checkpoint"
 SLOW_STORAGE = "deepspeed_slow_storage"
-PARTS = {
-    "_survey": "inventory_and_plan",
-    "_finish": "host_state",
-    "_protect": "protect",
-}
-"""Methods of the session's restorer whose time is told apart."""
 
 
 class Way:
@@ -189,6 +185,17 @@ class PlainCopyWay(Way):
         return sum(tensor.nbytes for tensor in (*self._kept, *states))
 
 
+@functools.cache
+def _watch_parts(watch: Stopwatch) -> None:
+    """Have the parts of a restore told apart."""
+    from reft.hook import deepspeed_engine
+    from reft.hook.memory_rung import MemoryRung
+
+    watch.watch(MemoryRung, "survey", "inventory_and_plan")
+    watch.watch(deepspeed_engine, "restore_host_state", "host_state")
+    watch.watch(MemoryRung, "protect", "protect")
+
+
 class ReftWay(Way):
     """A new incarnation of the job in the same process: all that survives is the nodes' memory."""
 
@@ -209,9 +216,8 @@ class ReftWay(Way):
         from reft.hook.restore import Restorer
 
         rank = self.rank
+        _watch_parts(rank.watch)
         restorer = Restorer(rank.session, rank.session.engine)
-        for method, part in PARTS.items():
-            rank.watch.watch(restorer, method, part)
         rank.watch.take()
         path, _ = restorer.load(_never, LoadCall(str(rank.space.disk / "nothing"), None, {}))
         parts = {name: wall for name, (wall, _) in rank.watch.take().items()}
