@@ -18,23 +18,17 @@ import torch
 
 _ADAM, _LAMB = "apex.optimizers.fused_adam", "apex.optimizers.fused_lamb"
 F = np.float32
+DEFAULTS = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(self, params: Any, **options: Any) -> None:
-        defaults = {
-            "lr": 1e-3,
-            "bias_correction": True,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-        }
         switches = {"adam_w_mode": True, "set_grad_none": True, "capturable": False, "master_weights": False}
-        assert set(options) <= {*defaults, *switches}
+        assert set(options) <= {*DEFAULTS, *switches}
         adam_w_mode, set_grad_none, capturable, master_weights = (
             options.pop(name, default) for name, default in switches.items()
         )
-        defaults |= options
+        defaults = {**DEFAULTS, **options}
         if capturable:
             defaults["lr"] = torch.tensor(defaults["lr"])
         super().__init__(params, defaults)
@@ -72,14 +66,9 @@ class FusedLAMB(torch.optim.Optimizer):
     """Its state, which is Adam's; no step."""
 
     def __init__(self, params: Any, lr: float = 1e-3, max_grad_norm: float = 1.0) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": True,
-            "betas": (0.9, 0.999),
-            "eps": 1e-6,
-            "weight_decay": 0.01,
-        }
-        super().__init__(params, {**defaults, "grad_averaging": True, "max_grad_norm": max_grad_norm})
+        own = {"lr": lr, "eps": 1e-6, "weight_decay": 0.01}
+        more = {"grad_averaging": True, "max_grad_norm": max_grad_norm}
+        super().__init__(params, {**DEFAULTS, **own, **more})
         self.adam_w_mode, self.set_grad_none, self.use_nvlamb = 1, True, False
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
         self.multi_tensor_lamb = None

@@ -29,8 +29,8 @@ needed to keep what was recomputed, as with every fused kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, overload
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,17 +54,11 @@ class ApexAdam(torch.optim.Optimizer):
             "weight_decay": 0.0,
             "bias_correction": True,
         }
-        super().__init__(params, {**defaults, "bias_correction": True})
+        super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """One step with the gradients in ``grad``; state is ``step``, ``exp_avg`` and ``exp_avg_sq``."""
         assert closure is None
         for group in self.param_groups:
@@ -75,7 +69,6 @@ class ApexAdam(torch.optim.Optimizer):
                 tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
                 for part in slices(*tensors):
                     _update(part, scalars, adam_w=self.adam_w_mode)
-        return None
 
 
 def _scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
