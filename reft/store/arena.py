@@ -118,6 +118,7 @@ class Arena:
             arena = cls._new(path, geometry, secret, allocated=touch)
         try:
             if touch and arena._map is not None:
+                arena.allocate()  # one that was to be filled may have stayed without: touched, a hole is a SIGBUS
                 touch_pages(arena._map, path)
         except BaseException:
             arena.close()

@@ -18,6 +18,7 @@ import torch
 from arena_tools import SECRET, make, read_back, write_version
 
 from reft.errors import ArenaError, OutOfMemoryError
+from reft.store import arena as arena_module
 from reft.store import files
 from reft.store.arena import Arena, ArenaState, free_bytes, reserved_bytes
 
@@ -185,3 +186,22 @@ def test_p6_where_memory_ends_while_an_arena_is_filled_its_header_is_still_read(
             arena.allocate()
         assert arena.state is ArenaState.EMPTY
         assert arena.lost() is None
+
+
+def test_p6_an_arena_that_was_left_without_its_memory_is_refused_where_there_is_none(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a restore leaves it that found no room; also where the kernel cannot touch pages for us."""
+    path, size = small_tmpfs / "rank0-slot0.arena", 3 * 2**19
+    Arena.create(path, size, 4, SECRET, touch=False).close()
+    (small_tmpfs / "another").write_bytes(bytes(2**20))
+
+    def by_hand(mapping: mmap.mmap, path: Path) -> None:
+        assert path.stat().st_blocks * 512 >= path.stat().st_size, "would be killed by SIGBUS"
+
+    monkeypatch.setattr(arena_module, "touch_pages", by_hand)
+    with pytest.raises(OutOfMemoryError, match=r"rank0-slot0\.arena"):
+        Arena.create(path, size, 4, SECRET)
+    (small_tmpfs / "another").unlink()
+    with Arena.create(path, size, 4, SECRET) as arena:
+        assert arena.state is ArenaState.EMPTY
