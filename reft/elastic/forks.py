@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -123,7 +124,7 @@ class ForkClient:
         self._connection.close()
 
 
-class ForkingPopen(subprocess.Popen[Any]):
+class ForkingPopen(subprocess.Popen[Any], ABC):
     """:class:`subprocess.Popen`, forked where :meth:`client_for` has a client; started as usual elsewhere."""
 
     dies = False
@@ -134,9 +135,9 @@ class ForkingPopen(subprocess.Popen[Any]):
         self._new_session = bool(options.get("start_new_session"))
         super().__init__(args, *more, **options)
 
+    @abstractmethod
     def client_for(self, program: Sequence[str], env: Mapping[str, str]) -> ForkClient | None:
         """The client that starts ``program`` with that environment; None starts it as usual."""
-        raise NotImplementedError
 
     def failed(self, error: ForkError) -> None:
         """The client could not start it; the program is started as usual, unless this raises."""
