@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
-from reft.elastic.warm import differing, imports_of
+from reft.elastic.warm import imports_of
+from reft.elastic.warm_server import SERVER, differing
 from tests.prefork import Popen
 
 DEADLINE_SECS = 240.0
@@ -22,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, os, sys, threading, time
 {before}
+open_ = [f"/proc/self/fd/{{n}}" for n in range(3, 256)]
+open_ = [os.readlink(fd) for fd in open_ if os.path.lexists(fd)]
 early = [name for name in ("torch", "numpy", "deepspeed") if name in sys.modules]
 import numpy, random, torch
 lazy = "deepspeed" not in sys.modules
@@ -29,10 +33,10 @@ import deepspeed
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 found = {{
     "early": early, "lazy": lazy, "pid": os.getpid(), "ppid": os.getppid(), "argv": sys.argv, "main": __file__,
-    "session": os.getsid(0), "warm": "reft.elastic.warm" in open("/proc/self/cmdline").read(),
+    "session": os.getsid(0), "warm": "reft.elastic.warm_server" in open("/proc/self/cmdline").read(),
     "random": [random.random(), numpy.random.rand(), torch.rand(1).item()], "path": sys.path[0],
     "threads": torch.get_num_threads(), "spec": [torch.__spec__.origin, deepspeed.__spec__.origin],
-    "hooked": deepspeed.initialize.__code__.co_filename, "fds": len(os.listdir("/proc/self/fd")),
+    "hooked": deepspeed.initialize.__code__.co_filename, "open": open_,
 }}
 with open(f"{{sys.argv[1]}}.{{restarts}}.{{rank}}.part", "w") as file:
     json.dump(found, file)
@@ -81,10 +85,9 @@ class Job:
         raise AssertionError(self.log.read_text())
 
     def server(self) -> psutil.Process:
+        """What imports ahead: before it is ready, it alone; then it is older than its trainers."""
         children = psutil.Process(self.process.pid).children()
-        trainers = {f["pid"] for f in self.found()}
-        (server,) = [c for c in children if "reft.elastic.warm" in c.cmdline() and c.pid not in trainers]
-        return server
+        return min((c for c in children if SERVER in c.cmdline()), key=psutil.Process.create_time)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -107,6 +110,8 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
         assert "reft/hook" in found["hooked"]
         assert found["spec"][0].endswith("torch/__init__.py")
         assert found["threads"] == 1
+        # Neither the server's end of its connection nor that of another trainer's.
+        assert [fd for fd in found["open"] if fd.startswith(("socket:", "pipe:"))] == []
     # As after a start of their own, ranks draw other numbers.
     assert all(a != b for a, b in zip(one["random"], other["random"], strict=True))
 
@@ -136,6 +141,21 @@ def test_forked_trainers_and_their_server_end_with_the_launcher(tmp_path: Path) 
     server = job.server()
     job.end(signal.SIGKILL)
     _wait_for(lambda: not any(_lives(process) for process in [server, *trainers]), DEADLINE_SECS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    hanging = tmp_path / "hanging"
+    (tmp_path / "hangs.py").write_text(
+        f"import time\nopen({str(hanging)!r}, 'w').close()\ntime.sleep(3600)\n"
+    )
+    job = Job(tmp_path, ("--preload", "hangs"))
+    _wait_for(hanging.exists, DEADLINE_SECS)
+    server = job.server()
+    job.end(number)
+    _wait_for(lambda: not _lives(server), DEADLINE_SECS)
 
 
 def test_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
