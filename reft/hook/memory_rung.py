@@ -31,8 +31,8 @@ class ClientStateView(dict[str, Any]):
         raise ConfigError(
             f"client_state[{key!r}] is not part of the snapshot in memory; it holds {sorted(self)}. A "
             f"snapshot is taken after every step, so reft must be able to ask for this value: pass "
-            f"reft.attach(engine, client_state=lambda: {{{key!r}: ...}}), or derive it from "
-            f"engine.global_steps"
+            f"client_state=lambda: {{{key!r}: ...}} to reft.attach or reft.attach_megatron, or derive it "
+            f"from the number of steps made"
         )
 
 
@@ -169,18 +169,26 @@ class MemoryRung:
             f"state is written, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
         )
 
-    def refuse_to_overwrite(self, plan: RecoveryPlan, did: str, to_write: str) -> None:
+    def refuse_to_overwrite(
+        self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
+    ) -> NoReturn:
         """The script trains, and has not resumed what is there.
+
+        Args:
+            plan: of the memory.
+            did: what the script does.
+            to_write: lines that resume.
+            persistable: whether a checkpoint can be written from memory.
 
         Raises:
             NotResumedError: always.
         """
         job = self._session.job_id
+        persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
         raise NotResumedError(
             f"the memory of job {job} holds {plan.label}, but {did}: it would start from "
             f"scratch and overwrite it. The memory is kept. {to_write}; then start the job again. "
-            f"'reft persist --job {job} --out DIR' writes a checkpoint to "
-            f"DIR/{job}; 'reft clean --job {job} --force' removes the memory"
+            f"{persist if persistable else ''}'reft clean --job {job} --force' removes the memory"
         )
 
     def to_start_anew(self) -> str:

@@ -321,7 +321,7 @@ class Restorer:
         if self._tagged is None:
             _, plan = self._memory.survey()
             if isinstance(plan, RecoveryPlan):
-                self._memory.refuse_to_overwrite(plan, did, to_write)
+                self._memory.refuse_to_overwrite(plan, did, to_write, persistable=True)
             self._memory.refuse_silent_restart(plan)
             consequence = "After a failure the job would not be resumed: it would stop with an error."
         else:

@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--distributed", action="store_true")
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--frozen", nargs="*", default=(), help="parts of parameters' names")
     parser.add_argument("--reft", type=json.loads)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -103,6 +104,8 @@ def model_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[Di
             share_embeddings_and_output_weights=False,
             vp_stage=stage,
         )
+        for name, p in model.named_parameters():
+            p.requires_grad_(not any(part in name for part in args.frozen))
         if args.dtype != "fp32":
             from megatron.core.transformer.module import Float16Module
 

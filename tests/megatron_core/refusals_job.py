@@ -33,7 +33,7 @@ def main() -> None:
     groups.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     args = argparse.Namespace(
-        pp=1, vpp=1, tp=1, ep=1, layers=1, experts=0, dtype="bf16", distributed=True, overlap=False
+        pp=1, vpp=1, tp=1, ep=1, layers=1, experts=0, dtype="bf16", distributed=True, overlap=False, frozen=()
     )
     config = transformer_config(args)
     chunks = model_chunks(args, config)

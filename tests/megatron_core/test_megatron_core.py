@@ -50,19 +50,11 @@ def read(out: Path) -> State:
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
 
 
-def undisturbed(out: Path, ranks: int, *arguments: str) -> State:
-    """Trained under torchrun, without reft."""
-    out.mkdir(parents=True)
-    launcher = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        str(free_port()),
-    )
+def torchrun(ranks: int, *command: str) -> str:
+    """Run it on so many ranks; returns what they have said."""
+    launcher = ("torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()))
     done = subprocess.run(
-        [sys.executable, *launcher, *_COMMAND, *arguments, "--out", str(out)],
+        [sys.executable, "-m", *launcher, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -71,6 +63,13 @@ def undisturbed(out: Path, ranks: int, *arguments: str) -> State:
         env={**os.environ, **_ENV},
     )
     assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def undisturbed(out: Path, ranks: int, *arguments: str) -> State:
+    """Trained under torchrun, without reft."""
+    out.mkdir(parents=True)
+    torchrun(ranks, *_COMMAND, *arguments, "--out", str(out))
     return read(out)
 
 
@@ -214,17 +213,7 @@ def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_captured_state_trains_on_as_it_did_in_a_model_made_anew() -> None:
     """P8, by kind of optimizer, precision and experts: masters, moments, loss scale, schedule and every stream of random
     numbers; the weights follow from them, also where they are gathered late."""
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "tests.megatron_core.rewind_job"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=_SECS,
-        env={**os.environ, **_ENV},
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    said = torchrun(2, "-m", "tests.megatron_core.rewind_job")
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("[{")]
     assert len(found) == 7
     assert [kind for kind, differ in found if any(differ)] == [], found

@@ -117,7 +117,8 @@ class MegatronAdapter:
 
     def signature(self) -> Hashable:
         """Changes if and only if :meth:`images` would differ."""
-        return tuple(part.state.pointers() for part in self.parts)
+        frozen = tuple((p.data_ptr(), p.numel()) for named in self._frozen for _, p in named)
+        return frozen, *(part.state.pointers() for part in self.parts)
 
     def host_state(self) -> dict[str, Any]:
         """What is not in the images, encodable. Taken at a step boundary."""

@@ -151,7 +151,7 @@ class MegatronProtection:
             self._memory.check_identity(plan)
             outcome = self._memory.restore(recovery)
             if isinstance(outcome, RecoveryOutcome):
-                return Resumed(self._engine.global_steps, dict(self._memory.client_state))
+                return Resumed(self._engine.global_steps, self._memory.client_state)
             self._memory.refuse_half_written(outcome)
         steps = self._load_otherwise(otherwise)
         if steps is None:
@@ -240,7 +240,7 @@ class MegatronProtection:
         did = "the script trains without calling load() of what reft.attach_megatron returned"
         _, plan = self._memory.survey()
         if isinstance(plan, RecoveryPlan):
-            self._memory.refuse_to_overwrite(plan, did, f"Write{_LINES}")
+            self._memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
         self._memory.refuse_silent_restart(plan)
         warn(self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}")
         self.session.start({})

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reft.errors import ConfigError, UnsupportedStateError
+from reft.state.apex import FUSED_ADAM, check_apex
 from reft.state.support import check_optimizer, class_path
 
 DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
@@ -20,7 +21,7 @@ _INNER = tuple(
 )
 _FUSED = (
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-    "apex.optimizers.fused_adam.FusedAdam",
+    FUSED_ADAM,
 )
 _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")
@@ -79,18 +80,19 @@ def check(chunks: Sequence[Any], optimizer: Any) -> None:
     Raises:
         UnsupportedStateError: names what, and what to change.
     """
-    facts: list[Fact] = []
-    for chunk in chunks:
-        path = class_path(chunk)
-        if path != DDP:
-            raise refuse(f"a model chunk of class {path}", f"wrap the model in {DDP}")
-        facts += _of_model(chunk.config)
-        facts += _of_buffers(chunk.ddp_config)
-    for part in parts_of(optimizer):
-        facts += _of_optimizer(part)
-    for is_so, found, change in facts:
+    for is_so, found, change in _facts(chunks, optimizer):
         if is_so:
             raise refuse(found, change)
+
+
+def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Fact]:
+    for chunk in chunks:
+        path = class_path(chunk)
+        yield path != DDP, f"a model chunk of class {path}", f"wrap the model in {DDP}"
+        yield from _of_model(chunk.config)
+        yield from _of_buffers(chunk.ddp_config)
+    for part in parts_of(optimizer):
+        yield from _of_optimizer(part)
 
 
 def _of_model(config: Any) -> Iterator[Fact]:
@@ -140,6 +142,7 @@ def _of_fused_adam(inner: Any) -> Iterator[Fact]:
     dtypes = {str(get(name, "torch.float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     what = f"{path} with moments in {', '.join(sorted(dtypes))}"
     yield dtypes != {"torch.float32"}, what, "keep both moments in fp32"
+    check_apex(inner)
 
 
 def check_scheduler(scheduler: Any) -> None:
