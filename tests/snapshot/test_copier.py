@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from reft.blocks import Section
 from reft.config import FaultPoint
+from reft.errors import CopyOrderError
 from reft.protect.placement import place_group
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
@@ -24,7 +26,8 @@ from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena, checksum
 from reft.store.label import Label
-from tests.snapshot.devices import random_bytes
+from reft.store.stream import CutRanges, PlainHashingCopier, Ranges
+from tests.snapshot.devices import WAIT_SECS, random_bytes
 
 
 class OneByOne(HostGate):
@@ -168,6 +171,36 @@ def test_beside_computation_a_call_copies_a_block_until_training_waits_then_one_
         assert max(copied["beside"]) == 16_384
         assert max(copied["closing"]) == 4096
         assert sum(copied["closing"]) == sum(copied["beside"])
+
+
+def test_p2_the_fence_waits_for_the_call_that_copies_a_block_and_no_other_begins_behind_it() -> None:
+    inside, release, fenced = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(PlainHashingCopier):
+        def copy(self, ranges: Ranges) -> None:
+            inside.set()
+            assert release.wait(WAIT_SECS)
+            super().copy(ranges)
+
+    source, target = random_bytes(4096, 1), torch.zeros(4096, dtype=torch.uint8)
+    cut = CutRanges.of([[(target.data_ptr(), source.data_ptr(), 4096)]])
+    engine = CpuCopyEngine()
+    engine.begin()
+    copying = threading.Thread(target=engine.copy_hashed, args=(cut, (0, 1), Slow()))
+    copying.start()
+    assert inside.wait(WAIT_SECS)
+    training = threading.Thread(target=lambda: (engine.fence(), fenced.set()))
+    training.start()
+    assert not fenced.wait(0.05)
+    release.set()
+    assert fenced.wait(WAIT_SECS)
+    for thread in (copying, training):
+        thread.join(WAIT_SECS)
+    assert torch.equal(target, source)
+    target.zero_()
+    with pytest.raises(CopyOrderError, match="no version is open"):
+        engine.copy_hashed(cut, (0, 1), PlainHashingCopier())
+    assert not target.any()
 
 
 def test_p2_what_was_staged_is_hashed_as_it_was_then(tmp_path: Path) -> None:
