@@ -31,6 +31,8 @@ ALLOWED = {
         r"CUDA_VISIBLE_DEVICES",
     ): "the name that DeepSpeed's accelerator sets for both",
     ("reft/tools/simulate/hardware.py", r"\bCUDA\b(?! graph)"): "the title of a publication",
+    ("tests/slurm/test_scripts.py", r"CUDA_VISIBLE_DEVICES"): "REFT_BIND=nvidia is for NVIDIA's",
+    ("tests/slurm/test_scripts.py", r"nvidia-smi|nvml|NVML"): "REFT_BIND=nvidia is for NVIDIA's",
     ("tests/matrix.py", r"\bCUDA\b(?! graph)"): "what torch's wheels on PyPI bring",
     ("tests/megatron_core/cpu.py", r"\bCUDA\b(?! graph)"): "Megatron's own names, on a CPU",
 }

@@ -10,7 +10,7 @@ import argparse
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import psutil
 from reft.errors import ConfigError
 from reft.store.door import DEFAULT_PORT, format_endpoint
 
+_HIP_DEVICES = "HIP_VISIBLE_DEVICES"
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[1-9]\d*)")
 
 
@@ -90,6 +91,15 @@ def apply_hostfile(args: argparse.Namespace) -> None:
     if len(slots) > 1 and not args.rdzv_endpoint:
         first = next(iter(slots))
         args.rdzv_endpoint = format_endpoint(first, args.master_port or DEFAULT_PORT)
+
+
+def show_devices(devices: Sequence[int], environ: MutableMapping[str, str]) -> None:
+    """Write into ``environ`` that a process sees these devices of the node alone."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().set_visible_devices_envs(environ, devices)
+    if _HIP_DEVICES in environ:  # HIP takes it over CUDA's, which alone DeepSpeed sets
+        environ[_HIP_DEVICES] = ",".join(map(str, devices))
 
 
 def is_this_host(name: str) -> bool:

@@ -33,6 +33,7 @@ from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.exits import Cause
+from reft.elastic.hostfile import show_devices
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
@@ -228,9 +229,7 @@ class Launcher(Observer):
             }
         )
         if options.devices is not None:
-            from deepspeed.accelerator import get_accelerator
-
-            get_accelerator().set_visible_devices_envs(os.environ, options.devices)
+            show_devices(options.devices, os.environ)
         if options.warm:
             self._warm = WarmTrainers(options.preload, trainers_environ())
         info = NodeInfo(

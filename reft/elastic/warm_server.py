@@ -145,7 +145,7 @@ def import_ahead(modules: Sequence[str], read: dict[str, set[str]]) -> Iterator[
 
 
 def _open_device() -> str:
-    """The device runtime that this process has started; "" if none."""
+    """The device runtime, AMD's or NVIDIA's, that this process has started; "" if none."""
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") == "/dev/kfd":

@@ -118,7 +118,8 @@ class Arena:
             arena = cls._new(path, geometry, secret, allocated=touch)
         try:
             if touch and arena._map is not None:
-                arena.allocate()  # one that was to be filled may have stayed without: touched, a hole is a SIGBUS
+                # One that was to be filled may have stayed without memory: touched, a hole is a SIGBUS.
+                arena.allocate()
                 touch_pages(arena._map, path)
         except BaseException:
             arena.close()

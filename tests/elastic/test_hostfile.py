@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.elastic.hostfile import is_this_host, read_hostfile
+from reft.elastic.hostfile import is_this_host, read_hostfile, show_devices
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.errors import ConfigError
 
@@ -128,6 +128,15 @@ def test_a_name_is_this_hosts_by_any_of_its_addresses() -> None:
         name for name in ("elsewhere.invalid", "192.0.2.7", "2001:db8::1", "") if is_this_host(name)
     ] == []
     assert not is_this_host("a" * 300)
+
+
+def test_hip_sees_the_devices_that_are_left_where_its_own_variable_says_others() -> None:
+    environ = {"HIP_VISIBLE_DEVICES": "0,1,2,3"}
+    show_devices((0, 2), environ)
+    assert environ["HIP_VISIBLE_DEVICES"] == "0,2"
+    environ.clear()
+    show_devices((0, 2), environ)
+    assert "HIP_VISIBLE_DEVICES" not in environ
 
 
 def test_trainers_see_the_devices_that_are_left(tmp_path: Path) -> None:
