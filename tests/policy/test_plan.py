@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,60 +15,13 @@ from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
-from reft.profile.activity import Activity
-from reft.profile.result import ProfileResult, Spread
 from reft.protect.codes import Scheme
 from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
 from reft.tools.planning.display import show_plan
 from reft.tools.planning.job import Layouting, plan_job, read_config
 from reft.tools.planning.plan import make_plan
-from reft.tools.simulate.pipeline import simulate as simulate_step
-from reft.tools.simulate.schedules import one_f_one_b
-from tests.profile.test_simulated import profile as profile_of
-
-ROOT = Path(__file__).parents[2]
-FP16, BF16_ZERO1 = (str(ROOT / "configs" / name) for name in ("fp16.json", "bf16-zero1.json"))
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def command(*arguments: str) -> Result:
-        code = cli.main(["plan", *arguments])
-        captured = capsys.readouterr()
-        return Result(code, captured.out, " ".join(captured.err.split()))
-
-    return command
-
-
-def write(path: Path, values: Any) -> str:
-    path.write_text(values if isinstance(values, str) else json.dumps(values))
-    return str(path)
-
-
-SMALL = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--tp", "4", "--dp", "8")
-EIGHT = (*SMALL, "--cluster", "a100")
-"""On nodes of eight GPUs; those of the V100 testbed have four."""
-LARGE = ("--model", "llama2-34b", "--cluster", "h100", "--tp", "8", "--pp", "4", "--dp", "16")
-QUICK = ("--micro-batches", "4", "--json")
-
-
-def gb(alternatives: dict[str, Any], name: str, *parts: str) -> float:
-    return sum(alternatives[name]["bytes"][part] for part in parts) / 1e9
-
+from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, Run, gb, write
 
 # ---- figures derived from the paper's formulas (REFERENCE 1.10) ----
 
@@ -471,79 +422,6 @@ def test_what_was_assumed_is_noted(run: Run, tmp_path: Path) -> None:
     assert any("names no optimizer" in note for note in notes)
     assert any("one micro-batch" in note for note in notes)
     assert any("half precision" in note for note in notes)
-
-
-# ---- measured windows ----
-
-STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
-
-
-@pytest.fixture
-def profiled() -> ProfileResult:
-    """Of that job, as if its simulated step had been run and profiled."""
-    layouting = Layouting(pp=4, dp=8, micro_batches=4)
-    training = plan_job(read_config(Path(FP16)), CLUSTERS["v100"], "1.3b", layouting).training
-    result = profile_of(simulate_step(one_f_one_b(4, 4), training.costs()))
-    return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
-
-
-def test_measured_windows_replace_simulated_ones(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
-    profiled.save(tmp_path / "profile.json")
-    simulated = run(FP16, *STAGES, *QUICK).json
-    measured = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "profile.json")).json
-    assert simulated["step"]["source"] == "simulated"
-    assert measured["step"]["source"] == "windows measured in job simulated"
-    assert measured["step"]["secs"] == max(stage.step_secs.p50 for stage in profiled.stages)
-    for stage in measured["stages"]:
-        assert stage["idle_secs"] == sum(w.length_secs for w in profiled.windows(stage["stage_id"]))
-    assert measured["stages"][0]["idle_secs"] == pytest.approx(simulated["stages"][0]["idle_secs"])
-
-    replace(profiled, bandwidth_bytes_per_sec=1e8).save(tmp_path / "slow.json")
-    slow = run(FP16, *STAGES, "--profile", str(tmp_path / "slow.json"), "--micro-batches", "4")
-    assert slow.code == cli.EXIT_NOT_WELL
-    assert "measured in job simulated" in slow.out
-    waits = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "slow.json")).json
-    stage = profiled.stages[0]
-    computing = sum(stage.secs[a].p50 for a in (Activity.FORWARD, Activity.BACKWARD))
-    room = waits["stages"][0]["idle_secs"] + computing
-    needed = waits["stages"][0]["to_host_bytes"] / 1e8
-    assert waits["protection"]["overhead"] >= (needed - room) / stage.step_secs.p50 - 1e-6 > 0
-
-    # That was profiled on hosts, which may have no core to spare; a device copies beside computation.
-    assert profiled.method.clock == "host"
-    method = replace(profiled.method, clock="device")
-    replace(profiled, bandwidth_bytes_per_sec=1e8, method=method).save(tmp_path / "device.json")
-    device = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "device.json")).json
-    assert device["protection"]["overhead"] < waits["protection"]["overhead"]
-
-    longer = [replace(s, step_secs=Spread(*(2 * secs for secs in s.step_secs))) for s in profiled.stages]
-    replace(profiled, stages=tuple(longer)).save(tmp_path / "longer.json")
-    half = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "longer.json")).json
-    for once, twice in zip(measured["alternatives"], half["alternatives"], strict=True):
-        assert twice["overhead"] == pytest.approx(once["overhead"] / 2), (
-            "transfers too are a part of that step"
-        )
-
-
-def test_a_profile_of_something_else_is_refused(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
-    path = tmp_path / "profile.json"
-    profiled.save(path)
-    config = json.loads(Path(FP16).read_text())
-    config["reft"] = {"variant": "host"}
-    unknown = tmp_path / "unknown.json"
-    replace(profiled, bandwidth_bytes_per_sec=None).save(unknown)
-    for arguments, says in (
-        ((FP16, *SMALL, "--profile", str(path)), "the profile is of 4 pipeline stages and a tensor-parallel"),
-        ((FP16, *STAGES, "--profile", str(unknown)), "without --without-snapshots"),
-        ((FP16, *STAGES, "--profile", FP16), "--profile: found format None"),
-        ((write(tmp_path / "ds.json", config), *STAGES, "--profile", str(path)), "leave --profile out"),
-    ):
-        result = run(*arguments)
-        assert result.code == cli.EXIT_WRONG_USE
-        assert says in result.err
-
-
-# ---- figure ----
 
 
 def test_the_figure_is_drawn(run: Run, tmp_path: Path) -> None:
