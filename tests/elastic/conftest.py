@@ -1,0 +1,53 @@
+"""Node daemons as fixtures: a process of its own, or a thread of the test."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from reft.store.daemon import Daemon
+from reft.store.jobdir import JobDir
+from tests.elastic.daemons import answers, request_status, spawn, wait_for
+
+
+@pytest.fixture
+def job_dir(tmp_path: Path) -> JobDir:
+    return JobDir.open_or_create(tmp_path / "memory", "job", "node0", secret=b"s" * 32)
+
+
+@pytest.fixture
+def process(job_dir: JobDir) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon as the launcher starts it."""
+    daemon = spawn(job_dir)
+    wait_for(lambda: answers(job_dir), "the daemon")
+    yield daemon
+    daemon.kill()
+    daemon.wait()
+
+
+@pytest.fixture
+def run_here(job_dir: JobDir) -> Iterator[Callable[..., Daemon]]:
+    """A daemon in a thread of the test, with a writer of the test's."""
+    started: list[tuple[Daemon, threading.Thread]] = []
+
+    def start(**options: object) -> Daemon:
+        daemon = Daemon(job_dir, **options)
+        thread = threading.Thread(target=daemon.run)
+        thread.start()
+        started.append((daemon, thread))
+        # Not the one before, which answers until this one has taken the socket over.
+        began = daemon.status.snapshot()["started_unix_secs"]
+        wait_for(
+            lambda: answers(job_dir) and request_status(job_dir)["started_unix_secs"] == began, "the daemon"
+        )
+        return daemon
+
+    yield start
+    for daemon, thread in started:
+        daemon.end()
+        thread.join(60)
+        assert not thread.is_alive()
