@@ -13,7 +13,6 @@ REFT_TEST_PREFORK=0, for the suite or in a program's environment, starts program
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import os
 import socket
@@ -26,7 +25,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from reft.elastic.forks import ForkClient, ForkError, ForkingPopen, become, freeze, serve
+from reft.elastic.forks import ForkClient, ForkError, ForkingPopen, ForkRequest, become, freeze, serve
+from reft.elastic.proc_entry import ProcEntry, with_room
 from reft.elastic.script import run_module, run_script
 from reft.hook.on_import import PostImportFinder
 
@@ -49,8 +49,8 @@ PRELOADED = (
 _ROOT = Path(__file__).resolve().parents[1]
 _AT_IMPORT = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHASHSEED")
 """Variables that libraries read when they are loaded: a program that wants others is not forked."""
-_ROOM, _ROOM_BYTES = "REFT_TEST_PREFORK_ROOM", 96 * 1024
-"""Makes room, when the server is started, for the environment that the kernel shows of a forked process."""
+_ROOM_BYTES = 96 * 1024
+"""For the environments of the suite's programs."""
 HAS_DEVICE = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 """Nothing is forked there: importing DeepSpeed may make a context on the device, which no fork can use."""
 
@@ -105,7 +105,7 @@ def _server_for(env: Mapping[str, str]) -> Server | None:
 def _start_server() -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     inherited = {k: v for k, v in os.environ.items() if k not in _AT_IMPORT or k.startswith("LD_")}
-    environ = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), _ROOM: "x" * _ROOM_BYTES}
+    environ = with_room({**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}, _ROOM_BYTES)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.prefork", str(theirs.fileno())],
@@ -126,27 +126,6 @@ def _start_server() -> Server:
 
 
 # -- the server ------------------------------------------------------------------------------------
-
-
-class _Environment:
-    """What the kernel shows as the environment of this process (``/proc/PID/environ``): memory into which the
-    server's was written. A forked process writes its own there, by which it is found."""
-
-    def __init__(self) -> None:
-        # The C library's strings lie there too: from here on they lie elsewhere.
-        kept = dict(os.environ)
-        os.environ.clear()
-        kept.pop(_ROOM)
-        os.environ.update(kept)
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        self._begin, end = int(fields[47]), int(fields[48])
-        self._nbytes = end - self._begin
-
-    def show(self, environ: Mapping[str, str]) -> None:
-        shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
-        if len(shown) >= self._nbytes:
-            raise RuntimeError(f"an environment of {len(shown)} bytes, room for {self._nbytes}")
-        ctypes.memmove(self._begin, shown.ljust(self._nbytes, b"\0"), self._nbytes)
 
 
 class _Ready(MetaPathFinder, Loader):
@@ -179,7 +158,7 @@ class Forks:
     """Has imported all; becomes what it is asked for in the processes that it forks."""
 
     def __init__(self) -> None:
-        self._environment = _Environment()
+        self._entry = ProcEntry()
         self._path = [entry for entry in sys.path[1:] if entry != str(_ROOT)]
         # Scripts are to find DeepSpeed as it is, until they import reft or are launched by it.
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
@@ -200,7 +179,7 @@ class Forks:
         """Fork whenever it is asked for; in a process that was forked, run what it has to run."""
         with connection:
             # Shown before the process exists: it is found as soon as it does.
-            request, fds = serve(connection, before=lambda asked: self._environment.show(asked.env))
+            request, fds = serve(connection, before=self._show)
         argv = become(request, fds, self._path)
         if argv[0] != "-m":
             run_script(argv[0])
@@ -209,13 +188,16 @@ class Forks:
             self._serve_launcher()
         run_module(argv[1])
 
+    def _show(self, asked: ForkRequest) -> None:
+        self._entry.show([sys.executable, *asked.argv], asked.env)
+
     def _serve_launcher(self) -> None:
         """Give this launcher a server for its trainers, forked before it has threads."""
         global _server
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             ours.close()
-            self._environment.show({})  # it is none of the node's processes
+            self._entry.show(sys.orig_argv, {})  # it is none of the node's processes
             self.run(theirs)
             sys.exit()  # of a trainer that has come to its end
         theirs.close()

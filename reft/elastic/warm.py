@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from reft.elastic.forks import ForkClient, ForkError, ForkingPopen
-from reft.elastic.warm_server import SERVER, differing
+from reft.elastic.proc_entry import with_room
+from reft.elastic.warm_server import ROOM_BYTES, SERVER, differing
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class WarmTrainers:
                 [sys.executable, "-m", SERVER, str(theirs.fileno()), str(write), *modules],
                 # Asking CUDA or HIP whether there are devices makes a state that no forked process can use:
                 # so torch asks NVML, or on AMD's devices amdsmi.
-                env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ},
+                env=with_room({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ}, ROOM_BYTES),
                 pass_fds=[theirs.fileno(), write],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

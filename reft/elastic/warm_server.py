@@ -26,11 +26,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from reft.elastic import script
-from reft.elastic.forks import become, freeze, serve
+from reft.elastic.forks import ForkRequest, become, freeze, serve
+from reft.elastic.proc_entry import ProcEntry, with_room
 from reft.hook.on_import import PostImportFinder
 
 SERVER = "reft.elastic.warm_server"
 """This module, also where it is ``__main__``."""
+ROOM_BYTES = 16 * 1024
+"""For what a trainer's environment has beyond the launcher's."""
 _RANK_NAMES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -251,6 +254,7 @@ def main(argv: Sequence[str]) -> None:
     for fd in (connection.fileno(), news.fileno()):
         os.set_inheritable(fd, False)
     modules = list(dict.fromkeys(argv[2:]))
+    entry = ProcEntry()
     environ = dict(os.environ)
     # Trainers find DeepSpeed as it is, and have it hooked themselves.
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
@@ -267,7 +271,7 @@ def main(argv: Sequence[str]) -> None:
             for fd in (connection.fileno(), news.fileno()):
                 os.set_inheritable(fd, True)
             command = ["-m", SERVER, str(connection.fileno()), str(news.fileno())]
-            os.execve(sys.executable, [sys.executable, *command, *rest], environ)
+            os.execve(sys.executable, [sys.executable, *command, *rest], with_room(environ, ROOM_BYTES))
     left = {n: v for n, v in os.environ.items() if environ.get(n) != v}
     hidden = HiddenModules([n for n in sys.modules if n not in before and not _stays(n)], read, left)
     sys.meta_path.insert(0, hidden)
@@ -275,12 +279,17 @@ def main(argv: Sequence[str]) -> None:
     news.write(json.dumps({"read": sorted(set().union(*read.values()))}) + "\n")
     news.close()
     with connection:
-        request, fds = serve(connection)
+        # Shown before the process exists: it is found as soon as it does.
+        request, fds = serve(connection, before=lambda asked: entry.show(_command(asked), asked.env))
     program = become(request, fds, path)
-    cold = [sys.executable, *(["-u"] if request.unbuffered else []), *program]
-    hidden.in_trainer(request.env, cold)
+    hidden.in_trainer(request.env, _command(request))
     assert program[:2] == ["-m", "reft.elastic.script"], program
     sys.exit(script.main(program[2:]))
+
+
+def _command(request: ForkRequest) -> list[str]:
+    """That starts the trainer without this server."""
+    return [sys.executable, *(["-u"] if request.unbuffered else []), *request.argv]
 
 
 def _stays(name: str) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_WARM
+from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ReftError
 from reft.store.jobdir import STATUS_FILE, read_json
 
@@ -196,8 +196,7 @@ class LocalCluster:
         source = str(Path(__file__).resolve().parents[2])
         python_path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
         own = {"PYTHONPATH": python_path, ENV_CLUSTER: f"{self.token}:{name}"}
-        # Trainers are told apart by the environment that the kernel shows: of a forked one, its server's.
-        return {"OMP_NUM_THREADS": "1", ENV_WARM: "0", **inherited, **self.env, **own}
+        return {"OMP_NUM_THREADS": "1", **inherited, **self.env, **own}
 
     # -- failures ----------------------------------------------------------------------------------
 

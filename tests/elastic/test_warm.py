@@ -17,6 +17,7 @@ import pytest
 
 from reft.elastic.warm import imports_of
 from reft.elastic.warm_server import SERVER, differing
+from tests.elastic.cluster import cluster
 from tests.prefork import Popen
 
 DEADLINE_SECS = 240.0
@@ -33,7 +34,9 @@ import deepspeed
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 found = {{
     "early": early, "lazy": lazy, "pid": os.getpid(), "ppid": os.getppid(), "argv": sys.argv, "main": __file__,
-    "session": os.getsid(0), "warm": "reft.elastic.warm_server" in open("/proc/self/cmdline").read(),
+    "session": os.getsid(0), "warm": "reft.elastic.warm_server" in sys.orig_argv,
+    "shown": open("/proc/self/cmdline").read().split("\\0"),
+    "shown_rank": [v for v in open("/proc/self/environ").read().split("\\0") if v.startswith("RANK=")],
     "random": [random.random(), numpy.random.rand(), torch.rand(1).item()], "path": sys.path[0],
     "threads": torch.get_num_threads(), "spec": [torch.__spec__.origin, deepspeed.__spec__.origin],
     "hooked": deepspeed.initialize.__code__.co_filename, "open": open_,
@@ -112,6 +115,9 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
         assert found["threads"] == 1
         # Neither the server's end of its connection nor that of another trainer's.
         assert [fd for fd in found["open"] if fd.startswith(("socket:", "pipe:"))] == []
+    assert [found["shown_rank"] for found in (one, other)] == [["RANK=0"], ["RANK=1"]]
+    command = ["-u", "-m", "reft.elastic.script", str(tmp_path / "script.py")]
+    assert all(found["shown"][1:5] == command for found in (one, other)), one["shown"]
     # As after a start of their own, ranks draw other numbers.
     assert all(a != b for a, b in zip(one["random"], other["random"], strict=True))
 
@@ -239,3 +245,19 @@ def test_installed_packages_of_a_script_are_imported_ahead(tmp_path: Path) -> No
     assert imports_of(script) == []
     assert imports_of(tmp_path / "absent.py") == []
     assert imports_of(None) == []
+
+
+def test_forked_trainers_of_a_local_cluster_are_told_apart_and_killed(tmp_path: Path) -> None:
+    with cluster(tmp_path, "allreduce.py", "1000", nodes=1, procs_per_node=2, env={"REFT_WARM": "1"}) as made:
+        made.wait_for("start", 2)
+        trainers = made.trainers(0)
+        assert [p.pid for p in trainers] == [e["pid"] for e in sorted(made.events("start"), key=_rank_of)]
+        assert all(SERVER not in p.cmdline() for p in trainers)
+        made.kill_node(0, "process")
+        made.wait_for("start", 2, attempt=1)
+        made.finish()
+        assert made.wait(DEADLINE_SECS) == {0: 0}
+
+
+def _rank_of(event: dict[str, Any]) -> int:
+    return int(event["rank"])
