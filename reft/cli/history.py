@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
-from reft.store.history import Round, read_history
+from reft.store.history import Round, describe_parts, read_history
 from reft.store.jobdir import JobDir
 
 
@@ -32,9 +32,14 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
         Console().print(table, markup=False)
 
 
+def restarts_among(rounds: list[Round]) -> list[Round]:
+    """The rounds that followed a failure."""
+    return [r for r in rounds if r.failures or r.lost]
+
+
 def summary(rounds: list[Round]) -> str:
     """One line for ``reft status``."""
-    restarts = [r for r in rounds if r.failures or r.lost]
+    restarts = restarts_among(rounds)
     if not restarts:
         return "none"
     return f"{len(restarts)}; the last: {why(restarts[-1])}"
@@ -54,6 +59,5 @@ def _cells(row: Round) -> tuple[str, str, str]:
         resumed = f"step {row.resumed_step} ({row.resumed_from})"
         if (lost := row.newest_step - (row.resumed_step or 0)) > 0:
             resumed += f"; {lost} committed steps were lost"
-    parts = ", ".join(f"{name.replace('_', ' ')} {secs:.1f}" for name, secs in row.secs.items())
     ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
-    return why(row) + ended, resumed, parts
+    return why(row) + ended, resumed, describe_parts(row.secs)

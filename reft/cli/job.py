@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from reft.cli.history import summary
+from reft.cli.history import restarts_among, summary
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.cli.protect import describe
 from reft.errors import ReftError
@@ -83,13 +83,15 @@ def _node_status(path: Path) -> dict[str, Any]:
     """The daemon's last word, and whether it still runs."""
     directory = JobDir.open(path)
     daemon = read_json(path / "daemon.json")
+    rounds = read_history(path)
     return {
         "job_id": directory.job_id,
         "node": directory.node,
         "memory": str(path),
         "daemon_runs": daemon is not None and is_running(daemon),
         "status": directory.read_status(),
-        "restarts": summary(read_history(path)),
+        "restarts": summary(rounds),
+        "last_recovery": restarts[-1].to_json() if (restarts := restarts_among(rounds)) else None,
         "protection": None if (record := read_record(path)) is None else record.to_json(),
     }
 

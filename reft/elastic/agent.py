@@ -75,6 +75,9 @@ class Observer:
     def round_formed(self, agreement: Agreement) -> None:
         """All nodes are there; the trainers start after this."""
 
+    def failure_seen(self) -> None:
+        """A trainer of this node has failed; the others are still to be ended."""
+
     def round_over(self) -> None:
         """The trainers have failed, or restart for another reason."""
 
@@ -352,6 +355,8 @@ class ReftAgent(LocalElasticAgent):
         """Trainers that failed by themselves, once it is clear whose fault it was."""
         deadline = time.monotonic() + _SETTLE_SECS
         failures = self._failures()
+        if failures:
+            self._observer.failure_seen()
         while failures and time.monotonic() < deadline:
             ended = [f for f in failures.values() if f.exit_code is not None]
             if len(ended) == self._spec.local_world_size or any(f.cause in _OWN_CAUSES for f in ended):

@@ -126,6 +126,7 @@ class Launcher(Observer):
         self._warm: WarmTrainers | None = None
         self._ended_well = False
         self._before: Agreement | None = None
+        self._failed_at: float | None = None
         self._over_at: float | None = None
 
     # -- observer ----------------------------------------------------------------------------------
@@ -166,9 +167,14 @@ class Launcher(Observer):
             lost=before.nodes_without(agreement.members),
             joined=agreement.nodes_without(before.members),
             newest_step=agreement.known_step,
-            gathering_secs=None if self._over_at is None else time.time() - self._over_at,
+            gathering_secs=_between(self._over_at, time.time()),
+            ending_secs=_between(self._failed_at, self._over_at),
+            failed_unix_secs=self._failed_at,
         )
-        self._before, self._over_at = agreement, None
+        self._before, self._over_at, self._failed_at = agreement, None, None
+
+    def failure_seen(self) -> None:
+        self._failed_at = self._failed_at or time.time()
 
     def round_over(self) -> None:
         self._over_at = time.time()
@@ -354,6 +360,11 @@ class Launcher(Observer):
 
     def _name(self) -> str:
         return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)
+
+
+def _between(began: float | None, ended: float | None) -> float | None:
+    """Seconds, as a clock that may be set meanwhile tells them; None where one is not known."""
+    return None if began is None or ended is None else max(0.0, ended - began)
 
 
 def main(argv: Sequence[str]) -> int:

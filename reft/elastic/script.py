@@ -27,6 +27,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
+from reft.hook import marks
 from reft.hook.on_import import hook_deepspeed
 from reft.refusal import EX_REFUSED, is_refusal, say, write_error_file
 
@@ -168,6 +169,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m reft.elastic.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2
     die_with_launcher()
+    marks.mark(marks.BEGAN)
     hook_deepspeed()
     if argv[0] == "-m":
         name = argv[1]

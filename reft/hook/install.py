@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reft.env import ENV_PROFILE
+from reft.hook import marks
 from reft.naming import BLOCK_NAME
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def install() -> None:
         return _initialize(original, args, kwargs)
 
     deepspeed.initialize = initialize
+    deepspeed.init_distributed = deepspeed.comm.init_distributed = _timed(deepspeed.init_distributed)
     setattr(deepspeed, _INSTALLED, True)
     if _is_likely_wanted():
         _prepare()
@@ -68,7 +70,9 @@ def _initialize(
 ) -> Any:
     if _has_block(_config_among(original, args, kwargs)):
         _prepare()
+    marks.mark(marks.ENGINE)
     result = original(*args, **kwargs)
+    marks.mark(marks.BUILT)
     engine = result[0]
     if _has_block(ds_config_of(engine)):
         from reft.config import load_config
@@ -80,6 +84,18 @@ def _initialize(
         ):
             attach(engine, client_state=client_state)
     return result
+
+
+def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_distributed(*args: Any, **kwargs: Any) -> Any:
+        marks.mark(marks.GROUPS)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            marks.mark(marks.GROUPED)
+
+    return init_distributed
 
 
 def _has_block(config: Any) -> bool:

@@ -9,6 +9,7 @@ import time
 from typing import Any, NoReturn
 
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
+from reft.hook import marks
 from reft.hook.completing import completing, is_still_protected
 from reft.hook.coordinates import local_rank
 from reft.hook.job import noted_commit
@@ -60,7 +61,10 @@ class MemoryRung:
             faults=session.faults,
             completing=completing(session),
         )
-        return recovery, recovery.survey()
+        marks.mark(marks.SURVEY)
+        plan = recovery.survey()
+        marks.mark(marks.AGREED)
+        return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
         """Refuse what another job left, or this one with other settings. Collective.
@@ -204,9 +208,16 @@ class MemoryRung:
     def report(self, source: str, began: float) -> None:
         """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
-        self.note(history.RESUMED, source=source, step=step, secs=secs)
+        self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
         if self._session.is_rank_zero:
             logger.warning("resumed at step %d from %s in %.2f s", step, source, secs)
+
+    def made_first_step(self) -> None:
+        """The first step of this life has been made: the recovery, if it was one, is over."""
+        self.note(history.STEPPED)
+        job_dir, events = self._session.memory.job_dir.path, self._session.events
+        if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
+            events.write("recovered", **rounds[-1].to_json())
 
     def note(self, event: str, **facts: Any) -> None:
         """Enter it into the history of the job on this node."""

@@ -23,7 +23,6 @@ from reft.hook.session import Session
 from reft.hook.start_checks import conditional_loads, require_first_version, warn, what_begins_anew
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import RecoveryOutcome
-from reft.store import history
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Restorer:
         if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True
-        self._memory.note(history.STEPPED)
+        self._memory.made_first_step()
         text = self._engine.data.advice()
         if session.copying.variant is Variant.NONE:
             return

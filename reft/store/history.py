@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +43,21 @@ def note(job_dir: Path, event: str, **facts: Any) -> None:
         logger.warning("the restart history in %s cannot be written: %s", job_dir, error)
 
 
+PARTS = {
+    "ending": "until the launcher, which had seen a trainer fail, had ended the others",
+    "gathering": "until all nodes were there",
+    "starting": "until the script began: the trainer is forked, or started and imports what reft needs",
+    "script": "what the script does until it has an engine: imports, the model; without process groups",
+    "groups": "init_distributed: the process groups",
+    "engine": "deepspeed.initialize, without process groups",
+    "joining": "until memory is looked at: reft's own start, and what the script does before it loads",
+    "agreeing": "until all ranks agree on what is restored",
+    "transfer": "until the state is restored, and protected again",
+    "first_step": "until the first step was made",
+}
+"""Of an interruption, in their order."""
+
+
 @dataclass
 class Round:
     """One start of the trainers.
@@ -57,8 +72,9 @@ class Round:
         newest_step: newest committed step that a node knew of; -1: none.
         resumed_from: ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet.
         resumed_step: step that it went on from.
-        secs: parts of the interruption: ``gathering`` (from the end of the round before until all nodes were
-            there), ``starting`` (until the load), ``loading``, ``first_step`` (until it was made).
+        secs: parts of the interruption, one after the other, by the wall clock of this node; see
+            :data:`PARTS`. What nobody has seen is missing.
+        failed_unix_secs: when the launcher saw that a trainer of the round before had failed; None: none had.
         ended: what the launcher said when the job ended in this round.
     """
 
@@ -72,6 +88,7 @@ class Round:
     resumed_from: str | None = None
     resumed_step: int | None = None
     secs: dict[str, float] = field(default_factory=dict)
+    failed_unix_secs: float | None = None
     ended: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -92,12 +109,15 @@ class _Started(_Event):
     joined: list[str]
     newest_step: int
     gathering_secs: _Secs | None = None
+    ending_secs: _Secs | None = None
+    failed_unix_secs: _Secs | None = None
 
 
 class _Resumed(_Event):
     source: str
     step: int
     secs: _Secs
+    times: dict[str, _Secs] = Field(default_factory=dict)
 
 
 class _Ended(_Event):
@@ -105,6 +125,11 @@ class _Ended(_Event):
 
 
 _EVENTS: dict[str, type[_Event]] = {STARTED: _Started, RESUMED: _Resumed, STEPPED: _Event, ENDED: _Ended}
+
+
+def describe_parts(secs: Mapping[str, float]) -> str:
+    """The parts of an interruption, for people."""
+    return ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in secs.items())
 
 
 def read_history(job_dir: Path) -> list[Round]:
@@ -122,24 +147,43 @@ def _rounds_of(events: Iterable[_Event]) -> list[Round]:
     for event in events:
         at = event.unix_secs
         if isinstance(event, _Started):
-            told = event.model_dump(include={"round", "nodes", "failures", "lost", "joined", "newest_step"})
+            told = event.model_dump(exclude={"unix_secs", "gathering_secs", "ending_secs"})
             rounds.append(Round(unix_secs=at, **told))
             resumed_at = 0.0
-            if event.gathering_secs is not None:
-                rounds[-1].secs["gathering"] = event.gathering_secs
+            for name, secs in (("ending", event.ending_secs), ("gathering", event.gathering_secs)):
+                if secs is not None:
+                    rounds[-1].secs[name] = secs
         elif not rounds:
             continue
         elif isinstance(event, _Resumed):
             last = rounds[-1]
             last.resumed_from, last.resumed_step = event.source, event.step
-            last.secs["loading"] = event.secs
-            last.secs["starting"] = max(0.0, at - last.unix_secs - event.secs)
+            last.secs |= _parts(last.unix_secs, event)
             resumed_at = at
         elif isinstance(event, _Ended):
             rounds[-1].ended = event.reason
         elif resumed_at:
             rounds[-1].secs["first_step"] = at - resumed_at
     return rounds
+
+
+def _parts(formed: float, event: _Resumed) -> dict[str, float]:
+    """What lies between the moment in which all nodes were there and that of ``event``."""
+    ends = {"starting": "began", "script": "engine", "engine": "built", "joining": "survey"}
+    secs, since = {}, formed
+    for part, end in (*ends.items(), ("agreeing", "agreed")):
+        if end in event.times:
+            secs[part] = max(0.0, event.times[end] - since)
+            since = max(since, event.times[end])
+    secs["transfer"] = max(0.0, event.unix_secs - since)
+    if {"groups", "grouped"} <= event.times.keys():
+        groups, grouped = event.times["groups"], event.times["grouped"]
+        secs["groups"] = max(0.0, grouped - groups)
+        for part in ("script", "engine", "joining"):
+            if part in secs and groups < event.times[ends[part]]:
+                secs[part] = max(0.0, secs[part] - secs["groups"])
+                break
+    return {part: secs[part] for part in PARTS if part in secs}
 
 
 def _decoded(lines: Iterable[str]) -> Iterable[_Event]:

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reft.store.history import PARTS
+
 REPORT = "report.json"
 _MARK = "REFT_TEST_DEMO"
 _TIMEOUT_SECS = 560.0
@@ -99,6 +101,11 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     assert origin["copy"] > 0, "the lost node's own shards come from redundant copies"
     assert origin["disk"] == 0
     assert 0 < recovery["load_secs"] < recovery["failure_to_step_secs"]
+    parts = recovery["failure_to_step"]
+    assert list(parts) == ["detection", *PARTS]
+    assert sum(parts.values()) <= recovery["failure_to_step_secs"] + 1.0, (
+        "parts of the same time, on one host"
+    )
     assert report["snapshots"]["committed"] >= 10
     assert session.left() == []
 

@@ -77,6 +77,9 @@ def disturbed(tmp_path: Path) -> Recorder:
     origin = {"version": 3, "incarnation": 1, "source": "memory"}
     recorder.restored(0, 20, 111.0, 0.5, bytes_from={"local": 700, "copy": 0, "peer": 0}, **origin)
     recorder.restored(1, 21, 111.0, 0.8, bytes_from={"local": 0, "copy": 300, "peer": 200}, **origin)
+    for rank, (failed, time) in enumerate([(104.9, 114.0), (105.0, 114.1)]):
+        secs = {"ending": 1.0, "first_step": time - failed - 1.0}
+        recorder.write("reft", rank, 20 + rank, "recovered", time, failed_unix_secs=failed, secs=secs)
     for rank in (0, 1):
         recorder.commit(rank, 20 + rank, 3, 111.5, taken=1, stall=0.030)
         for step in range(4, STEPS + 1):
@@ -100,6 +103,8 @@ def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed, re
     assert recovery.lost_steps == 1, "step 4 had been done, but only step 3 was committed"
     assert recovery.load_secs == 0.8, "the slowest rank"
     assert recovery.failure_to_step_secs == pytest.approx(114.1 - 104.5), "done on all ranks"
+    parts = {"detection": 0.5, "ending": 1.0, "first_step": 8.1}
+    assert recovery.failure_to_step == pytest.approx(parts), "of the node that took longest"
     assert recovery.bytes_from == {"local": 700, "copy": 300, "peer": 200, "parity": 0, "disk": 0}
 
 
@@ -124,6 +129,7 @@ def test_json_holds_the_agreed_keys(disturbed, reference):
     assert data["layout"]["dp"] == 2
     assert {"step": 4, "node": 1, "kind": "node"}.items() <= data["failures"][0].items()
     wanted = {"source", "version", "lost_steps", "load_secs", "failure_to_step_secs", "bytes_from"}
+    wanted |= {"failure_to_step"}
     assert wanted <= data["recoveries"][0].keys()
     wanted = {"taken", "committed", "skipped", "bytes_per_rank", "stall_secs_median"}
     assert wanted <= data["snapshots"].keys()

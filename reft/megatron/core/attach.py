@@ -35,7 +35,6 @@ from reft.load.recover import RecoveryOutcome
 from reft.megatron.core.engine import MegatronEngine
 from reft.megatron.core.support import check_release
 from reft.megatron.core.weave import MegatronWeaver
-from reft.store import history
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class MegatronProtection:
             self.session.after_step()
             if not self._said:
                 self._said = True
-                self._memory.note(history.STEPPED)
+                self._memory.made_first_step()
                 self._advise()
         self._trains = True
         self.session.state.restored_client = None

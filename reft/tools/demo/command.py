@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from reft.errors import ConfigError
+from reft.store.history import describe_parts
 from reft.tools.demo.display import Screen, make_screen
 from reft.tools.demo.history import History
 from reft.tools.demo.job import Job
@@ -208,6 +209,7 @@ def _recovery_text(recovery: Recovery) -> str:
     return (
         f"recovery: {resumed}, {recovery.lost_steps} step(s) lost, loaded in {recovery.load_secs:.2f} s"
         + (f"; the next step was done {after}failure" if after else "; NO failure had been made")
+        + (f" ({describe_parts(recovery.failure_to_step)})" if recovery.failure_to_step else "")
     )
 
 

@@ -17,8 +17,8 @@ class Event:
     """One line of an event file.
 
     Attributes:
-        kind: ``attached``, ``ready``, ``step``, ``commit``, ``skip``, ``restored``, ``closed``; of
-            launchers ``launcher`` and ``round``.
+        kind: ``attached``, ``ready``, ``step``, ``commit``, ``skip``, ``restored``, ``recovered``,
+            ``closed``; of launchers ``launcher`` and ``round``.
         time: Unix seconds.
         rank: global rank; -1: a launcher.
         pid: of the process that wrote it.
@@ -83,6 +83,7 @@ class Incarnation:
         steps: times at which each step was done, by rank.
         losses: of the steps done in it, as ``float.hex``.
         restored: ``restored`` events by rank.
+        recovered: ``recovered`` events, by node: the parts of the recovery.
         committed: versions committed.
         skipped: causes of versions given up, by step.
         counters: newest counters of every rank.
@@ -97,6 +98,7 @@ class Incarnation:
     steps: dict[int, dict[int, float]] = field(default_factory=dict)
     losses: dict[int, str] = field(default_factory=dict)
     restored: dict[int, Event] = field(default_factory=dict)
+    recovered: dict[str, Event] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
     skipped: dict[int, str] = field(default_factory=dict)
     counters: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -195,6 +197,8 @@ class History:
                 self.losses.setdefault(fields["step"], []).append(fields["loss_hex"])
         elif event.kind == "restored":
             life.restored[event.rank] = event
+        elif event.kind == "recovered":
+            life.recovered[life.nodes[event.rank]] = event
         elif event.kind == "commit":
             life.committed.add(fields["step"])
             self._count(life, event)

@@ -46,6 +46,9 @@ class Recovery:
         failure_to_step_secs: from the failure to the first step done after it; None: no failure was
             made.
         bytes_from: bytes restored by source, all ranks together.
+        failure_to_step: the same in its parts, in seconds, as the node saw it that had waited for longest
+            when it made the first step: ``detection`` (until its launcher saw that a trainer had failed) and
+            those of :data:`reft.store.history.PARTS`. Empty: no node that saw the failure is left.
     """
 
     source: str
@@ -54,6 +57,7 @@ class Recovery:
     load_secs: float
     failure_to_step_secs: float | None
     bytes_from: Mapping[str, int]
+    failure_to_step: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,20 @@ def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -
                 load_secs=max((float(fields["secs"]) for fields in events), default=0.0),
                 failure_to_step_secs=done - min(since) if since else None,
                 bytes_from=bytes_from,
+                failure_to_step=_parts(life, min(since)) if since else {},
             )
         )
     return tuple(found)
+
+
+def _parts(life: Incarnation, failed_at: float) -> dict[str, float]:
+    """Of the time from the failure to the first step."""
+    seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
+    if not seen:
+        return {}
+    last = max(seen, key=lambda event: event.time)
+    detection = max(0.0, float(last.fields["failed_unix_secs"]) - failed_at)
+    return {"detection": detection, **{name: float(secs) for name, secs in last.fields["secs"].items()}}
 
 
 def loss_difference(history: History, reference: History, steps: int) -> float | None:
