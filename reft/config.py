@@ -248,6 +248,12 @@ class ReftConfig(_Block):
         "time, until there is room again; null means 1/64 of the memory directory's file system, at most "
         "1 GiB",
     )
+    transport: Literal["sockets", "mpi"] = Field(
+        "sockets",
+        description="what carries votes, blocks and recoveries between ranks: 'sockets', authenticated "
+        "connections of reft's own, or 'mpi', the fabric of the MPI job that 'reft mpi-run' runs in (needs "
+        "the extra reft-ckpt[mpi]); never chosen by itself",
+    )
     commit_timeout_secs: float = Field(
         1800.0, gt=0, description="give up on a commit when a peer is silent for so long"
     )

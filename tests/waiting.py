@@ -46,6 +46,8 @@ _METHODS = frozenset(
         "broadcast_object_list",
         "reduce_scatter",
         "isend",
+        "Recv",
+        "Create_group",
         "irecv",
         "batch_isend_irecv",
         "TCPStore",

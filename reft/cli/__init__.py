@@ -38,6 +38,7 @@ class Command:
 
 COMMANDS = {
     "launch": Command("reft.elastic.usage", "main", "torchrun with reft: start this node's trainers", True),
+    "mpi-run": Command("reft.elastic.mpi_run", "main", "a training process under mpiexec or srun", True),
     "rendezvous": Command("reft.elastic.rendezvous", "main", "serve the store where nodes meet", True),
     "hook": Command("reft.cli.hook", "hook_app", "heed the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),

@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reft.comm.overlay import Overlay, connect, shared_secret
-from reft.comm.peers import Buffers, Inflow
+from reft.comm.overlay import SocketCarrier, shared_secret
 from reft.comm.silence import OnSilence
+from reft.comm.transport import Buffers, Bytes, Carrier, Inflow, Transport, no_silence
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.mac import authenticate, check_authentic
 
+SOCKETS, MPI = "sockets", "mpi"
+"""What can carry the control plane: ``transport`` of the block."""
 _MESSAGE = b"reft-message-1"
+_GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
 
 
@@ -63,6 +67,7 @@ class ControlGroup:
         timeout_secs: how long a silent peer is waited for.
         node: the node that this rank runs on; by default its host.
         secret: what ranks prove to each other; None: the first one writes one to torch's store.
+        transport: what carries it, ``sockets`` or ``mpi``.
 
     Attributes:
         on_silence: told, beside the log, whose answer is missing for long.
@@ -70,11 +75,19 @@ class ControlGroup:
     Raises:
         TransferError: a peer did not come in time, or cannot be reached.
         AuthenticationError: a peer has another secret.
+        ConfigError: MPI cannot be used here; says what is missing.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, timeout_secs: float, *, node: str | None = None, secret: bytes | None = None) -> None:
+    def __init__(
+        self,
+        timeout_secs: float,
+        *,
+        node: str | None = None,
+        secret: bytes | None = None,
+        transport: str = SOCKETS,
+    ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_secs = timeout_secs
@@ -86,33 +99,48 @@ class ControlGroup:
         self._secret = secret or shared_secret(
             self._store, f"{self._prefix}/secret", lambda: secrets.token_bytes(32)
         )
-        self.on_silence: OnSilence = lambda missing, secs: None
-        self._epoch = 0
-        self._overlay: Overlay | None = None
+        self.on_silence: OnSilence = no_silence
+        self._kind = transport
+        self._carrier = self._make_carrier()
+        self._transport: Transport | None = None
         self._connect(lambda: True)
 
-    def _connect(self, go_on: Callable[[], bool]) -> None:
-        self._overlay = connect(
+    def _make_carrier(self) -> Carrier:
+        if self._kind == MPI:
+            from reft.comm.mpi import MpiCarrier  # mpi4py starts MPI when it is imported
+
+            return MpiCarrier(self.rank, self.world_size, self._node, self.timeout_secs)
+        return SocketCarrier(
             self._store,
-            f"{self._prefix}/{self._epoch}",
+            self._prefix,
             rank=self.rank,
             world_size=self.world_size,
             node=self._node,
             secret=self._secret,
-            timeout_secs=self.timeout_secs,
-            go_on=go_on,
-            on_silence=self._silent,
         )
+
+    def _connect(self, go_on: Callable[[], bool]) -> None:
+        self._transport = self._carrier.open(self.timeout_secs, go_on, self._silent)
 
     def _silent(self, missing: list[str], secs: float) -> None:
         self.on_silence(missing, secs)
 
     @property
-    def _connections(self) -> Overlay:
-        if self._overlay is None:
+    def _connections(self) -> Transport:
+        if self._transport is None:
             raise TransferError("this rank has left the control plane, or its job is closed")
-        self._overlay.tree.timeout_secs = self._overlay.peers.timeout_secs = self.timeout_secs
-        return self._overlay
+        self._transport.timeout_secs = self.timeout_secs
+        return self._transport
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether :meth:`xor` is left to the fabric."""
+        return self._connections.adds_up
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has handed to others over the connections that it has now, by what for."""
+        return dict(self._connections.sent)
 
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
         """The connections of the snapshot worker. Collective, in the same order on all ranks.
@@ -120,7 +148,9 @@ class ControlGroup:
         Args:
             secret: the job's; None: that of this group.
         """
-        worker = WorkerControl(self.timeout_secs, node=self._node, secret=secret or self._secret)
+        worker = WorkerControl(
+            self.timeout_secs, node=self._node, secret=secret or self._secret, transport=self._kind
+        )
         worker.on_silence = self.on_silence
         return worker
 
@@ -129,8 +159,12 @@ class ControlGroup:
 
         Raises:
             TransferError: a peer is gone.
+            AuthenticationError: what came over MPI does not carry the job's secret; sockets see to that.
         """
-        return self._connections.tree.gather(data)
+        if self._kind != MPI:
+            return self._connections.gather(data)
+        told = self._connections.gather(authenticate(data, self._secret, _GATHERED))
+        return [check_authentic(body, self._secret, _GATHERED) for body in told]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """All-gather a list of integers of 64 bits; entry r is what rank r gave.
@@ -147,7 +181,7 @@ class ControlGroup:
         Raises:
             TransferError: a peer is gone.
         """
-        return [not value for value in self._connections.tree.reduce_min([not yes for yes in said])]
+        return [not value for value in self._connections.reduce_min([not yes for yes in said])]
 
     def swap(self, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
         """Give every peer its message and take the one it has for this rank. Collective among these.
@@ -198,13 +232,27 @@ class ControlGroup:
         receives: Mapping[int, Inflow],
         wake: socket.socket | None = None,
     ) -> None:
-        """As :meth:`exchange`, where there may be no room yet for what comes; see :meth:`Peers.stream`.
+        """As :meth:`exchange`, where there may be no room yet for what comes; see :meth:`Transport.stream`.
 
         Raises:
             PeerLostError: a peer vanished.
         """
+        with self._in_step():
+            self._connections.stream(sends, receives, wake)
+
+    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
+        """Add up what ``ranks`` give each other; see :meth:`Transport.xor`. Collective among them.
+
+        Raises:
+            PeerLostError: a peer vanished.
+        """
+        with self._in_step():
+            return self._connections.xor(parts, ranks)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
         try:
-            self._connections.peers.stream(sends, receives, wake)
+            yield
         except BaseException as error:
             # Some pairs have moved a part of their bytes: only new connections are in step again.
             self.leave()
@@ -217,9 +265,9 @@ class ControlGroup:
 
     def leave(self) -> None:
         """Close this rank's connections: its neighbours hear of it now, the others through them."""
-        overlay, self._overlay = self._overlay, None
-        if overlay is not None:
-            overlay.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
 
 class WorkerControl(ControlGroup):
@@ -235,7 +283,6 @@ class WorkerControl(ControlGroup):
             TransferError: a peer did not come in time, or cannot be reached.
         """
         self.leave()
-        self._epoch += 1
         self._connect(go_on)
 
     def vote(self, ballot: Ballot, version: int) -> Ballot:
@@ -259,7 +306,7 @@ class WorkerControl(ControlGroup):
             version,
             -version,
         ]
-        result = self._connections.tree.reduce_min(word)
+        result = self._connections.reduce_min(word)
         ok, stop, relayout, interval, order, late, rung, lowest, highest = result
         if lowest != -highest:
             raise TransferError(

@@ -7,14 +7,16 @@ fixed number of questions, however many ranks there are. Places in the tree are 
 from __future__ import annotations
 
 import logging
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from reft.comm.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.comm.peers import Peers
 from reft.comm.silence import OnSilence, log
+from reft.comm.transport import Bytes, Inflow, no_silence, xor_by_stream
 from reft.comm.tree import Tree, children_of, parent_of
 from reft.errors import AuthenticationError, TransferError
 from reft.store.wire import Channel
@@ -35,17 +37,68 @@ class Store(Protocol):
 
 
 class Overlay:
-    """One rank's connections to the others.
+    """One rank's connections to the others: a :class:`~reft.comm.transport.Transport` over sockets.
 
     Attributes:
         tree: for collectives.
         peers: for bytes between pairs.
     """
 
+    adds_up = False
+
     def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
         self.tree = tree
         self.peers = peers
         self._reception = reception
+
+    @property
+    def timeout_secs(self) -> float:
+        return self.tree.timeout_secs
+
+    @timeout_secs.setter
+    def timeout_secs(self, secs: float) -> None:
+        self.tree.timeout_secs = self.peers.timeout_secs = secs
+
+    @property
+    def patience_secs(self) -> float:
+        return self.tree.patience_secs
+
+    @patience_secs.setter
+    def patience_secs(self, secs: float) -> None:
+        self.tree.patience_secs = self.peers.patience_secs = secs
+
+    @property
+    def on_silence(self) -> OnSilence:
+        return self.tree.on_silence
+
+    @on_silence.setter
+    def on_silence(self, told: OnSilence) -> None:
+        self.tree.on_silence = self.peers.on_silence = told
+
+    @property
+    def sent(self) -> dict[str, int]:
+        return {"pairs": self.peers.sent_bytes}
+
+    @sent.setter
+    def sent(self, counted: dict[str, int]) -> None:
+        self.peers.sent_bytes = counted["pairs"]
+
+    def reduce_min(self, values: Sequence[int]) -> list[int]:
+        return self.tree.reduce_min(values)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self.tree.gather(data)
+
+    def stream(
+        self,
+        sends: Mapping[int, Sequence[memoryview]],
+        receives: Mapping[int, Inflow],
+        wake: socket.socket | None = None,
+    ) -> None:
+        self.peers.stream(sends, receives, wake)
+
+    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
+        return xor_by_stream(self, parts, ranks, self._reception.endpoint.rank)
 
     def close(self) -> None:
         """End all connections and take no more."""
@@ -68,7 +121,7 @@ def connect(
     secret: bytes,
     timeout_secs: float,
     go_on: GoOn = _always,
-    on_silence: OnSilence = lambda missing, secs: None,
+    on_silence: OnSilence = no_silence,
 ) -> Overlay:
     """Connect this rank with the others. Collective.
 
@@ -97,8 +150,44 @@ def connect(
         log(missing, secs, level)
         on_silence(missing, secs)
 
-    overlay.tree.on_silence = overlay.peers.on_silence = say
+    overlay.on_silence = say
     return overlay
+
+
+class SocketCarrier:
+    """Makes overlays, each under a prefix of its own in the store.
+
+    Args:
+        store, rank, world_size, node, secret: as for :func:`connect`.
+        prefix: of the prefixes.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, *, rank: int, world_size: int, node: str, secret: bytes
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+        self._node = node
+        self._secret = secret
+        self._opened = 0
+
+    def open(self, timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Overlay:
+        """See :meth:`reft.comm.transport.Carrier.open`."""
+        prefix = f"{self._prefix}/{self._opened}"
+        self._opened += 1
+        return connect(
+            self._store,
+            prefix,
+            rank=self._rank,
+            world_size=self._world_size,
+            node=self._node,
+            secret=self._secret,
+            timeout_secs=timeout_secs,
+            go_on=go_on,
+            on_silence=on_silence,
+        )
 
 
 def _connect(

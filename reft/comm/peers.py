@@ -14,52 +14,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
 
 from reft.comm.links import PEER_ENDED, Endpoint, Reception, ended
 from reft.comm.silence import PATIENCE_SECS, OnSilence, Silence
+from reft.comm.transport import Buffers, Inflow, no_silence, not_empty
 from reft.store.wire import Channel
 
 _KIND = "pair"
 _MOST_VIEWS = 64
 """Buffers of one call of ``sendmsg`` or ``recvmsg_into``."""
 _MOST_WAKES = 4096
-
-
-class Inflow(Protocol):
-    """Where the bytes of one peer go. Asked by the thread that reads them."""
-
-    def room(self) -> Sequence[memoryview]:
-        """Flat buffers to fill after those that were given before, in order; empty: none now."""
-        ...
-
-    def filled(self, count: int) -> None:
-        """The next so many of them are full."""
-        ...
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more is to come."""
-        ...
-
-
-class Buffers:
-    """Room that is there from the start."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._left = len(views := _not_empty(views))
-        self._views: Sequence[memoryview] = views
-
-    def room(self) -> Sequence[memoryview]:
-        views, self._views = self._views, ()
-        return views
-
-    def filled(self, count: int) -> None:
-        self._left -= count
-
-    @property
-    def complete(self) -> bool:
-        return not self._left
 
 
 class Peers:
@@ -84,8 +48,9 @@ class Peers:
         self._watched = watched
         self.timeout_secs = timeout_secs
         self.patience_secs = PATIENCE_SECS
-        self.on_silence: OnSilence = lambda missing, secs: None
+        self.on_silence: OnSilence = no_silence
         self._pairs: dict[int, Channel] = {}
+        self.sent_bytes = 0
 
     @property
     def links(self) -> tuple[Channel, ...]:
@@ -97,27 +62,16 @@ class Peers:
         receives: Mapping[int, Inflow],
         wake: socket.socket | None = None,
     ) -> None:
-        """Send to peers and receive from peers, all at once. Both sides of a pair name it in the same call.
-        What there is no room for yet waits at the sender.
-
-        Args:
-            sends: per rank, flat bytes to send.
-            receives: per rank, where what it sends goes.
-            wake: becomes readable when an inflow that had no room may have some.
-
-        Raises:
-            OSError: a peer is gone, or silent.
-            EOFError: a peer is gone.
-            AuthenticationError: a peer has another secret.
-        """
+        """See :meth:`reft.comm.transport.Transport.stream`."""
         deadline = time.monotonic() + self.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
         pairs = {peer: self._pair(peer, deadline) for peer in peers}
         flows = [
-            _Flow(pairs[peer], _not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
+            _Flow(pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
             for peer in peers
         ]
         self._move(flows, wake)
+        self.sent_bytes += sum(len(view) for views in sends.values() for view in views)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
         if peer not in self._pairs:
@@ -211,20 +165,16 @@ class _Flow:
             nbytes = self.connection.recvmsg_into(islice(self._into, _MOST_VIEWS))[0]
             if not nbytes:
                 raise EOFError("a peer closed its connection")
-            if full := _advance(self._into, nbytes):
+            if full := advance(self._into, nbytes):
                 self._inflow.filled(full)
         elif event & PEER_ENDED:
             raise EOFError("a peer closed its connection")
         if self._out and event & select.POLLOUT:
             with suppress(BlockingIOError):
-                _advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
+                advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
 
 
-def _not_empty(views: Sequence[memoryview]) -> list[memoryview]:
-    return [view for view in views if len(view)]
-
-
-def _advance(views: deque[memoryview], nbytes: int) -> int:
+def advance(views: deque[memoryview], nbytes: int) -> int:
     """Take ``nbytes`` that were moved off the front; how many views that ended."""
     done = 0
     while views and nbytes >= len(views[0]):

@@ -169,6 +169,11 @@ def main(argv: list[str]) -> int:
         print("usage: python -m reft.elastic.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2
     die_with_launcher()
+    return run(argv)
+
+
+def run(argv: list[str]) -> int:
+    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does."""
     marks.mark(marks.BEGAN)
     hook_deepspeed()
     if argv[0] == "-m":

@@ -61,16 +61,22 @@ class TrainerStore:
             TimeoutError, StoreError: the first node did not say where it serves.
         """
         if group_rank:
-            return cls._relay(store.get(_ENDPOINT_KEY).decode(), secret)
-        served = cls._serve()
+            return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret)
+        served = cls.serve()
         if nodes > 1:
             host = local_addr or _own_address(store)
-            served._door = Door(listen(host, 0, "--local-addr"), secret, PURPOSE, served._pass_on)
-            store.set(_ENDPOINT_KEY, format_endpoint(host, served._door.port))
+            port = served.open_door(listen(host, 0, "--local-addr"), secret)
+            store.set(_ENDPOINT_KEY, format_endpoint(host, port))
         return served
 
+    def open_door(self, listener: socket.socket, secret: bytes) -> int:
+        """Let the relays of the other nodes in; the port where they knock."""
+        self._door = Door(listener, secret, PURPOSE, self._pass_on)
+        return self._door.port
+
     @classmethod
-    def _serve(cls) -> TrainerStore:
+    def serve(cls) -> TrainerStore:
+        """Serve it to this host alone."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         listener = listen(LOOPBACK, 0)
@@ -82,7 +88,8 @@ class TrainerStore:
         return served
 
     @classmethod
-    def _relay(cls, endpoint: str, secret: bytes) -> TrainerStore:
+    def relay(cls, endpoint: str, secret: bytes) -> TrainerStore:
+        """Relay this node's trainers to the node that serves it."""
         listener = listen(LOOPBACK, 0)
         relay = cls(int(listener.getsockname()[1]))
         relay._listener = listener

@@ -24,7 +24,12 @@ logger = logging.getLogger(__name__)
 
 def open_control(config: ReftConfig) -> ControlGroup:
     """Connect this rank with the others. Collective."""
-    return ControlGroup(config.commit_timeout_secs, node=Place.here().node, secret=secret_of_environment())
+    return ControlGroup(
+        config.commit_timeout_secs,
+        node=Place.here().node,
+        secret=secret_of_environment(),
+        transport=config.transport,
+    )
 
 
 def gather_topology(

@@ -68,6 +68,7 @@ class Decoder:
         self._pool = Pool(kept_bytes)
         self._stripes: list[tuple[int, Stripe]] = []
         self._uses: dict[BlockKey, Stripe] = {}
+        self._stripe_of: dict[BlockKey, Stripe] = {}
         self._checksums: dict[int, tuple[int, ...]] = {}
         self._sealed = False
         self._lock = threading.Lock()
@@ -92,6 +93,7 @@ class Decoder:
             stripe = Stripe(lost, memory[start:stop], self._pool)
             self._stripes.append((start, stripe))
             self._uses.update(dict.fromkeys(stripe.keys, stripe))
+            self._stripe_of.update({block.key: stripe for block in lost})
 
     def room_for(self, fetch: Fetch) -> Bytes | None:
         """Where to receive a block, so that it need not be copied; None: anywhere."""
@@ -112,6 +114,10 @@ class Decoder:
                 self._checksums[fetch.key.member] = unpack_checksums(data.data)
         else:
             self._uses[fetch.key].add(fetch.key, data, stays=stays)
+
+    def put(self, lost: LostBlock, data: Bytes) -> None:
+        """Take a lost block that was decoded elsewhere, padded."""
+        self._stripe_of[lost.key].put(lost, data)
 
     def store(self) -> frozenset[BlockSource]:
         """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose owner's
@@ -165,6 +171,7 @@ class Decoder:
         """Let go of the arena, which stays if anything was sealed in it."""
         self._stripes.clear()
         self._uses.clear()
+        self._stripe_of.clear()
         if self._arena is not None:
             self._arena.close()
             if not self._sealed:

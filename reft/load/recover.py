@@ -43,6 +43,7 @@ from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.load.rebuild import Decoder
 from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
+from reft.load.sums import SumPlan, add_up
 from reft.load.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
 from reft.store.label import Label
 
@@ -317,6 +318,7 @@ class _Courier:
         """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
         the ledger; what they are part of is decoded in a later round, in another way."""
         part = {group: plan.to_decode() for group, plan in self.plans.items()}
+        sums = self._sums()
 
         def reserve() -> frozenset[BlockSource]:
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
@@ -324,7 +326,17 @@ class _Courier:
             return frozenset()
 
         def move() -> frozenset[BlockSource]:
-            return self._move(tuple(part.values()), take, room_for=room_for, counted=False)
+            # Of what is added up only the checksums are fetched.
+            moved = [p.only(Section.CHECKSUMS) if group in sums else p for group, p in part.items()]
+            return self._move(moved, take, room_for=room_for, counted=False)
+
+        def add_up_all() -> frozenset[BlockSource]:
+            bad: frozenset[BlockSource] = frozenset()
+            # In one order everywhere: a rank may take part for several groups.
+            for _, plan in sorted(sums.items()):
+                if self.control.rank in plan.ranks:
+                    bad |= self._add_up(plan, decoder)
+            return bad
 
         def room_for(fetch: Fetch) -> torch.Tensor | None:
             room = decoder.room_for(fetch)
@@ -337,8 +349,29 @@ class _Courier:
         decoder = Decoder(self._plan, self._at, job_dir, self._node, secret, kept_bytes=kept_bytes)
         with closing(decoder):
             self._share(part, reserve, Flaw.STORED)
-            if not self._share(part, move, Flaw.IN_TRANSIT):
-                self._share(part, decoder.store, Flaw.OTHER_DATA)
+            if self._share(part, move, Flaw.IN_TRANSIT):
+                return
+            if self.control.adds_up and self._share(part, add_up_all, Flaw.STORED):
+                return
+            self._share(part, decoder.store, Flaw.OTHER_DATA)
+
+    def _sums(self) -> dict[Group, SumPlan]:
+        """What the groups of this rank leave to the fabric to decode; nothing over sockets."""
+        if not self.control.adds_up:
+            return {}
+        plans = {group: SumPlan.of(plan, self.topology) for group, plan in self.plans.items()}
+        return {group: plan for group, plan in plans.items() if plan is not None and plan.ranks}
+
+    def _add_up(self, plan: SumPlan, decoder: Decoder) -> frozenset[BlockSource]:
+        stats, bad = add_up(
+            *(plan, self.control.rank),
+            arenas=self.arenas,
+            xor=self.control.xor,
+            put=decoder.put,
+            window_bytes=self.window_bytes,
+        )
+        self.moved.append(stats)
+        return bad
 
     def _share(
         self, plans: Mapping[Group, RecoveryPlan], stage: Callable[[], frozenset[BlockSource]], flaw: Flaw

@@ -40,6 +40,7 @@ class Stripe:
         self._missing = {key for lost in blocks for key, _ in lost.terms}
         self._kept: dict[BlockKey, Bytes] = {}
         self._rooms: dict[BlockKey, Bytes] = {}
+        self._put: set[BlockKey] = set()
         self._adds_up = False
         self._lock = threading.Lock()
 
@@ -84,6 +85,14 @@ class Stripe:
             if not self._missing:
                 self._solve()
                 self._let_go()
+
+    def put(self, lost: LostBlock, data: Bytes) -> None:
+        """Take one of the lost blocks, padded, that was decoded elsewhere; with the last one all are."""
+        with self._lock:
+            self._targets[self.blocks.index(lost)][:] = data
+            self._put.add(lost.key)
+            if len(self._put) == len(self.blocks):
+                self._missing.clear()
 
     def _copy(self, key: BlockKey, data: Bytes) -> Bytes:
         """A copy in the pool; if there is no room, all that was kept is added up and let go."""

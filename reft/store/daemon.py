@@ -4,6 +4,10 @@ It outlives trainers, watches their arenas, writes committed versions to storage
 says how the node is. Commits do not depend on it: killed, it costs nothing but a warning (P6), and
 the launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
 launcher alone knows whether the job ended well.
+
+Under MPI, where a job dies with its first process, it has no launcher: it stays for the next step of the
+job, writes the newest version to storage when a step has ended, and ends when none has come for long or
+the memory was removed.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from reft import log
 from reft.config import ReftConfig
 from reft.errors import AuthenticationError, PersistError, ReftError
 from reft.store.jobdir import JobDir, write_json
+from reft.store.joblock import holder
 from reft.store.label import Label
 from reft.store.persist import persist_label
 from reft.store.persister import Persister, PersistFunction
@@ -53,6 +58,7 @@ class Daemon:
     Args:
         job_dir: the job's memory on this node.
         launcher_pid: process whose end ends the daemon; 0: none.
+        linger_secs: how long it stays while nobody holds the job's memory; 0: for ever.
         persist: writes one version to storage; see :mod:`reft.store.persister`.
     """
 
@@ -61,8 +67,11 @@ class Daemon:
         job_dir: JobDir,
         launcher_pid: int = 0,
         persist: PersistFunction = persist_label,
+        linger_secs: float = 0.0,
     ) -> None:
         self._job_dir = job_dir
+        self._linger_secs = linger_secs
+        self._left_at: float | None = None
         self._launcher_pid = launcher_pid
         facts = {
             "pid": os.getpid(),
@@ -106,9 +115,39 @@ class Daemon:
                 logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
                 self._kill_orphans()
                 break
+            if self._linger_secs and self._is_forsaken():
+                break
         self.persister.close()
         self.status.write_if_changed()
         return 0
+
+    def _is_forsaken(self) -> bool:
+        """Whether no further step of the job is to be expected. Of one that has just ended the newest version
+        goes to storage."""
+        path = self._job_dir.path
+        if not path.is_dir():
+            logger.warning("%s was removed; ending", path)
+            return True
+        if holder(path) is not None:
+            self._left_at = None
+            return False
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+            threading.Thread(target=self._save, name="save", daemon=True).start()
+        if time.monotonic() - self._left_at <= self._linger_secs:
+            return False
+        logger.warning(
+            "no step of the job has come for %.0f s; ending, the memory stays in %s", self._linger_secs, path
+        )
+        return True
+
+    def _save(self) -> None:
+        try:
+            config = self.persister.config or ReftConfig()
+            if written := self._flush({"wait_secs": config.persist.timeout_secs}):
+                logger.info("the step has ended; the newest version is in %s", written)
+        except (OSError, ReftError) as error:
+            logger.warning("the step has ended, and its newest version is not on storage: %s", error)
 
     def _listen_again(self) -> None:
         """The job's directory may have been removed, and made again by a trainer."""
@@ -266,13 +305,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="reft daemon", description=__doc__)
     parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
     parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")
+    parser.add_argument(
+        "--linger-secs", type=float, default=0.0, help="end when nobody held the memory for so long"
+    )
     options = parser.parse_args(list(argv))
     log.set_place(options.job_dir.name, "daemon")
     log.to_stderr()
     try:
         job_dir = JobDir.open(options.job_dir)
         log.set_place(job_dir.job_id, f"daemon {job_dir.node}")
-        daemon = Daemon(job_dir, options.launcher_pid)
+        daemon = Daemon(job_dir, options.launcher_pid, linger_secs=options.linger_secs)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(END_SIGNAL, lambda *_: _set_apart(daemon.end))
         if options.launcher_pid:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from reft.comm.overlay import Overlay
-from reft.comm.peers import Buffers
+from reft.comm.transport import Buffers
 
 from .ranks import DEADLINE_SECS, failure_of, on_all, per_node
 

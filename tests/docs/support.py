@@ -70,6 +70,11 @@ LAUNCHERS = (
         "elastic/test_unlaunched.py",
     ),
     Tested(
+        "`mpiexec -n N reft mpi-run script.py` under Open MPI 5 and MPICH 5, with either transport",
+        "a process that dies ends the MPI job; the next `mpiexec` goes on from the memory on the nodes",
+        "elastic/test_mpi_run.py",
+    ),
+    Tested(
         "Hugging Face `Trainer`, with `reft.hf.resumable(trainer)`",
         "under `reft launch`: goes on at the step and the batch, within an epoch too",
         "examples/test_trainer.py",

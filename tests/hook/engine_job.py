@@ -153,6 +153,7 @@ def main(root: Path) -> dict[str, Any]:
     except reft.UnrecoverableError as error:
         out["lost"] = str(error)
     session_of(lost).close()
+    out["mpi"] = sorted(name for name in sys.modules if "mpi" in name.split(".") or "mpi4py" in name)
     return out
 
 

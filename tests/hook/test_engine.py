@@ -20,6 +20,10 @@ def test_p10_without_the_block_nothing_is_touched(results: list[dict]) -> None:
     assert all(r["inert"] and r["off"] and r["installed"] for r in results)
 
 
+def test_p10_mpi_is_not_even_imported_where_nobody_asks_for_it(results: list[dict]) -> None:
+    assert all(r["mpi"] == [] for r in results)
+
+
 def test_a_fresh_job_loads_nothing_and_commits_every_step(results: list[dict]) -> None:
     assert all(r["fresh"] == [None, None] and r["committed"] == 8 for r in results)
 

@@ -155,6 +155,13 @@ def test_lost_shards_are_decoded_by_those_that_hold_their_parity(results, name, 
     assert abs(found[2]["bytes_from"]["parity"] - lost * shard) <= 2 * lost * 1024
 
 
+def test_p5_where_a_term_of_a_decode_is_corrupt_no_parity_is_accused(results):
+    for result in restored(results, "corrupt_term", OLD):
+        assert result["flaws"] == ["STORED"]
+        assert "replicated block" in result["repaired"][0]
+        assert "an older version" in result["repaired"][0]
+
+
 def test_p5_a_corrupt_parity_is_found_and_another_one_decodes(results):
     for result in restored(results, "corrupt_parity"):
         assert result["rounds"] >= 3

@@ -1,6 +1,7 @@
 """One rank of the recovery tests: runs every scenario over gloo and writes down what it saw.
 
-Run as ``python -m load.worker DIR RANK``. Each scenario is a job whose memory lies under DIR/<name>.
+Run as ``python -m load.worker DIR RANK``, or under mpiexec as ``python -m load.worker DIR mpi``: then what the ranks
+say and send goes over MPI. Each scenario is a job whose memory lies under DIR/<name>.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from reft.blocks import STATE_SECTIONS, Section
 from reft.comm.control import ControlGroup
+from reft.comm.mpi import load_mpi
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import TransferError
 from reft.faults import FaultPlan
@@ -34,6 +36,7 @@ from reft.load.recover import Recovery
 from reft.load.transfer import execute
 from reft.store.arena import Arena, checksum
 from reft.store.label import Label
+from tests.comm.mpi_calls import refuse_pickling
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, falsify_parities, place, without
 
@@ -81,6 +84,7 @@ SCENARIOS = {
     "older_in_one_group": Scenario(_PAIRS, labels=(OLD, NEW), lost=("n3",)),
     "decoded": Scenario(AEC, lost=("n2",)),
     "two_decoded": Scenario(RS2, lost=("n1", "n2")),
+    "corrupt_term": Scenario(AEC, labels=(OLD, NEW), lost=("n2",)),
     "corrupt_parity": Scenario(RS2, lost=("n2",)),
     "corrupt_checksums": Scenario(RS2, lost=("n0", "n3")),
     "parity_of_other_data": Scenario(RS2, lost=("n2",)),
@@ -105,6 +109,10 @@ SCENARIOS = {
 
 
 MORE = ("messages", "forged_message", "connections")
+NOT_OVER_MPI = ("connections", "peer_killed")
+"""Sockets are not counted there, and a rank that dies ends the MPI job."""
+OVER_MPI = sys.argv[2:] == ["mpi"]
+TRANSPORT = {"transport": "mpi" if OVER_MPI else "sockets"}
 
 
 class Rank:
@@ -252,7 +260,9 @@ def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
 def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
     me, rank = Rank(root, name, control), control.rank
     if name == "corrupt_on_the_way":
-        me.control = (FlipsOnTheWay if me.node == "n1" else ControlGroup)(30.0, node=me.node, secret=SECRET)
+        me.control = (FlipsOnTheWay if me.node == "n1" else ControlGroup)(
+            30.0, node=me.node, secret=SECRET, **TRANSPORT
+        )
     if name == "arena_vanished":
 
         def vanish() -> None:
@@ -282,7 +292,11 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
     if name == "no_room_to_decode":
         with no_room_for_files() if rank == 1 else nullcontext():
             return attempt(me.recover)
-    return me.report(me.recover())
+    before = control.sent
+    report = me.report(me.recover())
+    if name == "decoded":
+        report["sent"] = {what: n - before[what] for what, n in control.sent.items()}
+    return report
 
 
 def run_completion(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
@@ -349,10 +363,22 @@ def messages(control: ControlGroup) -> dict[str, object]:
 
 def forged_message(rank: int) -> dict[str, object]:
     """What comes of a message that rank 1 did not authenticate."""
-    control = (ForgesMessages if rank == 1 else ControlGroup)(30.0, node=f"host{rank}", secret=SECRET)
+    control = (ForgesMessages if rank == 1 else ControlGroup)(
+        30.0, node=f"host{rank}", secret=SECRET, **TRANSPORT
+    )
     among = (0, 1) if rank < 2 else (2, 3)
     found = attempt(lambda: control.swap(dict.fromkeys(among, b"a table of blocks")))
     control.gather_bytes(b"")  # nobody leaves before all have theirs
+    control.leave()
+    return found
+
+
+def stranger(rank: int) -> dict[str, object]:
+    """What comes of a gathering over MPI, where rank 1 has another secret: sockets do not even connect."""
+    control = ControlGroup(
+        30.0, node=f"host{rank}", secret=SECRET[::-1] + b"x" if rank == 1 else SECRET, **TRANSPORT
+    )
+    found = attempt(lambda: control.gather_bytes(b"a table"))
     control.leave()
     return found
 
@@ -375,7 +401,10 @@ def added_connections(root: Path, rank: int) -> dict[str, object]:
 
 
 def main() -> None:
-    root, rank = Path(sys.argv[1]), int(sys.argv[2])
+    root = Path(sys.argv[1])
+    if OVER_MPI:
+        refuse_pickling(load_mpi())
+    rank = load_mpi().COMM_WORLD.rank if OVER_MPI else int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -385,8 +414,12 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     results: dict[str, object] = {}
-    control = ControlGroup(30.0, node=f"host{rank}", secret=SECRET)
+    control = ControlGroup(30.0, node=f"host{rank}", secret=SECRET, **TRANSPORT)
+    if OVER_MPI:
+        results["stranger"] = stranger(rank)
     for name in [*MORE, *SCENARIOS]:
+        if OVER_MPI and name in NOT_OVER_MPI:
+            continue
         if name == "messages":
             results[name] = messages(control)
         elif name == "forged_message":
@@ -411,6 +444,8 @@ def prepare_memory(root: Path) -> None:
     damage(root / "corrupt_at_source" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_at_source" / "n0" / arena, Section.OWNED, member=0, index=1)
     damage(root / "corrupt_locally" / "n0" / arena, Section.HOST, member=0)
+    # Nothing else is left to decode the newer version from.
+    damage(root / "corrupt_term" / "n1" / "rank0-slot1.arena", Section.REPLICATED, member=1)
     damage(root / "corrupt_parity" / "n0" / arena, Section.PARITY, member=0, index=0)
     # Of the lost member's checksums two copies are left, this one where its blocks are decoded.
     damage(root / "corrupt_checksums" / "n1" / arena, Section.CHECKSUMS, member=3)

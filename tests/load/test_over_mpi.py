@@ -1,0 +1,100 @@
+"""The scenarios of test_transfer.py with MPI between the ranks, under each library: the same bytes are restored from
+the same sources, and what a decode moves is what the formula says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import mpi
+
+from .fleet import NEW, OLD
+from .worker import MORE, NOT_OVER_MPI, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+
+TESTS = Path(__file__).parents[1]
+DONE = [name for name in [*MORE, *SCENARIOS] if name not in NOT_OVER_MPI]
+RESTORED = {
+    name: OLD if name in ("older_version", "older_in_one_group", "corrupt_term") else NEW
+    for name in SCENARIOS
+    if name in DONE
+    and name
+    not in (
+        *("beyond_tolerance", "copy_fails", "prepare_fails", "no_room_to_decode", "injected_raise"),
+        "whole_plan_executed",
+    )
+}
+
+
+@pytest.fixture(scope="module", params=["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Per scenario what every rank wrote down."""
+    library = mpi.require(request.param)
+    root = tmp_path_factory.mktemp(request.param)
+    prepare_memory(root)
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    job = library.start(
+        [[sys.executable, "-m", "load.worker", str(root), "mpi"]] * WORLD_SIZE, {"PYTHONPATH": path}
+    )
+    output, _ = job.communicate(timeout=540)
+    assert job.returncode == 0, output[-8000:]
+    found = [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return {name: [per_rank[name] for per_rank in found] for name in ("stranger", *DONE)}
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_p5_the_same_bytes_are_restored_as_over_sockets(results, name):
+    """What every scenario is about is asserted in test_transfer.py; here that MPI changes nothing of it."""
+    label = RESTORED[name]
+    for result in results[name]:
+        assert result["label"] == [label.incarnation, label.step]
+        assert result["equal"]
+        assert result["buffer_bytes"] <= 4096
+        if result["rounds"] == 1:
+            assert result["bytes_from"] == result["planned"]
+    if "corrupt" in name or name in ("parity_of_other_data", "arena_vanished"):
+        assert results[name][0]["repaired"] or results[name][1]["repaired"] or results[name][2]["repaired"]
+
+
+def test_p5_where_a_term_of_a_sum_is_corrupt_no_parity_is_accused(results):
+    assert all(result["flaws"] == ["STORED"] for result in results["corrupt_term"])
+
+
+def test_a_decode_sends_what_the_formula_says(results):
+    """Reduce-scatter among the D - 1 survivors, each of whom decodes one of the lost |P| / (D (D - 1)) bytes."""
+    size = WORLD_SIZE
+    lost_bytes = RING.sizes(0, 0).replicated_bytes / (size * (size - 1))
+    for rank, result in enumerate(results["decoded"]):
+        assert result["bytes_from"]["parity"] > 0
+        assert result["rounds"] == 2
+        sent = result["sent"]["xor"]
+        if rank == 2:  # the newcomer has nothing to give
+            assert sent == 0
+        else:
+            blocks = sent / (size - 2)
+            assert lost_bytes <= blocks <= lost_bytes + RING.block_bytes
+
+
+@pytest.mark.parametrize("name", ["copy_fails", "prepare_fails", "no_room_to_decode", "injected_raise"])
+def test_an_error_on_one_rank_reaches_all(results, name):
+    for rank, result in enumerate(results[name]):
+        assert result["error"] is not None
+        assert (result["error"] == "TransferError") == (rank != 1)
+
+
+def test_beyond_tolerance_all_ranks_refuse_alike(results):
+    first = results["beyond_tolerance"][0]
+    assert "refused" in first
+    assert all(result == first for result in results["beyond_tolerance"])
+
+
+def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
+    assert all(result["equal"] for result in results["messages"])
+    assert [result["error"] for result in results["forged_message"]] == ["AuthenticationError", *[None] * 3]
+
+
+def test_p11_a_gathering_with_a_rank_that_has_another_secret_is_refused_by_all(results):
+    assert [result["error"] for result in results["stranger"]] == ["AuthenticationError"] * WORLD_SIZE
