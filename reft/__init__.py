@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reft.grid import topology
     from reft.hook.deepspeed import attach, resume
     from reft.hook.install import initialize
+    from reft.hook.watching import pause_watch
     from reft.megatron.core.attach import attach_megatron
     from reft.optim import ExactAdam
 
@@ -54,6 +55,7 @@ __all__ = [
     "attach",
     "attach_megatron",
     "initialize",
+    "pause_watch",
     "resumable",
     "resume",
     "topology",
@@ -65,6 +67,7 @@ _ELSEWHERE = {
     "attach": "reft.hook.deepspeed",
     "attach_megatron": "reft.megatron.core.attach",
     "initialize": "reft.hook.install",
+    "pause_watch": "reft.hook.watching",
     "resumable": "reft.data.resumable",
     "resume": "reft.hook.deepspeed",
     "topology": "reft.grid",

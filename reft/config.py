@@ -254,6 +254,14 @@ class ReftConfig(_Block):
         "connections of reft's own, or 'mpi', the fabric of the MPI job that 'reft mpi-run' runs in (needs "
         "the extra reft-ckpt[mpi]); never chosen by itself",
     )
+    patience: float = Field(
+        10.0,
+        ge=0,
+        le=10_000,
+        description="a trainer that does nothing for so many times the longest of its last 64 steps hangs, "
+        "and all are restarted; in its first step, an evaluation, a save, or in the script's own between "
+        "two steps, so many minutes (docs/operations.md); 0 watches nobody",
+    )
     commit_timeout_secs: float = Field(
         1800.0, gt=0, description="give up on a commit when a peer is silent for so long"
     )

@@ -116,6 +116,8 @@ def _show_status(node: dict[str, Any]) -> None:
     table.add_row(
         "skipped", ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none"
     )
+    for said in status.get("quiet") or ():
+        table.add_row("QUIET", said)
     table.add_row("on disk", _label(persist.get("last")) if persist.get("dir") else "not configured")
     if persist.get("dir"):
         table.add_row("persist", _persisting(persist))

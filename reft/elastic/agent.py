@@ -78,6 +78,16 @@ class Observer:
     def failure_seen(self) -> None:
         """A trainer of this node has failed; the others are still to be ended."""
 
+    def hang(self, table: Any, index: int, pids: list[int]) -> Failure | None:
+        """Why running trainers have to be ended; None: they go on.
+
+        Args:
+            table: where the nodes of this round tell each other.
+            index: of this node.
+            pids: of its trainers.
+        """
+        return None
+
     def round_over(self) -> None:
         """The trainers have failed, or restart for another reason."""
 
@@ -338,8 +348,12 @@ class ReftAgent(LocalElasticAgent):
         if exits:
             self.failure = judge(exits)
             self._end_workers(signal.SIGTERM, self._stop_secs)
+        elif (hang := self._hang()) is not None:
+            self._observer.failure_seen()
+            self.failure = hang
+            self._end_workers(signal.SIGKILL, self._stop_secs)
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED and not exits:
+        if result.state is WorkerState.FAILED and not exits and self.failure is None:
             # It failed between the two looks; those that TorchElastic ended show its signal.
             seen = self._failures()
             exits = {r: e for r, e in seen.items() if e.exit_code != -signal.SIGTERM} or seen
@@ -350,6 +364,16 @@ class ReftAgent(LocalElasticAgent):
             kept = {rank: f for rank, f in result.failures.items() if rank in failed}
             result.failures = kept or result.failures
         return result
+
+    def _hang(self) -> Failure | None:
+        """Why the trainers, none of which has failed, have to be ended."""
+        index: Any = self._worker_group.group_rank
+        if self.agreement is None or self.told_to_stop or index is None:
+            return None
+        store: Any = self._store
+        pids = [process.pid for process in self._processes().values() if process.poll() is None]
+        table = store.with_prefix(f"reft/{self.agreement.round}")
+        return self._observer.hang(table, index, pids)
 
     def _settled_failures(self) -> dict[int, WorkerExit]:
         """Trainers that failed by themselves, once it is clear whose fault it was."""

@@ -32,8 +32,9 @@ from reft import log
 from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
-from reft.elastic.exits import Cause
+from reft.elastic.exits import Cause, Failure
 from reft.elastic.hostfile import show_devices
+from reft.elastic.hung import Hangs
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
@@ -122,6 +123,7 @@ class Launcher(Observer):
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
+        self._hangs = Hangs(options.node, self._memory.path)
         self._agent: ReftAgent | None = None
         self._warm: WarmTrainers | None = None
         self._ended_well = False
@@ -136,7 +138,7 @@ class Launcher(Observer):
         os.environ.update({ENV_STORE: self._rendezvous.store_endpoint(), ENV_ROUND: str(agreement.round)})
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
-            self._daemon = DaemonKeeper(self._memory.job_dir)
+            self._daemon = DaemonKeeper(self._memory.job_dir, self._hangs.take)
             self._daemon.start()
         logger.info(
             "round %d: %d trainers on %s; restarts used: %d of %d",
@@ -179,10 +181,15 @@ class Launcher(Observer):
     def round_over(self) -> None:
         self._over_at = time.time()
 
+    def hang(self, table: Any, index: int, pids: list[int]) -> Failure | None:
+        assert self._before is not None
+        return self._hangs.judge(table, index, len(self._before.members), pids)
+
     def starting_workers(self) -> AbstractContextManager[None]:
         return nullcontext() if self._warm is None else self._warm.starting()
 
     def workers_started(self, pids: list[int]) -> None:
+        self._hangs.clear()
         # TorchElastic has just set its own handlers.
         self._signals.install()
         if self._daemon is not None:

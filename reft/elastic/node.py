@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from reft.store.arena import Arena
 from reft.store.arena_files import ARENA_SUFFIX, scan
 from reft.store.client import request
 from reft.store.daemon import END_SIGNAL
+from reft.store.hangs import STOPPED, TRACED
 from reft.store.jobdir import SECRET_FILE, JobDir, check_place, make_job_directory, write_json
 from reft.store.joblock import LOCK_FILE, JobLock
+from reft.store.progress import process_state
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,10 @@ _BACKOFF_SECS = (0.1, 30.0)
 _LOCK_SECS = 5.0
 """A launcher that was just killed holds its lock until the kernel has taken it down."""
 _KILLED_SECS = 5.0
+_ASK_SECS = 1.0
+_MOST_STOPPED, _MOST_UNANSWERED, _MOST_AT_START = 2, 15, 100
+"""Questions, of 1 to 3 s, that a daemon may leave unanswered: one that is stopped, that runs, that has just
+started."""
 _STABLE_SECS = 60.0
 """A daemon that lived so long was well; the next start is not delayed."""
 
@@ -174,15 +180,44 @@ class NodeMemory:
             self._lock.close()
 
 
+class _Silence:
+    """For how long a daemon has not answered, counted in questions: this process may stand still itself."""
+
+    def __init__(self) -> None:
+        self._asked_at = 0.0
+        self._has_answered = False
+        self._unanswered = 0
+
+    def is_due(self) -> bool:
+        """Whether it is to be asked again."""
+        if time.monotonic() - self._asked_at < _ASK_SECS:
+            return False
+        self._asked_at = time.monotonic()
+        return True
+
+    def too_long(self, answered: bool, state: str) -> bool:
+        """Whether it hangs. ``state``: of its process."""
+        self._has_answered = self._has_answered or answered
+        self._unanswered = 0 if answered else self._unanswered + 1
+        if state == TRACED:
+            return False
+        return self._unanswered > (
+            _MOST_STOPPED if state == STOPPED else _MOST_UNANSWERED if self._has_answered else _MOST_AT_START
+        )
+
+
 class DaemonKeeper:
     """Starts the node daemon and starts the next one when it dies.
 
     Args:
         job_dir: the job's memory on this node.
+        told: takes what the daemon says its trainers are at.
     """
 
-    def __init__(self, job_dir: JobDir) -> None:
+    def __init__(self, job_dir: JobDir, told: Callable[[Any], None]) -> None:
         self._job_dir = job_dir
+        self._told_of_trainers = told
+        self._silence = _Silence()
         self._process: subprocess.Popen[bytes] | None = None
         self.workers: tuple[int, ...] = ()
         self._told: tuple[int, ...] = ()
@@ -240,6 +275,7 @@ class DaemonKeeper:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
             self._told = ()
+            self._silence = _Silence()
             self._started.set()
             code = self._wait()
             if self._ending.is_set():
@@ -260,7 +296,22 @@ class DaemonKeeper:
             workers = self.workers
             if workers != self._told and self.tell("workers", pids=list(workers)) is not None:
                 self._told = workers
+            self._ask()
         return None
+
+    def _ask(self) -> None:
+        """What the trainers are at; a daemon that does not answer for long is killed, and started anew."""
+        if not self._silence.is_due():
+            return
+        answer = self.tell("trainers")
+        if answer is not None:
+            self._told_of_trainers(answer)
+        process = self._process
+        if process is not None and self._silence.too_long(answer is not None, process_state(process.pid)):
+            logger.warning(
+                "the node daemon (process %d) does not answer: it is stopped or hangs", process.pid
+            )
+            process.kill()
 
     def _command(self) -> Sequence[str]:
         module = "reft.store.daemon"

@@ -35,8 +35,10 @@ from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
 from reft.hook.session import Session
 from reft.hook.start_checks import warn
+from reft.hook.watching import at_instruction, at_phase
 from reft.refusal import end_in_words
 from reft.state.loadable import why_not_loadable
+from reft.store.progress import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +140,7 @@ def _replace(engine: Any, name: str, wrapper: Callable[[Callable[..., Any]], Cal
 
 
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
-    engine, restorer = seen.engine, Restorer(session, seen)
+    engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
 
     def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -153,6 +155,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
             restorer.before_batch(data_iter)
+            progress.begin_step()
             try:
                 result = original(data_iter, *args, **kwargs)
             finally:
@@ -165,7 +168,12 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
     def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            restorer.before_forward(training=engine.training and torch.is_grad_enabled())
+            training = engine.training and torch.is_grad_enabled()
+            restorer.before_forward(training=training)
+            if not training:
+                with progress.during(Phase.EVALUATION):
+                    return original(*args, **kwargs)
+            progress.begin_step()
             return original(*args, **kwargs)
 
         return wrapped
@@ -198,12 +206,19 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
         innermost.register_step_pre_hook(session.fence.before_write)
     if hasattr(engine, "grid"):
         _replace(engine, "train_batch", train_batch)
+        _replace(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
         _weave(engine, session)
     else:
+        for name in ("forward", "backward", "step"):
+            _replace(engine, name, at_instruction(progress, name.capitalize()))
         _replace(engine, "forward", forward)
         _replace(engine, "step", step)
-    _replace(engine, "load_checkpoint", load_checkpoint)
-    _replace(engine, "save_checkpoint", save_checkpoint)
+    for name, wrapper, phase in (
+        ("load_checkpoint", load_checkpoint, Phase.LOADING),
+        ("save_checkpoint", save_checkpoint, Phase.SAVING),
+    ):
+        _replace(engine, name, wrapper)
+        _replace(engine, name, at_phase(progress, phase))
 
 
 def _weave(engine: Any, session: Session) -> None:
@@ -218,5 +233,6 @@ def _weave(engine: Any, session: Session) -> None:
             and (session.copying.variant is Variant.HAS or session.copying.pacer.gate.wanted)
         ),
         traced=lambda: session.tracer.active,
+        progress=session.progress,
     )
     session.tracer.weaver = weaver

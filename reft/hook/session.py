@@ -26,6 +26,7 @@ from reft.hook.reports import Reports
 from reft.hook.start_checks import check_start, warn
 from reft.hook.stopping import Stopping
 from reft.hook.tracing import Tracer
+from reft.hook.watching import open_page
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.scheduling.has import HasSchedule
@@ -57,6 +58,7 @@ class Session:
         copying: by what and when bytes are copied.
         state: of the engine.
         fence: training waits there (P2).
+        progress: what this rank is at, for its node's daemon.
         stopping: ends the job that is told to end.
         tracer: of steps, for tests, pictures and the profiler.
         worker: takes versions; None before :meth:`start`.
@@ -80,6 +82,10 @@ class Session:
                 config, identity, node=self.node, writes=self.is_first_on_node, control=self.control
             )
             undo.callback(self.memory.close)
+            self.progress = open_page(
+                self.memory.job_dir.path, local_rank(), self.control.rank, config.patience
+            )
+            undo.callback(self.progress.close)
             self._put_together(client_state)
             undo.callback(self.daemon.close)
             undo.callback(self.state.close)
@@ -274,6 +280,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self.progress.close()
         self.stopping.preemption.uninstall()
         if self.worker is not None:
             self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
@@ -315,6 +322,7 @@ class Session:
     def after_step(self) -> None:
         """A step has returned. Raises only to stop when told so."""
         self.boundary()
+        self.progress.end_step(self._last_step)
         waited_secs = self.fence.take_waited_secs()
         if self.tracer.active and self.worker is not None:
             self.tracer.add(

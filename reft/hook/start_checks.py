@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from reft.config import Variant
 from reft.env import ENV_NODE_ID
@@ -15,6 +18,7 @@ from reft.hook.coordinates import declared_on_one_host
 from reft.hook.dry_run import end_dry_run
 from reft.hook.script_look import ScriptLook
 from reft.hook.unlaunched import what_is_missing
+from reft.store.hangs import LEAST_OTHER_SECS
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
@@ -45,8 +49,33 @@ def check_start(session: Session) -> None:
         _warn_at_start(session, lacks.decode())
     if inexact := session.state.recomputing.inexact:
         _warn_at_start(session, inexact)
+    if session.is_rank_zero and (short := timeout_is_short(session.config.patience, group_timeout_secs())):
+        logger.warning("%s", short)
     _say_what_is_survived(session)
     end_dry_run(session)
+
+
+def timeout_is_short(patience: float, timeout_secs: float | None) -> str | None:
+    """What to say where collectives time out before the watch for hangs would find who holds them up."""
+    limit_secs = patience * LEAST_OTHER_SECS
+    if timeout_secs is None or timeout_secs >= limit_secs:
+        return None
+    return (
+        f"collectives time out after {timeout_secs:.0f} s, but a rank may take {limit_secs:.0f} s (patience "
+        f"{patience:g}) for a first step, an evaluation or a save before it is found to hang: the ranks that "
+        f"wait for it would fail before, and nobody would say whose fault it was. Write "
+        f"deepspeed.init_distributed(timeout=timedelta(seconds={2 * limit_secs:.0f})), or "
+        f'"patience": {timeout_secs / LEAST_OTHER_SECS / 2:.2g} into the reft block'
+    )
+
+
+def group_timeout_secs() -> float | None:
+    """After how long the collectives of training fail; None where that is not known."""
+    with suppress(AttributeError, RuntimeError, ValueError, TypeError):
+        group: Any = torch.distributed.group.WORLD
+        device = next(iter(group._device_types))
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    return None
 
 
 def _persist_dir_lacks(wanted: Path | None) -> str | None:

@@ -25,6 +25,7 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from reft.snapshot.scheduling.instructions import queues_transfers, waits
 from reft.snapshot.scheduling.pacing import Pacer
 from reft.snapshot.scheduling.trace import InstructionRecord
+from reft.store.progress import ProgressPage
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
@@ -118,6 +119,7 @@ class Weaver:
         take_snapshot: called behind the optimizer step, where nothing follows it in the schedule.
         active: whether anything is to be woven; asked before every schedule.
         traced: whether every instruction is timed; asked before every schedule.
+        progress: told of every instruction.
     """
 
     def __init__(
@@ -128,7 +130,9 @@ class Weaver:
         take_snapshot: Callable[[], None],
         active: Callable[[], bool],
         traced: Callable[[], bool],
+        progress: ProgressPage,
     ) -> None:
+        self._progress = progress
         self._pacer = pacer
         self._take_snapshot = take_snapshot
         self._active = active
@@ -170,6 +174,9 @@ class Weaver:
     def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
         self._began = time.perf_counter()
         traced = self._traced()
+        for stamps in self._computing.values():
+            stamps.clear()
+        engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         if not (traced or self._active()):
             return original(schedule)
         key = _key_of(schedule)
@@ -183,9 +190,6 @@ class Weaver:
         )
         self._position = 0
         self._counts.clear()
-        for stamps in self._computing.values():
-            stamps.clear()
-        engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         self._pacer.begin_step(key)
         try:
             result = original(woven)
@@ -203,6 +207,7 @@ class Weaver:
 
     def _aggregate(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of the step: the first stages wait here for the last one, or all for all."""
+        self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
         if not self._drains:
             return original(*args, **kwargs)
         self._drains = False
@@ -254,7 +259,7 @@ class Weaver:
             clocked = {
                 kind: self._clocked(kind.__name__, execute, traced)
                 if traced or kind.__name__ in self._computing
-                else execute
+                else self._noted(kind.__name__, execute)
                 for kind, execute in source.items()
             }
             self._maps[traced] = {**clocked, **own}
@@ -262,8 +267,10 @@ class Weaver:
 
     def _clocked(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
         stamps, stamp = self._computing.get(name), self._pacer.stamp
+        number, note = self._progress.number_of(name), self._progress.instruction
 
         def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
             mark = self._mark() if traced else None
             came = stamp() if stamps is not None else None
             began = time.perf_counter()
@@ -278,6 +285,15 @@ class Weaver:
                     self._mark_end(mark)
 
         return clocked
+
+    def _noted(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+        number, note = self._progress.number_of(name), self._progress.instruction
+
+        def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
+            return execute(engine, *args, **kwargs)
+
+        return noted
 
     def _mark(self) -> Any:
         return None if self.mark is None else self.mark()

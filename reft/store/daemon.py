@@ -30,11 +30,13 @@ import psutil
 from reft import log
 from reft.config import ReftConfig
 from reft.errors import AuthenticationError, PersistError, ReftError
+from reft.store.hangs import STOPPED, Stillness, Waiting, Watch
 from reft.store.jobdir import JobDir, write_json
 from reft.store.joblock import holder
 from reft.store.label import Label
 from reft.store.persist import persist_label
 from reft.store.persister import Persister, PersistFunction
+from reft.store.progress import process_state, read_pages
 from reft.store.status import NodeStatus
 from reft.store.watch import CommitWatch
 from reft.store.wire import SOCKET_NAME, Channel, listen
@@ -48,6 +50,10 @@ _POLL_SECS = 1.0
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _HANDSHAKE_SECS = 5.0
+_WATCH_SECS = 0.25
+_LAUNCHER_STOPPED_SECS = 5.0
+_PERSIST_STILL_SECS = 6.0
+"""Times patience: between two signs of progress of what is being written to storage."""
 _SAME_START_SECS = 2.0
 """Start times are computed from the boot time, which the clock's corrections move."""
 
@@ -84,6 +90,9 @@ class Daemon:
         self.persister = Persister(job_dir, self.status, persist)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
+        self._trainers = Watch()
+        self._waiting: list[Waiting] = []
+        self._launcher_still, self._persist_still = Stillness(), Stillness()
         self._incarnation = 0
         self._ended = threading.Event()
         self._look = threading.Event()
@@ -92,6 +101,7 @@ class Daemon:
             "status": lambda _: self.status.snapshot(),
             "hello": self._hello,
             "workers": self._set_workers,
+            "trainers": lambda _: [w.to_json() for w in self._waiting],
             "configure": self._configure,
             "committed": self._committed,
             "skipped": self._skipped,
@@ -107,6 +117,7 @@ class Daemon:
         self._recall_config()
         threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
         while not self._ended.wait(_STATUS_SECS):
             self._listen_again()
@@ -183,6 +194,49 @@ class Daemon:
                 if newest.incarnation == self._incarnation:
                     self.persister.offer(newest)
 
+    # -- what stands still -------------------------------------------------------------------------
+
+    def _watch_for_hangs(self) -> None:
+        """Look at trainers, launcher and what is being written, at each by itself: one that cannot be read
+        does not hide the others."""
+        before = time.monotonic()
+        while not self._ended.wait(_WATCH_SECS):
+            now = time.monotonic()
+            elapsed, before = now - before, now
+            try:
+                pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
+                self._waiting = self._trainers.look(pages, elapsed)
+                self.status.update_quiet([str(w) for w in self._waiting if w.quiet])
+                self._rouse_launcher(elapsed)
+                self._look_at_storage(elapsed)
+            except Exception:
+                logger.exception("the trainers cannot be watched at this moment")
+
+    def _rouse_launcher(self, elapsed_secs: float) -> None:
+        """A launcher that somebody has stopped cannot restart trainers, and loses its place in the job."""
+        stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
+        if self._launcher_still.look(stopped, elapsed_secs) > _LAUNCHER_STOPPED_SECS and stopped:
+            logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
+            with contextlib.suppress(OSError):
+                os.kill(self._launcher_pid, signal.SIGCONT)
+
+    def _look_at_storage(self, elapsed_secs: float) -> None:
+        """A file system that hangs raises no error."""
+        persist, config = self.status.persist, self.persister.config
+        mark = (persist.writing, self.persister.progress)
+        secs = self._persist_still.look(mark, elapsed_secs)
+        limit = _PERSIST_STILL_SECS * config.patience if config is not None else 0.0
+        if persist.writing is None or not limit or secs <= limit:
+            return
+        error = (
+            f"nothing has been written for {limit:.0f} s: the file system hangs, or another node does not "
+            f"write its part"
+        )
+        if persist.error != error:
+            logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
+            stale = persist.stale_since_step if persist.stale_since_step is not None else persist.writing.step
+            self.status.update_persist(stale_since_step=stale, error=error)
+
     # -- messages ----------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
@@ -229,6 +283,7 @@ class Daemon:
     def _set_workers(self, message: Mapping[str, Any]) -> int:
         """The launcher's trainers: process groups to end if it is killed."""
         self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
+        self._trainers.clear()
         self.status.update(workers=sorted(self._workers))
         return len(self._workers)
 

@@ -113,6 +113,8 @@ class Persister:
         self._lag = Lag()
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
+        self.progress: PersistProgress | None = None
+        """Of what is being written, as it was told last."""
 
     def configure(self, config: ReftConfig) -> None:
         with self._changed:
@@ -271,6 +273,7 @@ class Persister:
             self._succeeded(label, str(path))
 
     def _tell_progress(self, progress: PersistProgress) -> None:
+        self.progress = progress
         self._status.update_persist(phase=progress.phase)
 
     def _succeeded(self, label: Label, path: str) -> None:

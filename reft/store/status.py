@@ -36,6 +36,7 @@ class NodeStatus:
         self.stale_since_step: int | None = None
         self.stale_cause: str | None = None
         self.trainers: dict[str, dict[str, Any]] = {}
+        self.quiet: list[str] = []
         self.persist = PersistStatus()
 
     def committed(self, label: Label) -> None:
@@ -57,6 +58,13 @@ class NodeStatus:
                 self.stale_since_step = step
             self.stale_cause = cause
             self._dirty = True
+
+    def update_quiet(self, quiet: list[str]) -> None:
+        """Trainers that have done nothing for longer than a step may take."""
+        with self._lock:
+            # How long is said when it begins: the file is not written anew while that goes on.
+            self._dirty = self._dirty or len(quiet) != len(self.quiet)
+            self.quiet = quiet
 
     def update(self, **facts: Any) -> None:
         with self._lock:
@@ -85,6 +93,7 @@ class NodeStatus:
                 "stale_since_step": self.stale_since_step,
                 "stale_cause": self.stale_cause,
                 "trainers": {rank: dict(t) for rank, t in self.trainers.items()},
+                "quiet": list(self.quiet),
                 "persist": self.persist.snapshot(),
             }
 

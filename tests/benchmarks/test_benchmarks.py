@@ -92,6 +92,17 @@ def test_host_copies_compares_every_way_of_one_core(tmp_path: Path) -> None:
         check_estimate(way["secs_to_plain"])
 
 
+def test_watching_says_what_a_note_and_a_look_cost(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "watching.py"), "--quick", "--json"]
+    made = subprocess.run(
+        [*command, "--shm", str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_SECS, check=True
+    )
+    assert not list(tmp_path.iterdir())
+    found = json.loads(made.stdout)
+    for one in (found["note_secs"], found["step_secs"], *found["look_secs"].values()):
+        check_estimate(one)
+
+
 def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
     result = run("memory_copy.py", "--stages", folder=tmp_path)
     check_head(result, "memory_copy")

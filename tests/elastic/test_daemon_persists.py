@@ -39,9 +39,9 @@ class FileWriter:
         return path
 
 
-def persist_config(directory: Path, interval: int) -> ReftConfig:
+def persist_config(directory: Path, interval: int, patience: float = 10.0) -> ReftConfig:
     persist = PersistConfig(dir=directory, interval_steps=interval)
-    return ReftConfig(enabled=True, job_id="job", persist=persist)
+    return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
 
 
 def test_due_versions_are_written_and_others_are_not(
@@ -215,6 +215,22 @@ def test_p6_how_far_storage_is_behind_is_told(
     writer.go.set()
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     wait_for(lambda: persist_status(job_dir)["lag_steps"] == 0, "no lag")
+
+
+def test_p6_a_file_system_that_hangs_is_told(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = HeldWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 2, patience=0.05))
+    commit(job_dir, 0, Label(1, 2))
+    daemon.persister.offer(Label(1, 2))
+    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 2, "the warning")
+    assert "the file system hangs, or another node" in persist_status(job_dir)["error"]
+    assert any("is not on storage" in r.getMessage() for r in caplog.records)
+    writer.go.set()
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
+    assert persist_status(job_dir)["error"] is None
 
 
 def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:

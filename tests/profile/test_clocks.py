@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from reft.profile.offsets import Round, between, clock_id, estimate
 from reft.profile.profiler import with_times
 from reft.profile.traces import ClockOffset, settled
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
+from reft.store.progress import ProgressPage
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
 seconds = st.floats(0, 0.1)
@@ -188,10 +190,15 @@ class _Engine:
         return self._aggregate_total_loss()
 
 
-def test_every_traced_instruction_has_its_marks_and_no_other():
+def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     engine, wanted = _Engine(), [True]
+    page = ProgressPage(tmp_path, 0, 0, 1.0)
     weaver = Weaver(
-        engine, _Pacer(), take_snapshot=lambda: None, active=lambda: True, traced=lambda: wanted[0]
+        *(engine, _Pacer()),
+        take_snapshot=lambda: None,
+        active=lambda: True,
+        traced=lambda: wanted[0],
+        progress=page,
     )
     engine.train_batch()
     records, _ = weaver.take_records()

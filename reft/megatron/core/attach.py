@@ -193,6 +193,7 @@ class MegatronProtection:
                 self._memory.made_first_step()
                 self._advise()
         self._trains = True
+        self.session.progress.begin_step()
         self.session.state.restored_client = None
         if self._weaver is not None:
             self._weaver.begin_step()
@@ -212,6 +213,7 @@ class MegatronProtection:
             finally:
                 self.session.fence.after_optimizer_step()
             self._engine.global_steps += 1
+            self.session.progress.end_step(self._engine.global_steps)
             self._begun = False
             return result
 

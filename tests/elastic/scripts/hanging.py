@@ -1,0 +1,140 @@
+"""A job that hangs as it is told: one rank stops, loops for ever, or loses its link.
+
+ARGS: DeepSpeed's JSON, and KIND@STEP:RANK: in the first life rank RANK hangs within the step after STEP. It is
+data-parallel, or with KIND "pipe" a pipeline. "slow": nothing hangs, but much takes TEST_SLOW_SECS.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+import reft
+
+STEPS, WIDTH = int(os.environ.get("TEST_STEPS", "40")), 8
+OUT, RANK = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"])
+KIND, _, WHERE = sys.argv[2].partition("@")
+
+
+def is_due(step: int) -> bool:
+    """Once, in the first life."""
+    if KIND == "none" or f"{step}:{RANK}" != WHERE or (OUT / "hung").exists():
+        return False
+    (OUT / "hung").write_text(f"{os.getpid()} {time.time()}")
+    return True
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))
+        self.due = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.due and KIND == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while self.due and KIND in ("loop", "pipe"):
+            pass
+        if self.due and KIND == "link":
+            cut_links()
+        time.sleep(0.02)
+        return self.inner(x) if KIND == "pipe" else nn.functional.mse_loss(self.inner(x), x.flip(0))
+
+
+def cut_links() -> None:
+    """Nothing comes through any more: every connection to another trainer is another one's from now on, whose
+    other end nobody reads."""
+    import socket
+
+    import psutil
+
+    own = psutil.Process()
+    for connection in own.net_connections("tcp"):
+        if connection.status == psutil.CONN_ESTABLISHED:
+            ours, theirs = socket.socketpair()
+            LOST.append((ours, theirs, os.dup(connection.fd)))
+            os.dup2(ours.fileno(), connection.fd)
+
+
+LOST: list[object] = []
+
+
+def pause_after(engine: object, step: int) -> None:
+    """What takes its time without being a hang, once each."""
+    if KIND != "slow":
+        return
+    secs = float(os.environ["TEST_SLOW_SECS"])
+    if step == 12:
+        engine.eval()
+        with torch.no_grad():
+            handle = engine.module.register_forward_hook(lambda *_: time.sleep(secs))
+            engine(torch.ones(4, WIDTH))
+            handle.remove()
+        engine.train()
+    if step == 16 and RANK == 0:
+        with reft.pause_watch():
+            time.sleep(secs)
+    if step == 20 and RANK == 1:
+        time.sleep(secs)  # the script's own, between two steps
+    if step == 24:
+        engine.save_checkpoint(str(OUT / "saved"), client_state={"slow": Slow(secs / 2)})
+
+
+class Slow:
+    """Takes its time to be saved."""
+
+    def __init__(self, secs: float) -> None:
+        self.secs = secs
+
+    def __reduce__(self) -> tuple[type, tuple[float]]:
+        time.sleep(self.secs)
+        return Slow, (self.secs,)
+
+
+def train_pipeline() -> None:
+    stage = Model()
+    model = PipelineModule([nn.Linear(WIDTH, WIDTH), stage], num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine.load_checkpoint(str(OUT / "checkpoints"))
+    while engine.global_steps < STEPS:
+        step = engine.global_steps
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        stage.due = is_due(step)
+        say(engine.global_steps + 1, float(engine.train_batch(iter([(x, x.flip(0))] * 2))))
+
+
+def say(step: int, loss: float) -> None:
+    with (OUT / f"losses-{RANK}").open("a") as file:
+        file.write(f"{step} {loss.hex()}\n")
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    if KIND == "pipe":
+        train_pipeline()
+        return
+    model = Model()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine.load_checkpoint(str(OUT / "checkpoints"))
+    if KIND == "slow" and RANK == 0:
+        time.sleep(float(os.environ["TEST_SLOW_SECS"]))
+    while engine.global_steps < STEPS:
+        step = engine.global_steps
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + RANK))
+        model.due = is_due(step)
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        say(engine.global_steps, float(loss))
+        pause_after(engine, engine.global_steps)
+
+
+main()

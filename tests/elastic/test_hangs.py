@@ -1,0 +1,143 @@
+"""What hangs is found long before a collective's own time-out, named, and the job goes on with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from .cluster import WatchedCluster, cluster
+
+DEADLINE_SECS = 400.0
+"""Of gloo's 1,800 s, after which a rank that waits would end by itself."""
+PATIENCE = 6.0
+SLOW_SECS = 9.0
+"""Longer than PATIENCE allows a step that takes milliseconds."""
+HUNG = "the job hangs"
+
+
+@contextmanager
+def job(
+    tmp_path: Path, fault: str, *, slow_secs: float = SLOW_SECS, steps: int = 40
+) -> Iterator[WatchedCluster]:
+    config = tmp_path / "ds_config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 2 if fault.startswith("pipe") else 1,
+                "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+                "steps_per_print": None,
+                "reft": {"enabled": True, "patience": PATIENCE, "allow_unprotected": True},
+            }
+        )
+    )
+    env = {"TEST_SLOW_SECS": str(slow_secs), "TEST_STEPS": str(steps)}
+    with cluster(tmp_path, "hanging.py", str(config), fault, nodes=2, env=env) as made:
+        yield made
+
+
+def losses(made: WatchedCluster, rank: int) -> dict[int, set[str]]:
+    """By step; the set has more than one where a step made twice gave another loss."""
+    found: dict[int, set[str]] = {}
+    for line in (made.events_dir / f"losses-{rank}").read_text().splitlines():
+        step, loss = line.split()
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, set[str]]]:
+    with job(tmp_path_factory.mktemp("undisturbed"), "none") as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}
+        assert rounds(made) == 1
+        return {rank: losses(made, rank) for rank in (0, 1)}
+
+
+def rounds(made: WatchedCluster) -> int:
+    return max(event["round"] for event in made.launcher_events("round"))
+
+
+def logs(made: WatchedCluster) -> str:
+    return "".join(made.log(index) for index in made.current)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("stop", "rank 1 hangs: stopped"),
+        ("loop", "rank 1 hangs: in no communication"),
+        ("link", "all ranks wait for each other, none is behind"),
+    ],
+)
+def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_losses(
+    kind: str, said: str, tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]
+) -> None:
+    with job(tmp_path, f"{kind}@8:1") as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]
+        assert (made.events_dir / "hung").exists()
+        assert {rank: losses(made, rank) for rank in (0, 1)} == undisturbed
+        assert rounds(made) == 2, "and what came after it is not suspected"
+        told = logs(made)
+    assert f"{HUNG}: {said}" in told
+    if kind == "loop":
+        assert 'hanging.py", line' in told, "its stacks"
+    if kind == "stop":
+        assert "State: T" in told
+        assert "a stopped process cannot write its stacks" in told
+
+
+def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]) -> None:
+    """A slow first step, an evaluation, a pause that one rank has asked for, and what the script does itself."""
+    with job(tmp_path, "slow") as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}
+        assert HUNG not in logs(made)
+        assert rounds(made) == 1
+        assert {rank: losses(made, rank) for rank in (0, 1)} == undisturbed
+
+
+def test_in_a_pipeline_the_stage_is_named_that_computes_while_others_wait(tmp_path: Path) -> None:
+    with job(tmp_path, "pipe@8:1", steps=16) as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]
+        found = losses(made, 0)
+        assert sorted(found) == list(range(1, 17))
+        assert all(len(same) == 1 for same in found.values())
+        assert rounds(made) == 2
+        assert (
+            f"{HUNG}: rank 1 hangs: in no communication (rank 1: node1 step behind step 8, Forward"
+            in logs(made)
+        )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_thousand_steps_with_an_evaluation_of_60_s_raise_no_alarm(tmp_path: Path) -> None:
+    """And a save of 30 s, a pause and a stop of the script's own of 60 s each."""
+    with job(tmp_path, "slow", slow_secs=60.0, steps=1000) as made:
+        assert made.wait(1500) == {0: 0, 1: 0}
+        assert HUNG not in logs(made)
+        assert rounds(made) == 1
+
+
+@pytest.mark.parametrize("who", ["daemon", "launcher"])
+def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(who: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=1) as made:
+        made.wait_for("step")
+        made.wait_until(lambda: bool((made.status(0) or {}).get("workers")), DEADLINE_SECS, "the daemon")
+        pid = int((made.status(0) or {})["pid"])
+        os.kill(pid if who == "daemon" else made.current[0].process.pid, signal.SIGSTOP)
+        said = {
+            "daemon": f"the node daemon (process {pid}) does not answer",
+            "launcher": "is stopped; it is continued",
+        }[who]
+        made.wait_until(lambda: said in made.log(0), DEADLINE_SECS, said)
+        if who == "daemon":
+            made.wait_until(lambda: (made.status(0) or {})["pid"] != pid, DEADLINE_SECS, "the next daemon")
+        made.finish()
+        assert made.wait(DEADLINE_SECS) == {0: 0}
+        assert {event["attempt"] for event in made.events("step")} == {0}

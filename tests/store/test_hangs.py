@@ -1,0 +1,145 @@
+"""Whom the watch suspects, and who is named: every combination of what two and three ranks may be at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from reft.store.hangs import Stillness, Waiting, Watch, limit_secs, name_culprit, step_limit_secs
+from reft.store.progress import Phase, Seen
+
+PATIENCE = 10.0
+STEP_LIMIT = 5.0
+OTHER_LIMIT = 600.0
+SEEN = Seen(
+    local_rank=0,
+    rank=0,
+    pid=100,
+    phase=Phase.STEP,
+    step=8,
+    position=3,
+    instruction="ForwardPass",
+    nanos=1,
+    patience=PATIENCE,
+    step_secs=0.3,
+    phase_secs=0.0,
+    stack_signal=0,
+    state="S",
+)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
+    seen = replace(SEEN, phase=phase)
+    wanted = {Phase.STEP: STEP_LIMIT, Phase.PAUSED: None, Phase.ENDED: None}.get(phase, OTHER_LIMIT)
+    assert limit_secs(seen) == wanted
+    assert limit_secs(replace(seen, state="t")) is None, "somebody looks at it with a debugger"
+    assert limit_secs(replace(seen, patience=0.0, state="T")) is None
+    unpaused = phase not in (Phase.PAUSED, Phase.ENDED)
+    assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), "nothing goes on in it"
+
+
+def test_limits_follow_what_the_job_has_taken() -> None:
+    assert step_limit_secs(replace(SEEN, step_secs=30.0)) == 300.0
+    assert limit_secs(replace(SEEN, step_secs=30.0)) == 300.0
+    assert limit_secs(replace(SEEN, phase=Phase.SAVING, phase_secs=90.0)) == 900.0
+    assert limit_secs(replace(SEEN, instruction="LoadMicroBatch")) == OTHER_LIMIT, "data may be slow"
+
+
+def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
+    watch = Watch()
+    assert [w.quiet_secs for w in watch.look([SEEN], 0.25)] == [0.0]
+    for _ in range(24):
+        (waiting,) = watch.look([SEEN], 0.25)
+    assert (waiting.quiet_secs, waiting.suspected) == (6.0, True)
+    (waiting,) = watch.look([replace(SEEN, nanos=2)], 0.25)
+    assert (waiting.quiet_secs, waiting.suspected) == (0.0, False)
+    # This process stood still, or the clock was set: nobody hangs for that.
+    (waiting,) = watch.look([replace(SEEN, nanos=2)], 1e6)
+    assert not waiting.suspected
+
+
+def test_a_suspicion_ends_with_the_round() -> None:
+    watch = Watch()
+    for _ in range(10):
+        (waiting,) = watch.look([SEEN], 1.0)
+    assert waiting.suspected
+    watch.clear()
+    (waiting,) = watch.look([SEEN], 1.0)
+    assert waiting.quiet_secs == 0.0
+    watch.look([SEEN], 1.0)
+    assert not any(w.quiet for w in watch.look([replace(SEEN, pid=101)], 1.0)), "another trainer"
+
+
+def test_stillness_begins_with_the_first_look() -> None:
+    still = Stillness()
+    assert [still.look("a", 1.0), still.look("a", 1.0), still.look("b", 1.0)] == [0.0, 1.0, 0.0]
+
+
+AT = {
+    "waits": dict(instruction="RecvActivation"),
+    "computes": dict(instruction="BackwardPass"),
+    "loads": dict(instruction="LoadMicroBatch"),
+    "between": dict(phase=Phase.BETWEEN, instruction=""),
+    "saves": dict(phase=Phase.SAVING, instruction=""),
+    "evaluates": dict(phase=Phase.EVALUATION, instruction="ForwardPass"),
+    "first": dict(phase=Phase.FIRST_STEP, instruction="ForwardPass"),
+    "paused": dict(phase=Phase.PAUSED, instruction=""),
+    "stopped": dict(state="T", instruction="RecvGrad"),
+    "gone": dict(state="", instruction="RecvGrad"),
+}
+
+
+def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> Waiting:
+    return Waiting(replace(SEEN, rank=rank, step=step, **AT[what]), quiet_secs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_who_is_named_in_every_combination(ranks: int) -> None:
+    for combination in product(AT, repeat=ranks):
+        waiting = [rank_at(rank, what, STEP_LIMIT + 1) for rank, what in enumerate(combination)]
+        verdict = name_culprit(waiting)
+        stopped, gone, computing = (
+            tuple(rank for rank, what in enumerate(combination) if what == wanted)
+            for wanted in ("stopped", "gone", "computes")
+        )
+        if stopped or gone or computing:
+            assert verdict is not None
+            assert verdict.ranks == (stopped or gone or computing), combination
+        elif set(combination) == {"waits"}:
+            assert verdict is not None
+            assert verdict.ranks == ()
+        else:
+            assert verdict is None, f"{combination}: who takes its time may"
+
+
+def test_nobody_is_named_while_a_rank_goes_on_or_before_the_limit() -> None:
+    for what in AT:
+        waiting = [rank_at(0, "waits", STEP_LIMIT + 1), rank_at(1, what, 0.1)]
+        assert name_culprit(waiting) is None, what
+        assert name_culprit([rank_at(0, "waits", 1.0), rank_at(1, what, STEP_LIMIT - 1)]) is None, what
+
+
+def test_what_takes_too_long_at_anything_is_named() -> None:
+    for what in ("loads", "between", "saves", "evaluates", "first"):
+        verdict = name_culprit([rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)])
+        assert verdict is not None
+        assert verdict.ranks == (1,), what
+    assert name_culprit([rank_at(0, "waits", 1e6), rank_at(1, "paused", 1e6)]) is None
+
+
+def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:
+    waiting = [rank_at(rank, "waits", 6.0, step) for rank, step in enumerate((9, 8, 9))]
+    verdict = name_culprit(waiting)
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert "rank 1 hangs: behind the others (rank 1: step behind step 8" in verdict.reason
+
+
+def test_what_is_told_to_other_nodes_is_read_as_it_was() -> None:
+    waiting = rank_at(3, "saves", 7.5)
+    assert Waiting.from_json(waiting.to_json()) == waiting
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        Waiting.from_json({"seen": {"phase": 77}, "quiet_secs": 1.0, "node": ""})
