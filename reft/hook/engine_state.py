@@ -28,6 +28,7 @@ class EngineState:
         engine: what trains.
         recomputing: the gradients that peers' partitions are recomputed from.
         client_state: returns what the user wants restored together with the weights.
+        strict: a version of which no checkpoint could be written is not taken.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class EngineState:
         engine: TrainingEngine,
         recomputing: Recomputing,
         client_state: ClientState | None,
+        *,
+        strict: bool,
     ) -> None:
         self._engine = engine
         self.adapter = engine.adapter
@@ -44,7 +47,7 @@ class EngineState:
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
         self._images: LiveImages | None = None
-        self._blob = HostBlob()
+        self._blob = HostBlob(strict=strict)
         self._failures: set[type[Exception]] = set()
 
     def capture(self, label: Label, *, must: bool, variant: Variant) -> SnapshotRequest:

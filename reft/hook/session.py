@@ -123,7 +123,7 @@ class Session:
             scheme=lambda: Scheme.parse(self.protection.record.in_force),
             fence=self.fence.hold,
         )
-        self.state = EngineState(self.engine, recomputing, client_state)
+        self.state = EngineState(self.engine, recomputing, client_state, strict=self.config.strict)
         self.daemon = DaemonClient(self.memory.job_dir.path, self.memory.job_dir.secret)
         self.stopping = Stopping(self.config.grace_secs, Preemption())
         self.tracer = Tracer()

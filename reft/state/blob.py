@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from reft.errors import LayoutError, ReftError
+from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.state import late
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.codec import decode, encode
@@ -25,9 +25,14 @@ buffers they are most of a block's bytes."""
 
 
 class HostBlob:
-    """Encodes host blocks, keeping what does not change between steps."""
+    """Encodes host blocks, keeping what does not change between steps.
 
-    def __init__(self) -> None:
+    Args:
+        strict: a version of which no checkpoint could be written is an error.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
         self._signature: object = None
         self._fixed: dict[str, bytes] = {}
 
@@ -49,10 +54,13 @@ class HostBlob:
 
         Returns:
             Makes the block; where the module has buffers on a device it still has to be settled.
+
+        Raises:
+            UnsupportedStateError: no checkpoint could be written, and that is an error.
         """
         if self._signature != signature or not self._fixed:
             manifest = Manifest(*(image.specs for image in images))
-            self._fixed = {"manifest": manifest.encode(), "template": _encoded(template, images, state)}
+            self._fixed = {"manifest": manifest.encode(), "template": self._encoded(template, images, state)}
             self._signature = signature
         fixed, adapter = self._fixed, state["adapter"]
         at_once, on_device = late.split_late(state["buffers"], late.is_late)
@@ -73,15 +81,17 @@ class HostBlob:
 
         return finish
 
-
-def _encoded(template: Template, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-    try:
-        return template(images, state)
-    except ReftError as error:
-        logger.warning(
-            "checkpoints cannot be written from memory, snapshots and recovery are not affected: %s", error
-        )
-        return b""
+    def _encoded(
+        self, template: Template, images: tuple[SectionImage, SectionImage], state: dict[str, Any]
+    ) -> bytes:
+        try:
+            return template(images, state)
+        except ReftError as error:
+            said = f"checkpoints cannot be written from memory, and this is not resumed from it: {error}"
+            if self._strict:
+                raise UnsupportedStateError(said) from error
+            logger.warning("%s", said)
+            return b""
 
 
 class DecodedBlob:

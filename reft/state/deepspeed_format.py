@@ -87,7 +87,7 @@ class Template:
         if not data:
             raise PersistError(
                 "the version carries no checkpoint template: the engine holds something reft cannot write as "
-                "a DeepSpeed checkpoint (the trainer's log names it). Recovery from memory is not affected"
+                "a DeepSpeed checkpoint (the trainer's log names it). The rest is resumed from memory"
             )
         try:
             content = codec.decode(zlib.decompress(data))

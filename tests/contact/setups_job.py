@@ -45,6 +45,22 @@ class Heard(logging.Handler):
 HEARD = Heard()
 
 
+class Counting(nn.Linear):
+    """Keeps a number that is no tensor in its state dict."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
 class Place:
     """Where a set-up keeps what."""
 
@@ -319,6 +335,12 @@ def client_state_that_cannot_be_kept(place: Place) -> None:
 # -- memory and disk -------------------------------------------------------------------------------------
 
 
+def module_with_extra_state(place: Place) -> None:
+    engine = make(place.block(), Counting(WIDTH, WIDTH))
+    reft.resume(engine)
+    train(engine)
+
+
 def too_little_memory(place: Place) -> None:
     engine = make(place.block(memory_limit_bytes=2**16))
     reft.resume(engine)
@@ -370,6 +392,7 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
     own_order,
     resumable_of_a_list,
     client_state_that_cannot_be_kept,
+    module_with_extra_state,
     too_little_memory,
     no_place_for_checkpoints,
     more_losses_than_nodes,

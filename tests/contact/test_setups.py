@@ -45,6 +45,7 @@ WARNED = {
     "loader_with_workers": (STEP_1, "RandomSampler, num_workers=1"),
     "own_order": (STEP_1, "the position in the data is not known"),
     "client_state_that_cannot_be_kept": (STEP_1, "the state of step 1 cannot be captured"),
+    "module_with_extra_state": (STEP_1, "register it as a buffer, or return it from client_state"),
     "too_little_memory": (STEP_1, "raise the limit"),
     "no_place_for_checkpoints": (START, "checkpoints cannot be written to persist.dir"),
     "pipeline_with_a_list": (STEP_1, "RepeatingLoader"),
@@ -61,6 +62,7 @@ STRICT_GOES_ON = {
 """Set-ups whose warning stays one under ``"strict": true``."""
 STRICT_SAYS = {
     "client_state_that_cannot_be_kept": "the version of step 1 could not be taken: the state could not be captured",
+    "module_with_extra_state": "the version of step 1 could not be taken",
     "too_little_memory": "the version of step 1 could not be taken",
 }
 """What it says where that is not the warning's own text."""
