@@ -11,7 +11,7 @@ import reft
 ROOT = Path(reft.__file__).parent
 LAYERS = (
     ("arguments", "errors", "refusal", "env", "naming", "durable", "backoff", "native", "optim"),
-    ("events", "log", "mac", "grid", "blocks"),
+    ("builds", "events", "log", "mac", "grid", "blocks"),
     ("protect",),
     ("config",),
     ("config_keys",),

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft import log
+from reft.builds import tell_of_abandoned_builds
 from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
@@ -155,6 +156,8 @@ class Launcher(Observer):
             nodes=list(agreement.nodes),
             restarts_used=agreement.restarts_used,
         )
+        # At a restart too: a trainer may have been killed while it built.
+        tell_of_abandoned_builds()
         self._note_start(agreement)
 
     def _note_start(self, agreement: Agreement) -> None:

@@ -105,11 +105,13 @@ def _has_block(config: Any) -> bool:
 
 def _prepare() -> None:
     from reft import log
+    from reft.builds import tell_of_abandoned_builds
     from reft.hook.cpu import avoid_build_at_start
     from reft.refusal import end_in_words
 
     log.install()
     end_in_words()
+    tell_of_abandoned_builds()
     avoid_build_at_start()
 
 

@@ -57,7 +57,7 @@ class WatchedCluster(LocalCluster):
 @contextmanager
 def cluster(tmp_path: Path, script: str, *args: str, **options: Any) -> Iterator[WatchedCluster]:
     """A running cluster of ``script``; after the test no process of it may be left but by its doing."""
-    (tmp_path / "events").mkdir()
+    (tmp_path / "events").mkdir(parents=True)
     events = str(tmp_path / "events")
     env = {"TEST_EVENTS": events, "REFT_EVENTS": events, **options.pop("env", {})}
     made = WatchedCluster(

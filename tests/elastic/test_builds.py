@@ -1,0 +1,92 @@
+"""A lock that a killed build has left in torch's folder of operators is named before a script waits for it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from reft.builds import ENV_EXTENSIONS, abandoned_locks
+from tests.machine import free_port
+
+from .cluster import SCRIPTS, cluster
+from .test_unlaunched import config, run
+
+BUILDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("building", flush=True)
+time.sleep(600)
+"""
+SAID = "by a build that has ended"
+
+
+@contextmanager
+def building(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock as torch does while it compiles."""
+    lock.parent.mkdir(parents=True)
+    command = [sys.executable, "-c", BUILDER, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as builder:
+        try:
+            assert builder.stdout is not None
+            assert builder.stdout.readline() == "building\n"
+            yield builder
+        finally:
+            builder.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(ENV_EXTENSIONS, str(tmp_path / "extensions"))
+    return tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+
+
+def test_a_lock_is_abandoned_when_its_builder_is_gone(lock: Path) -> None:
+    with building(lock):
+        assert abandoned_locks() == []
+    ((found, made_at),) = abandoned_locks()
+    assert found == lock
+    assert made_at == lock.stat().st_mtime
+
+
+def test_it_is_looked_for_where_torch_builds_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    monkeypatch.delenv(ENV_EXTENSIONS, raising=False)
+    for home in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(home, str(tmp_path / home))
+        left = Path(_get_build_directory("fused_adam", verbose=False)) / "lock"
+        left.touch()
+        assert [found for found, _ in abandoned_locks()] == [left]
+        monkeypatch.delenv(home)
+
+
+def test_the_launcher_names_it_and_leaves_it_there(lock: Path, tmp_path: Path) -> None:
+    with building(lock), cluster(tmp_path / "built", "light.py", "end", nodes=1) as job:
+        assert set(job.wait(240).values()) == {0}
+        assert SAID not in job.log(0)
+    with cluster(tmp_path / "left", "light.py", "end", nodes=1) as job:
+        assert set(job.wait(240).values()) == {0}
+        said = [line for line in job.log(0).splitlines() if SAID in line]
+    assert len(said) == 1, "the launcher, and not its trainers"
+    assert f"rm '{lock}'" in said[0]
+    assert lock.exists()
+
+
+def test_import_reft_names_it_under_another_launcher(lock: Path, tmp_path: Path) -> None:
+    with building(lock):
+        pass
+    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env = {**where, "MASTER_PORT": str(free_port()), ENV_EXTENSIONS: str(lock.parents[1])}
+    command = (sys.executable, str(SCRIPTS / "unlaunched.py"), config(tmp_path), "import")
+    done = run(*command, out=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count(f"rm '{lock}'") == 1
