@@ -37,6 +37,28 @@ def is_shard(loader: Any) -> bool:
     )
 
 
+def is_dispatcher(loader: Any) -> bool:
+    """Whether it is Accelerate's, and reads on rank 0 for all ranks."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
+    return kind is not None and issubclass(type(loader), kind)
+
+
+def is_dispatched() -> bool:
+    """Whether the innermost of Accelerate's loaders that the script is reading is such a one."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
+
+
+DISPATCHED = (
+    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position is not "
+    "restored. Have every rank read its own part: write"
+    """
+    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = accelerate.Accelerator(dataloader_config=config, ...)
+    loader = reft.resumable(accelerator.prepare(loader))"""
+)
+
+
 def handed_out(
     shard: Any, iterate: Callable[[Any], Iterator[Any]], watch: Watch, begin: Callable[[Any], Pass]
 ) -> Iterator[Any]:

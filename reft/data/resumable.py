@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from reft.data.ahead import ITERATION, is_shard
+from reft.data.ahead import DISPATCHED, ITERATION, is_dispatcher, is_shard
 from reft.data.passes import Pass, Position, is_loader, iterates_itself, of_inner
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
@@ -117,6 +117,8 @@ def resumable(loader: Any, name: str = "data") -> Any:
     Raises:
         ConfigError: it is no ``DataLoader``, or of a subclass with an ``__iter__`` of its own.
     """
+    if is_dispatcher(loader):
+        raise ConfigError(f"found {DISPATCHED}")
     if not is_loader(loader):
         raise ConfigError(
             f"found {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data."

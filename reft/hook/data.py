@@ -24,7 +24,7 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import resumable
-from reft.data.ahead import is_shard
+from reft.data.ahead import DISPATCHED, is_dispatched, is_shard
 from reft.data.passes import (
     Pass,
     Position,
@@ -197,6 +197,7 @@ class DataPosition:
             self._ahead = self._elsewhere or self._batches > self._micro_batches
             one_each = self._batches == self._micro_batches and len(self._datasets) == 1
             itself = self._pass is not None and iterates_itself(self._pass.loader)
+            itself = itself or is_dispatched()
             self._known = one_each and not self._ahead and not itself
             self._batches = self._micro_batches = 0
             self._datasets.clear()
@@ -239,8 +240,14 @@ class DataPosition:
             )
         if self._stateful is not None or self._left_to_program:
             return None
+        if is_dispatched():
+            return f"the script trains from {DISPATCHED}"
         if resumable.positions():
             return None if not self._ahead else _AHEAD
+        return self._advice_for_loop()
+
+    def _advice_for_loop(self) -> str | None:
+        """On what the script reads without a wrapper of reft's."""
         if self._known and self._pass is not None:
             if self._pipeline and self._repeating:
                 return None

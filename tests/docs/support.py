@@ -60,6 +60,11 @@ LAUNCHERS = (
         "elastic/test_launchers.py",
     ),
     Tested(
+        "`deepspeed --hostfile` over several hosts",
+        "not tried; `reft launch --hostfile FILE`, on each of the hosts, is",
+        "elastic/test_hostfile.py",
+    ),
+    Tested(
         "`accelerate launch --use_deepspeed`, in the same three ways",
         "the same; it is torchrun underneath",
         "elastic/test_launchers.py",
@@ -140,8 +145,10 @@ def document() -> str:
         "## Data loaders",
         "After a failure, by `tests/attack/test_p8_data.py`:",
         _table(("the script reads", "what happens"), LOADERS.values()),
-        "The rows with Accelerate need the extra `hf`. A `DataLoaderDispatcher` (`dispatch_batches=True`) is not "
-        "followed: a warning at the first step says so.",
+        "The rows with Accelerate need the extra `hf`; `tests/elastic/test_accelerate.py` kills and resumes a job of "
+        "two processes under `accelerate launch` that reads such a loader. A `DataLoaderDispatcher` "
+        "(`dispatch_batches=True`; the default for an `IterableDataset`) is not followed: a warning at the first step "
+        "names it with the lines to change, and `reft.resumable` refuses it.",
     ]
     return "\n\n".join(parts) + "\n"
 
