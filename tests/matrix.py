@@ -1,25 +1,37 @@
 """The integration tests at the ends of the versions that pyproject.toml and README claim.
 
-    python -m tests.matrix [ROW ...]
+    python -m tests.matrix [ROW ...] [--secs SECS] [--anew]
 
 Each row gets an environment of its own, ``.venv-ROW``. Those of DeepSpeed's releases hold nothing but that
 DeepSpeed and see everything else in the environment this runs in; ``oldest`` and ``newest`` are installed in full,
 which fetches some gigabytes: torch's wheels on the index bring CUDA. Not part of ``make test``.
+
+A row is run file by file. What has passed is noted in ``.venv-ROW/passed.json`` and not run again while the tree is the
+same, so that a run that was cut off goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = ("tests/state", "tests/hook", "tests/persist")
 ROOT = Path(__file__).resolve().parents[1]
+EX_MORE = 75
+"""The time was over before all files were run; none has failed so far. sysexits' EX_TEMPFAIL."""
+_OTHER_TESTS = ("megatron-core",)
+"""Of the extra ``dev``, what none of ``TESTS`` needs and what does not go with the oldest torch."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class Row:
             return ["--no-deps", f"deepspeed=={self.deepspeed}"]
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+        wanted = [requirement for requirement in wanted if not requirement.startswith(_OTHER_TESTS)]
         return [*wanted, f"deepspeed=={self.deepspeed}", f"torch=={self.torch}", "setuptools", "wheel"]
 
 
@@ -65,9 +78,9 @@ def install(name: str, row: Row) -> Path:
     ready = home / "ready"
     if ready.exists():
         return python
-    own = sys.executable if row.python is None else shutil.which(f"python{row.python}")
+    own = sys.executable if row.python is None else installed(row.python)
     if own is None:
-        raise FileNotFoundError(f"{name}: no python{row.python} is installed here")
+        raise FileNotFoundError(f"{name}: no python{row.python} is on PATH that starts; install it")
     print(f"installing {name}: {row}", file=sys.stderr)
     subprocess.run([own, "-m", "venv", "--clear", home], check=True)
     (packages,) = (home / "lib").glob("python*/site-packages")
@@ -82,9 +95,48 @@ def install(name: str, row: Row) -> Path:
     return python
 
 
-def run(name: str, row: Row) -> int:
-    """Run the tests in one row's environment; pytest's exit status."""
-    python = str(install(name, row))
+def installed(version: str) -> str | None:
+    """The first Python of this version on PATH that starts: a version manager has a name there for each that it
+    knows, chosen or not."""
+    for folder in os.get_exec_path():
+        python = shutil.which(f"python{version}", path=folder)
+        if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
+
+
+def tree() -> str:
+    """Names what git knows of the working tree."""
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT)
+    changes = subprocess.check_output(["git", "diff", "HEAD"], cwd=ROOT)
+    return hashlib.sha256(head + changes).hexdigest()
+
+
+class Passed:
+    """The files that a row has passed with the tree as it is.
+
+    Args:
+        home: the row's environment.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / "passed.json"
+        self._tree = tree()
+        noted = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._files: list[str] = noted["files"] if noted.get("tree") == self._tree else []
+
+    def __contains__(self, file: str) -> bool:
+        return file in self._files
+
+    def add(self, file: str) -> None:
+        self._files.append(file)
+        self._path.write_text(json.dumps({"tree": self._tree, "files": self._files}))
+
+
+def run(name: str, row: Row, until: float, *, anew: bool = False) -> int:
+    """Run the tests in one row's environment, file by file, until ``time.monotonic()`` is ``until``; 0: all have
+    passed, 1: some have failed, EX_MORE: some were not run."""
+    python = install(name, row)
     probe = [python, "-c", "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"]
     found = subprocess.run(probe, check=True, capture_output=True, text=True).stdout.splitlines()[-1].split()
     if not found[0].startswith(row.deepspeed) or not found[1].startswith(row.torch or ""):
@@ -92,22 +144,44 @@ def run(name: str, row: Row) -> int:
         return 1
     # An older torch starts a thread when it is imported, and what has threads is not forked.
     env = os.environ if row.python is None else {**os.environ, "REFT_TEST_PREFORK": "0"}
-    return subprocess.run([python, "-m", "pytest", *TESTS], cwd=ROOT, env=env, check=False).returncode
+    home = python.parents[1]
+    if anew:
+        (home / "passed.json").unlink(missing_ok=True)
+    passed, failed = Passed(home), 0
+    files = [str(f.relative_to(ROOT)) for folder in TESTS for f in sorted((ROOT / folder).glob("test_*.py"))]
+    for at, file in enumerate(files, 1):
+        if file in passed:
+            continue
+        if time.monotonic() >= until:
+            print(f"{name}: the time is over; {file} is next. The same command goes on there", flush=True)
+            return 1 if failed else EX_MORE
+        print(f"{name}: {at} of {len(files)}: {file}", flush=True)
+        code = subprocess.run([python, "-m", "pytest", file], cwd=ROOT, env=env, check=False).returncode
+        if code == 0:
+            passed.add(file)
+        failed += code != 0
+    return 1 if failed else 0
 
 
-def main(arguments: list[str]) -> int:
-    if unknown := [name for name in arguments if name not in ROWS]:
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix")
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all of them by default")
+    parser.add_argument("--secs", type=float, default=float("inf"), help="begin no file after this long")
+    parser.add_argument("--anew", action="store_true", help="run what has passed already too")
+    arguments = parser.parse_args(words)
+    if unknown := [name for name in arguments.rows if name not in ROWS]:
         print(f"no row {', '.join(unknown)}; known: {', '.join(ROWS)}", file=sys.stderr)
         return 2
-    failed = []
-    for name in arguments or list(ROWS):
+    until, codes = time.monotonic() + arguments.secs, []
+    for name in arguments.rows or list(ROWS):
         try:
-            if run(name, ROWS[name]) != 0:
-                failed.append(f"{name}: FAILED")
+            code = run(name, ROWS[name], until, anew=arguments.anew)
         except FileNotFoundError as error:
-            failed.append(str(error))
-    print("\n".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+            print(error, file=sys.stderr)
+            code = 1
+        print(f"{name}: { ({0: 'passed', EX_MORE: 'not at its end'}.get(code, 'FAILED')) }", flush=True)
+        codes.append(code)
+    return 1 if 1 in codes else max(codes)
 
 
 if __name__ == "__main__":
