@@ -9,14 +9,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
+from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory_or_say
 from reft.store.history import Round, describe_parts, read_history
 from reft.store.jobdir import JobDir
 
 
 def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
-    """Every start of a job's trainers on a node: why the one before ended, and what it resumed from."""
-    nodes = [(JobDir.open(path), read_history(path)) for path in find_memory(memory_dir, job)]
+    """Every start of a job's trainers on a node: why the one before ended, and what it resumed from.
+
+    With --json a list of nodes, empty where no memory is found; standard error says why.
+    """
+    paths = find_memory_or_say(memory_dir, job, as_json=as_json)
+    nodes = [(JobDir.open(path), read_history(path)) for path in paths]
     if as_json:
         told = [
             {"job_id": directory.job_id, "node": directory.node, "rounds": [row.to_json() for row in rounds]}

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.cli.history import restarts_among, summary
-from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
+from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory, find_memory_or_say
 from reft.cli.protect import describe
-from reft.errors import ReftError
 from reft.store.history import read_history
 from reft.store.jobdir import JobDir, is_running, read_json
 from reft.store.protection import read_record
@@ -26,13 +25,7 @@ def status_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJs
 
     With --json a list of nodes, empty where no memory is found; standard error says why.
     """
-    try:
-        paths = find_memory(memory_dir, job)
-    except ReftError:
-        if as_json:
-            typer.echo("[]")
-        raise
-    nodes = [_node_status(path) for path in paths]
+    nodes = [_node_status(path) for path in find_memory_or_say(memory_dir, job, as_json=as_json)]
     if as_json:
         typer.echo(json.dumps(nodes, indent=2, default=str))
     else:

@@ -90,6 +90,16 @@ def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Pat
     return found[job if job is not None else next(iter(found))]
 
 
+def find_memory_or_say(memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool) -> list[Path]:
+    """As :func:`find_memory`, for commands whose JSON is a list: an empty one is printed before the error."""
+    try:
+        return find_memory(memory_dirs, job)
+    except ReftError:
+        if as_json:
+            typer.echo("[]")
+        raise
+
+
 def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
     default = os.environ.get(ENV_MEMORY_DIR) or ReftConfig.model_fields["memory_dir"].default
     dirs = list(given or [Path(default)])

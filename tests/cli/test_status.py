@@ -35,6 +35,13 @@ def test_without_memory_or_daemon_it_is_json_too(
         assert "no job has memory in" in err
 
 
+def test_a_history_without_memory_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["history", "--memory-dir", str(tmp_path), "--json"]) == EXIT_NOT_WELL
+    out, err = capsys.readouterr()
+    assert json.loads(out) == []
+    assert "no job has memory in" in err
+
+
 def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: Path) -> None:
     job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
     status = NodeStatus(job_dir.path, {})
