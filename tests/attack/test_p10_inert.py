@@ -13,7 +13,10 @@ from tests.attack.jobs import launched, ranks
 from tests.prefork import ENV_PREFORK
 
 SCRIPT = Path(__file__).with_name("inert_script.py")
-LEAST = {"reft", "reft.env", "reft.hook", "reft.hook.install", "reft.hook.on_import", "reft.naming"}
+LEAST = {
+    *("reft", "reft.env", "reft.naming"),
+    *("reft.hook", "reft.hook.install", "reft.hook.marks", "reft.hook.on_import"),
+}
 """What looks for the block."""
 STARTER = {"reft.elastic", "reft.elastic.exits", "reft.refusal"}
 """What `reft launch` runs a script through; its ``reft.elastic.script`` is ``__main__`` there."""

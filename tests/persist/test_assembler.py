@@ -46,7 +46,9 @@ def test_p6_many_versions_are_written_by_one_process(
     first = write(memory, 4, directory, assembler)
     pid = assembler.pid
     assert pid is not None
-    assert psutil.Process(pid).nice() == NICENESS
+    assert psutil.Process(pid).nice() == min(
+        psutil.Process().nice() + NICENESS, 19
+    )  # the suite may be nice itself
     second = write(memory, 8, directory, assembler)
     assert (first.name, second.name) == ("global_step4", "global_step8")
     assert assembler.pid == pid
