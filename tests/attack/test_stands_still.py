@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from reft.tools.local_cluster import KillKind
@@ -26,10 +26,12 @@ def trains(job: WatchedCluster, attempt: int) -> None:
     )
 
 
-def pause(process: psutil.Process) -> None:
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(PAUSE_SECS)
-    process.send_signal(signal.SIGCONT)
+def pause(*pids: int) -> None:
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in reversed(pids):
+            os.kill(pid, number)
+        if number is signal.SIGSTOP:
+            time.sleep(PAUSE_SECS)
 
 
 @pytest.mark.long
@@ -40,8 +42,10 @@ def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path,
     with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=OPTIONS, env=patient) as job:
         trains(job, 0)
         assert job.rendezvous is not None
-        victim = job.rendezvous if paused == "rendezvous" else job.current[0].process
-        pause(psutil.Process(victim.pid))
+        if paused == "rendezvous":
+            pause(job.rendezvous.pid)
+        else:  # with the daemon, which would continue it
+            pause(job.current[0].process.pid, int((job.status(0) or {})["pid"]))
         # Trainers went on meanwhile; nobody restarts for a pause that is over.
         after = max(e["step"] for e in job.events("step", rank=0))
         job.wait_until(lambda: job.events("step", rank=0)[-1]["step"] > after + 3, 120, "further steps")
