@@ -46,6 +46,7 @@ WITHOUT_STRICT = {
     "hook/restore.py:_load_base": RESTART,
     "hook/restore.py:_load_by_tag": CHECKED,  # at the first step
     "hook/save.py:save_with_host_state": LATER,
+    "hook/start_checks.py:check_start": "time-outs: recovery is not affected",
     "hook/start_checks.py:_say_what_is_survived": NO_FAULT,  # declared nodes, allow_unprotected
     "hook/start_checks.py:_warn_at_start": RESTART,
     "hook/start_checks.py:warn": "the place where strict is asked",

@@ -13,8 +13,9 @@ import pytest
 
 from .cluster import WatchedCluster, cluster
 
+TIMEOUT_SECS = 1800.0
+"""Of the collectives: after these a rank that waits would end by itself."""
 DEADLINE_SECS = 400.0
-"""Of gloo's 1,800 s, after which a rank that waits would end by itself."""
 PATIENCE = 6.0
 SLOW_SECS = 9.0
 """Longer than PATIENCE allows a step that takes milliseconds."""
@@ -23,7 +24,12 @@ HUNG = "the job hangs"
 
 @contextmanager
 def job(
-    tmp_path: Path, fault: str, *, slow_secs: float = SLOW_SECS, steps: int = 40
+    tmp_path: Path,
+    fault: str,
+    *,
+    slow_secs: float = SLOW_SECS,
+    steps: int = 40,
+    timeout_secs: float = TIMEOUT_SECS,
 ) -> Iterator[WatchedCluster]:
     config = tmp_path / "ds_config.json"
     config.write_text(
@@ -37,7 +43,11 @@ def job(
             }
         )
     )
-    env = {"TEST_SLOW_SECS": str(slow_secs), "TEST_STEPS": str(steps)}
+    env = {
+        "TEST_SLOW_SECS": str(slow_secs),
+        "TEST_STEPS": str(steps),
+        "TEST_TIMEOUT_SECS": str(timeout_secs),
+    }
     with cluster(tmp_path, "hanging.py", str(config), fault, nodes=2, env=env) as made:
         yield made
 
@@ -102,12 +112,13 @@ def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, d
 
 
 def test_in_a_pipeline_the_stage_is_named_that_computes_while_others_wait(tmp_path: Path) -> None:
-    with job(tmp_path, "pipe@8:1", steps=16) as made:
+    with job(tmp_path, "pipe@8:1", steps=16, timeout_secs=350.0) as made:
         assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]
         found = losses(made, 0)
         assert sorted(found) == list(range(1, 17))
         assert all(len(same) == 1 for same in found.values())
         assert rounds(made) == 2
+        assert "collectives time out after 350 s, but a rank may take 360 s" in logs(made), "at the start"
         assert (
             f"{HUNG}: rank 1 hangs: in no communication (rank 1: node1 step behind step 8, Forward"
             in logs(made)

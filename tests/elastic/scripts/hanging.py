@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
@@ -119,7 +120,8 @@ def say(step: int, loss: float) -> None:
 
 
 def main() -> None:
-    deepspeed.init_distributed("gloo", verbose=False)
+    timeout = timedelta(seconds=float(os.environ["TEST_TIMEOUT_SECS"]))
+    deepspeed.init_distributed("gloo", timeout=timeout, verbose=False)
     torch.set_num_threads(1)
     torch.manual_seed(5)
     if KIND == "pipe":
