@@ -92,8 +92,8 @@ storm: venv  ## real jobs under random attacks, compared with undisturbed runs: 
 matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows
 	$(BIN)/python -m tests.matrix $(ARGS)
 
-megatron: venv  ## a checkout of Megatron-DeepSpeed loses nodes: DIR= [CASES=] [DEEPSPEED=], see docs/megatron.md
-	$(BIN)/python -m tests.megatron.program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
+megatron: venv  ## a checkout of Megatron-DeepSpeed or Megatron-LM loses nodes: DIR= [CASES=] [DEEPSPEED=], see docs/megatron.md
+	$(BIN)/python -m tests.$(if $(wildcard $(DIR)/megatron/training/),megatron_core,megatron).program $(DIR) $(if $(CASES),--cases $(CASES)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
 
 slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root): slurm/'s scripts as they are, nodes die
 	$(PYTEST) -rs tests/slurm $(ARGS)

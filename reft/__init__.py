@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reft.hook.on_import import hook_deepspeed
+from reft.hook.on_import import hook_imports
 
 if TYPE_CHECKING:
     from reft.config import ReftConfig
@@ -81,4 +81,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
 
 
-hook_deepspeed()
+hook_imports()

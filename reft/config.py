@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
 from reft.errors import ConfigError
+from reft.json_file import read_object
 from reft.naming import BLOCK_NAME, JOB_ID, name_of_run
 from reft.protect.mapping import short_form
 
@@ -418,6 +419,22 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
             f'"{BLOCK_NAME}": {{"enabled": true}}'
         )
     return parse_block(dict(block), os.environ)
+
+
+def read_block(path: Path) -> dict[str, Any]:
+    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing else.
+
+    Raises:
+        ConfigError: it cannot be read, or has no such block.
+    """
+    block = read_object(path, f"the {BLOCK_NAME} block's file", f'{{"{BLOCK_NAME}": {{...}}}}').get(
+        BLOCK_NAME
+    )
+    if not isinstance(block, dict):
+        raise ConfigError(
+            f'{path} holds no "{BLOCK_NAME}" object; write {{"{BLOCK_NAME}": {{"enabled": true}}}} into it'
+        )
+    return block
 
 
 def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:

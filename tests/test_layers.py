@@ -10,7 +10,8 @@ import reft
 
 ROOT = Path(reft.__file__).parent
 LAYERS = (
-    ("arguments", "errors", "refusal", "env", "naming", "durable", "backoff", "native", "optim"),
+    ("errors", "refusal", "env", "naming", "durable", "backoff", "native", "optim"),
+    ("arguments", "json_file"),
     ("builds", "events", "log", "mac", "grid", "blocks"),
     ("protect",),
     ("config",),

@@ -41,6 +41,7 @@ from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
+    ENV_CONFIG,
     ENV_DRY_RUN,
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,
@@ -244,6 +245,8 @@ class Launcher(Observer):
                 ENV_SECRET: self._secret.hex(),
             }
         )
+        if options.block_file is not None:
+            os.environ[ENV_CONFIG] = str(options.block_file)
         if options.devices is not None:
             show_devices(options.devices, os.environ)
         if options.warm:

@@ -20,6 +20,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.arguments import Parser
+from reft.config import parse_block, read_block
 from reft.elastic.checks import check_numbers
 from reft.elastic.hostfile import apply_hostfile
 from reft.elastic.node import default_node_id
@@ -48,6 +49,7 @@ class LaunchOptions:
         node: this node's id.
         node_declared: somebody gave it, and thereby says that the node fails by itself.
         job_id: name of the job's memory.
+        block_file: holds the ``reft`` block; None where the DeepSpeed JSON does.
         dry_run: end before the first step.
         daemon: start the node daemon.
         keep_memory: do not remove the memory after a good end.
@@ -67,6 +69,7 @@ class LaunchOptions:
     node: str
     node_declared: bool
     job_id: str
+    block_file: Path | None
     dry_run: bool
     daemon: bool
     keep_memory: bool
@@ -157,6 +160,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         node=args.node_id or default_node_id(memory_dir),
         node_declared=bool(args.node_id),
         job_id=job_id,
+        block_file=_block_file(args),
         dry_run=args.dry_run,
         daemon=not args.no_daemon,
         keep_memory=args.keep_memory,
@@ -280,6 +284,19 @@ def _memory_dir(args: argparse.Namespace) -> Path:
             f"that is no link to itself"
         ) from error
     return Path(args.memory_dir).absolute()
+
+
+def _block_file(args: argparse.Namespace) -> Path | None:
+    """Looked at here, before any trainer starts.
+
+    Raises:
+        ConfigError: it cannot be read, or the block is wrong.
+    """
+    if not args.block:
+        return None
+    path = Path(args.block).absolute()
+    parse_block(read_block(path))
+    return path
 
 
 def _job_id(args: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ from types import CodeType, ModuleType, TracebackType
 from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 from reft.hook import marks
-from reft.hook.on_import import hook_deepspeed
+from reft.hook.on_import import hook_imports
 from reft.refusal import EX_REFUSED, is_refusal, say, write_error_file
 
 _PR_SET_PDEATHSIG = 1
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does."""
     marks.mark(marks.BEGAN)
-    hook_deepspeed()
+    hook_imports()
     if argv[0] == "-m":
         name = argv[1]
         sys.argv = ["-m", *argv[2:]]

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from reft.arguments import Parser
 from reft.config import parse_block
-from reft.env import ENV_EVENTS, ENV_JOB_ID, ENV_LOG_LEVEL, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_WARM
+from reft.env import (
+    ENV_CONFIG,
+    ENV_EVENTS,
+    ENV_JOB_ID,
+    ENV_LOG_LEVEL,
+    ENV_MEMORY_DIR,
+    ENV_NODE_ID,
+    ENV_WARM,
+)
 
 RESTARTS = 3
 """Failures of trainers that follow each other without a new version in between."""
@@ -59,6 +67,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(ENV_JOB_ID),
         help=f"name of the job's memory ({ENV_JOB_ID}; default: --rdzv-id, else made of user, directory, "
         "program and arguments). The same name finds the memory that an earlier launch left.",
+    )
+    ours.add_argument(
+        "--block",
+        metavar="FILE",
+        default=os.environ.get(ENV_CONFIG),
+        help='JSON file with the reft block, {"reft": {...}}, of a program that has no DeepSpeed JSON: '
+        f"NVIDIA's Megatron-LM ({ENV_CONFIG})",
     )
     ours.add_argument("--no-daemon", "--no_daemon", action="store_true", help="start no node daemon")
     ours.add_argument(

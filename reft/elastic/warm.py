@@ -57,12 +57,13 @@ def imports_of(script: Path | None) -> list[str]:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             named.append(node.module)
-    return [name for name in dict.fromkeys(named) if _is_installed(name)]
+    return [name for name in dict.fromkeys(named) if _is_installed(name, script.parent)]
 
 
-def _is_installed(name: str) -> bool:
+def _is_installed(name: str, beside: Path) -> bool:
     top = name.partition(".")[0]
-    if top in sys.stdlib_module_names:
+    # What lies beside the script comes first there, whatever is installed.
+    if top in sys.stdlib_module_names or (beside / top).is_dir() or (beside / f"{top}.py").is_file():
         return False
     with suppress(ImportError, ValueError, AttributeError):
         spec = importlib.util.find_spec(top)

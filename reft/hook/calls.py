@@ -5,6 +5,7 @@ The signature is the wrapped method's own, so that every release of DeepSpeed is
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,12 @@ def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named |= named.pop(name, {})
     return named
+
+
+def replace(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrapper(where.name)`` on an instance or a module; others and the class stay as they are."""
+    original = getattr(where, name)
+    setattr(where, name, functools.wraps(original)(wrapper(original)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from reft import log
 from reft.config import Variant, load_config, parse_block
 from reft.errors import ConfigError
-from reft.hook.calls import LoadCall, bind
+from reft.hook.calls import LoadCall, bind, replace
 from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.device_paths import report_untried
 from reft.hook.engine_state import ClientState
@@ -133,12 +132,6 @@ def session_of(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
 
 
-def _replace(engine: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(engine.name)`` on the instance; other engines and the class stay as they are."""
-    original = getattr(engine, name)
-    setattr(engine, name, functools.wraps(original)(wrapper(original)))
-
-
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
 
@@ -200,25 +193,25 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
         return wrapped
 
-    _replace(engine, "_take_model_step", model_step)
+    replace(engine, "_take_model_step", model_step)
     innermost = seen.adapter.state.optimizer
     if isinstance(innermost, torch.optim.Optimizer):
         innermost.register_step_pre_hook(session.fence.before_write)
     if hasattr(engine, "grid"):
-        _replace(engine, "train_batch", train_batch)
-        _replace(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
+        replace(engine, "train_batch", train_batch)
+        replace(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
         _weave(engine, session)
     else:
         for name in ("forward", "backward", "step"):
-            _replace(engine, name, at_instruction(progress, name.capitalize()))
-        _replace(engine, "forward", forward)
-        _replace(engine, "step", step)
+            replace(engine, name, at_instruction(progress, name.capitalize()))
+        replace(engine, "forward", forward)
+        replace(engine, "step", step)
     for name, wrapper, phase in (
         ("load_checkpoint", load_checkpoint, Phase.LOADING),
         ("save_checkpoint", save_checkpoint, Phase.SAVING),
     ):
-        _replace(engine, name, wrapper)
-        _replace(engine, name, at_phase(progress, phase))
+        replace(engine, name, wrapper)
+        replace(engine, name, at_phase(progress, phase))
 
 
 def _weave(engine: Any, session: Session) -> None:

@@ -17,7 +17,7 @@ from reft.hook.session import Session
 from reft.hook.target import Target
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import Recovery, RecoveryOutcome
-from reft.state.rng import restore_rng
+from reft.state.rng import capture_rng, restore_rng
 from reft.store import history
 from reft.store.arena_files import slots_with
 
@@ -115,6 +115,10 @@ class MemoryRung:
         self.client_state = ClientStateView(session.state.restored_client)
         self._rng = state.get("rng")
         session.restored()
+
+    def keep_rng(self) -> None:
+        """The program has loaded its random states: what it draws until it trains is undone likewise."""
+        self._rng = capture_rng()
 
     def restore_rng(self) -> None:
         """Training begins: whatever the script has drawn since it loaded is undone."""

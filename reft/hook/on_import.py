@@ -1,15 +1,21 @@
-"""reft comes into ``deepspeed.initialize`` when DeepSpeed is imported. ``import reft`` arranges it, under any
-launcher; nothing heavy is imported before the script does."""
+"""reft comes into ``deepspeed.initialize`` when DeepSpeed is imported, and into the modules of Megatron-LM.
+``import reft`` arranges it, under any launcher; nothing heavy is imported before the script does."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from reft.env import ENV_CONFIG
+
 _DEEPSPEED = "deepspeed"
+_MEGATRON = ("megatron.training.arguments", "megatron.training.training")
 
 
 class PostImportFinder(MetaPathFinder):
@@ -21,13 +27,13 @@ class PostImportFinder(MetaPathFinder):
     """
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
-        self._name = name
+        self.name = name
         self._callback = callback
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self.name:
             return None
         # Not importlib.util.find_spec(): that asks this finder again. To be asked is not to be imported:
         # transformers looks whether there is a DeepSpeed long before it imports it.
@@ -49,12 +55,23 @@ class PostImportFinder(MetaPathFinder):
         return spec
 
 
-def hook_deepspeed() -> None:
-    """Have :mod:`reft.hook.install` do its work as soon as DeepSpeed is imported: now, if it is."""
+def hook_imports() -> None:
+    """Have :mod:`reft.hook.install` do its work as soon as DeepSpeed is imported: now, if it is. Where
+    ``REFT_CONFIG`` names a block, reft comes into Megatron-LM's modules too."""
     if hasattr(sys.modules.get(_DEEPSPEED), "initialize"):
         _install()
-    elif not any(isinstance(finder, PostImportFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, PostImportFinder(_DEEPSPEED, _install))
+    else:
+        _call_behind(_DEEPSPEED, _install)
+    if os.environ.get(ENV_CONFIG):
+        for name in _MEGATRON:
+            _call_behind(name, partial(_install_into_megatron, name))
+
+
+def _call_behind(name: str, callback: Callable[[], None]) -> None:
+    """Once, however often it is asked for."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, PostImportFinder)]
+    if all(finder.name != name for finder in finders):
+        sys.meta_path.insert(0, PostImportFinder(name, callback))
 
 
 def _install() -> None:
@@ -69,3 +86,8 @@ def _install() -> None:
         logging.getLogger(__name__).exception(
             "reft could not be installed into %s; training runs UNPROTECTED", _DEEPSPEED
         )
+
+
+def _install_into_megatron(name: str) -> None:
+    """It has a block: what goes wrong is an error, and says what to change."""
+    import_module("reft.megatron.core.program").install(sys.modules[name])

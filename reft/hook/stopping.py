@@ -42,6 +42,11 @@ class Stopping:
         self._grace_secs = grace_secs
         self._stop: Callable[[Session, int], None] | None = None
 
+    @property
+    def together(self) -> bool:
+        """Whether the job stops, and all ranks after the same step."""
+        return self._stop is stop_together
+
     def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
         """Whether the job stops after the step that has just ended, or this rank does.
 

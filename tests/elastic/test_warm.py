@@ -243,6 +243,10 @@ def test_installed_packages_of_a_script_are_imported_ahead(tmp_path: Path) -> No
     assert imports_of(script) == ["numpy", "torch.nn.functional", "psutil"]
     script.write_text("this is no Python")
     assert imports_of(script) == []
+    script.write_text("import numpy\nimport psutil\n")
+    (tmp_path / "psutil").mkdir()
+    (tmp_path / "numpy.py").touch()
+    assert imports_of(script) == [], "what lies beside the script is imported from there"
     assert imports_of(tmp_path / "absent.py") == []
     assert imports_of(None) == []
 

@@ -33,9 +33,9 @@ import numpy as np
 
 from reft.tools.pretrain.indexed import IndexedWriter, token_dtype
 from tests.matrix import ROOT, ROWS, install
-from tests.megatron.cases import CASES, ITERATIONS, KILLED_AT, VOCABULARY, Case
+from tests.megatron.cases import CASES, KILLED_AT, VOCABULARY, Case
 from tests.megatron.checkpoints import compare_checkpoints
-from tests.megatron.runs import Outcome, Program, differences, lost_node
+from tests.megatron.runs import DeepSpeedProgram, Outcome, Program, judge, lost_node
 
 _ENABLED = {"enabled": True}
 
@@ -121,9 +121,9 @@ class Trial:
         return not found
 
     def _program(self, case: Case) -> Program:
-        return Program(
-            self._script,
-            (*case.arguments, "--data-path", str(self._corpus)),
+        return DeepSpeedProgram(
+            script=self._script,
+            arguments=(*case.arguments, "--data-path", str(self._corpus)),
             config=case.config,
             nodes=case.degrees.nodes,
             procs_per_node=case.degrees.procs_per_node,
@@ -146,7 +146,7 @@ class Trial:
     def _killed(self, case: Case, program: Program, directory: Path) -> list[str]:
         undisturbed = self._train_undisturbed(case, program)
         disturbed = program.run(directory / "killed", lost_node(KILLED_AT), lost=1)
-        return _judge(case, undisturbed, disturbed, ["memory"])
+        return judge(case.name, undisturbed, disturbed, ["memory"])
 
     def _restarted(self, case: Case, program: Program, directory: Path) -> list[str]:
         undisturbed = self._train_undisturbed(case, program)
@@ -159,7 +159,7 @@ class Trial:
         found = (
             [] if max(first.iterations) == exits_at else [f"the first job ended at {max(first.iterations)}"]
         )
-        return found + _judge(case, undisturbed, _together(first, second), ["memory", "disk", "memory"])
+        return found + judge(case.name, undisturbed, _together(first, second), ["memory", "disk", "memory"])
 
     def _lost(self, case: Case, program: Program, directory: Path) -> list[str]:
         undisturbed = self._train_undisturbed(case, program)
@@ -169,7 +169,7 @@ class Trial:
             *("--save-interval", str(KILLED_AT - 2)),
             lost=case.degrees.nodes - 1,
         )
-        return _judge(case, undisturbed, disturbed, ["disk"])
+        return judge(case.name, undisturbed, disturbed, ["disk"])
 
     def _persisted(self, case: Case, program: Program, directory: Path) -> list[str]:
         out, saved = directory / "persisted", directory / "saved"
@@ -213,20 +213,6 @@ def _together(first: Outcome, second: Outcome) -> Outcome:
         first.codes | second.codes,
         first.log + second.log,
     )
-
-
-def _judge(case: Case, undisturbed: Outcome, disturbed: Outcome, sources: list[str]) -> list[str]:
-    """Print both, and say what is wrong."""
-    print(f"\n{case.name}: {', '.join(f'resumed at step {s} from {w}' for s, w in disturbed.resumed)}")
-    print(f"{'iteration':>9} {'undisturbed':>14} {case.happens}")
-    for at in sorted(undisturbed.iterations):
-        print(f"{at:>9} {undisturbed.losses(at):>14} {disturbed.losses(at)}")
-    found = differences(undisturbed, disturbed)
-    if [source for _, source in disturbed.resumed] != sources:
-        found.append(f"resumed from {disturbed.resumed}, expected {sources}")
-    if not undisturbed.validations or max(undisturbed.iterations, default=0) < ITERATIONS:
-        found.append("the undisturbed run did not end")
-    return found
 
 
 def _has_fp16() -> bool:

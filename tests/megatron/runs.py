@@ -1,4 +1,4 @@
-"""Runs a Megatron-DeepSpeed program on nodes of this machine, undisturbed or with nodes that are lost."""
+"""Runs a program of Megatron-DeepSpeed or Megatron-LM on nodes of this machine, undisturbed or with nodes that are lost."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ class Outcome:
         return " ".join(dict(line).get("lm loss", "?") for line in self.iterations.get(at, [])) or "-"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """A training program with its arguments.
 
     Attributes:
         script: to run.
         arguments: of it.
-        config: the DeepSpeed configuration, without the block.
         nodes: number of nodes.
         procs_per_node: ranks on each.
         env: for all processes.
@@ -63,7 +62,6 @@ class Program:
 
     script: Path
     arguments: Sequence[str]
-    config: Mapping[str, Any]
     nodes: int
     procs_per_node: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +78,7 @@ class Program:
         Raises:
             AssertionError: it did not end well.
         """
-        with self._cluster(directory, block, more) as job:
+        with self.cluster(directory, block, *more) as job:
             codes, log = run_to_its_end(job, _SECS, lost=lost)
         assert set(codes.values()) == {0}, f"{directory.name} ended with {codes}: {log[-4000:]}"
         return outcome(codes, log)
@@ -88,7 +86,7 @@ class Program:
     def run_until_a_node_is_lost(self, directory: Path, block: Mapping[str, Any], *more: str) -> list[Path]:
         """Train until the block's fault kills a node, and kill the whole job then. The memory directories of the
         nodes that are left."""
-        with self._cluster(directory, block, more) as job:
+        with self.cluster(directory, block, *more) as job:
             job.wait_until(
                 lambda: not all(n.running for n in job.current.values()), _SECS, "the loss of a node"
             )
@@ -97,14 +95,46 @@ class Program:
             left = [node.memory_dir for index, node in sorted(job.current.items()) if index != first]
         return left
 
-    def _cluster(self, directory: Path, block: Mapping[str, Any] | None, more: Sequence[str]) -> Any:
+    def cluster(self, directory: Path, block: Mapping[str, Any] | None, *more: str) -> Any:
+        """Its nodes; a context manager."""
         directory.mkdir(parents=True)
-        config = directory / "ds_config.json"
-        config.write_text(json.dumps({**self.config, **({"reft": block} if block is not None else {})}))
-        command = (str(self.script), *self.arguments, *more, "--deepspeed", "--deepspeed_config", str(config))
+        config = directory / "config.json"
+        config.write_text(json.dumps({**self.beside, **({"reft": block} if block is not None else {})}))
+        options, further = self.given(config, block is not None)
         return cluster(
-            directory, *command, nodes=self.nodes, procs_per_node=self.procs_per_node, env=dict(self.env)
+            *(directory, str(self.script), *self.arguments, *more, *further),
+            nodes=self.nodes,
+            procs_per_node=self.procs_per_node,
+            options=options,
+            env=dict(self.env),
         )
+
+    @property
+    def beside(self) -> Mapping[str, Any]:
+        """What the file with the block holds beside it."""
+        return {}
+
+    def given(self, config: Path, has_block: bool) -> tuple[Sequence[str], Sequence[str]]:
+        """Options of ``reft launch``, and arguments of the program, that name the file."""
+        return (("--block", str(config)) if has_block else ()), ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedProgram(Program):
+    """One of Megatron-DeepSpeed.
+
+    Attributes:
+        config: the DeepSpeed configuration, without the block.
+    """
+
+    config: Mapping[str, Any]
+
+    @property
+    def beside(self) -> Mapping[str, Any]:
+        return self.config
+
+    def given(self, config: Path, has_block: bool) -> tuple[Sequence[str], Sequence[str]]:
+        return (), ("--deepspeed", "--deepspeed_config", str(config))
 
 
 def outcome(codes: dict[int, int], log: str) -> Outcome:
@@ -131,6 +161,27 @@ def lost_node(step: int) -> dict[str, Any]:
     """A block by which a node is killed when the version of ``step`` is committed."""
     fault = {"point": "after_commit", "step": step, "pp": 0, "dp": 1, "action": "kill_node"}
     return {"enabled": True, "faults": [fault]}
+
+
+def judge(name: str, undisturbed: Outcome, disturbed: Outcome, sources: Sequence[str]) -> list[str]:
+    """Print both, and say what is wrong.
+
+    Args:
+        name: of the case.
+        undisturbed: without reft.
+        disturbed: with it.
+        sources: from where it was to be resumed.
+    """
+    print(f"\n{name}: {', '.join(f'resumed at step {s} from {w}' for s, w in disturbed.resumed)}")
+    print(f"{'iteration':>9} {'undisturbed':>14} with reft")
+    for at in sorted(undisturbed.iterations):
+        print(f"{at:>9} {undisturbed.losses(at):>14} {disturbed.losses(at)}")
+    found = differences(undisturbed, disturbed)
+    if [source for _, source in disturbed.resumed] != list(sources):
+        found.append(f"resumed from {disturbed.resumed}, expected {list(sources)}")
+    if not undisturbed.validations or not undisturbed.iterations:
+        found.append("the undisturbed run did not end")
+    return found
 
 
 def differences(undisturbed: Outcome, disturbed: Outcome) -> list[str]:

@@ -26,13 +26,13 @@ from reft.megatron.deepspeed import commit_of, running_program
 from reft.state.codec import decode, encode
 from tests.machine import free_port
 from tests.megatron.checkpoints import compare_checkpoints
-from tests.megatron.runs import Outcome, Program, differences, lost_node, outcome
+from tests.megatron.runs import DeepSpeedProgram, Outcome, differences, lost_node, outcome
 
 STANDIN = Path(__file__).parent / "standin"
 ITERATIONS, KILLED_AT = 8, 5
 
 
-def program(*arguments: str, zero: int = 0, **more: Any) -> Program:
+def program(*arguments: str, zero: int = 0, **more: Any) -> DeepSpeedProgram:
     """Two data-parallel ranks, each on a node of its own."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -41,7 +41,8 @@ def program(*arguments: str, zero: int = 0, **more: Any) -> Program:
         **more,
     }
     arguments = ("--train-iters", str(ITERATIONS), *arguments)
-    return Program(STANDIN / "pretrain_gpt.py", arguments, config, 2, env={"REFT_LOGLEVEL": "INFO"})
+    script, env = STANDIN / "pretrain_gpt.py", {"REFT_LOGLEVEL": "INFO"}
+    return DeepSpeedProgram(script=script, arguments=arguments, config=config, nodes=2, env=env)
 
 
 @pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.long)])

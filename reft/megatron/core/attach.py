@@ -14,9 +14,9 @@ In a pipeline its communicator is told apart too (:mod:`reft.megatron.core.weave
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 from reft import log
 from reft.config import parse_block
 from reft.errors import ConfigError, UnrecoverableError
+from reft.hook.calls import replace
 from reft.hook.device_paths import report_untried
 from reft.hook.engine_state import ClientState
 from reft.hook.memory_rung import MemoryRung
@@ -107,20 +108,21 @@ class MegatronProtection:
 
     Attributes:
         session: takes its versions.
+        memory: restores them.
     """
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
         self._engine = engine
-        self._memory = MemoryRung(session)
-        self._trains = self._begun = self._said = False
+        self.memory = MemoryRung(session)
+        self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if session.topology.degrees.pp > 1:
             self._weaver = MegatronWeaver(session.copying.pacer, traced=lambda: session.tracer.active)
             session.tracer.weaver = self._weaver
         for chunk in engine.chunks:
-            _replace(chunk, "zero_grad_buffer", self._beginning)
-        _replace(engine.optimizer, "step", self._stepping)
+            replace(chunk, "zero_grad_buffer", self._beginning)
+        replace(engine.optimizer, "step", self._stepping)
         for part in engine.adapter.parts:
             if isinstance(part.wrapper.optimizer, torch.optim.Optimizer):
                 part.wrapper.optimizer.register_step_pre_hook(session.fence.before_write)
@@ -145,24 +147,59 @@ class MegatronProtection:
             raise ConfigError(
                 "load() was called a second time or behind the first step; call it once, before"
             )
-        recovery, plan = self._memory.survey()
+        recovery, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
-            self._memory.check_identity(plan)
-            outcome = self._memory.restore(recovery)
+            self.memory.check_identity(plan)
+            outcome = self.memory.restore(recovery)
             if isinstance(outcome, RecoveryOutcome):
-                return Resumed(self._engine.global_steps, self._memory.client_state)
-            self._memory.refuse_half_written(outcome)
+                return Resumed(self._engine.global_steps, self.memory.client_state)
+            self.memory.refuse_half_written(outcome)
+        began = time.perf_counter()
         steps = self._load_otherwise(otherwise)
         if steps is None:
-            self._memory.refuse_silent_restart(plan)
+            self.memory.refuse_silent_restart(plan)
             self.session.start({})
             return None
         if self.session.is_rank_zero and not plan.empty:
-            logger.warning("resuming from disk (%s): %s", f"step {steps}, loaded by the script", plan)
+            logger.warning("resuming from disk: %s", plan)
         self._engine.global_steps = steps
         self.session.restored()
         self.session.start({})
+        self.memory.report("disk, loaded by the script", began)
         return Resumed(steps, {})
+
+    def end_step(self) -> None:
+        """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its
+        version. It is called where the next step begins; call it yourself, on all ranks, behind the last
+        step: what is lost while the script saves is then that step's again.
+
+        Raises:
+            SystemExit: the job was told to stop.
+        """
+        if not self._stepped:
+            return
+        self._stepped = False
+        if self._weaver is not None:
+            self._weaver.end_step()
+        self.session.after_step()
+        if not self._said:
+            self._said = True
+            self.memory.made_first_step()
+            self._advise()
+
+    def begin_step(self) -> None:
+        """A step begins. Called at its ``zero_grad_buffer``; only the first call does anything."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.session.worker is None:
+            self._start_at_first_step()
+        self.end_step()
+        self.memory.restore_rng()
+        self.session.progress.begin_step()
+        self.session.state.restored_client = None
+        if self._weaver is not None:
+            self._weaver.begin_step()
 
     def close(self) -> None:
         """Finish what is under way and release everything; the memory stays."""
@@ -172,31 +209,10 @@ class MegatronProtection:
 
     def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
-            if not self._begun:
-                self._begun = True
-                self._begin_step()
+            self.begin_step()
             return original(*args, **kwargs)
 
         return zero_grad_buffer
-
-    def _begin_step(self) -> None:
-        """The step before is whole: its scheduler has stepped and its samples are counted."""
-        if self.session.worker is None:
-            self._start_at_first_step()
-        self._memory.restore_rng()
-        if self._weaver is not None:
-            self._weaver.end_step()
-        if self._trains:
-            self.session.after_step()
-            if not self._said:
-                self._said = True
-                self._memory.made_first_step()
-                self._advise()
-        self._trains = True
-        self.session.progress.begin_step()
-        self.session.state.restored_client = None
-        if self._weaver is not None:
-            self._weaver.begin_step()
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -214,7 +230,7 @@ class MegatronProtection:
                 self.session.fence.after_optimizer_step()
             self._engine.global_steps += 1
             self.session.progress.end_step(self._engine.global_steps)
-            self._begun = False
+            self._begun, self._stepped = False, True
             return result
 
         return step
@@ -239,10 +255,10 @@ class MegatronProtection:
     def _start_at_first_step(self) -> None:
         """The script trains, and has not asked for the memory. In time it is said what that means (P12)."""
         did = "the script trains without calling load() of what reft.attach_megatron returned"
-        _, plan = self._memory.survey()
+        _, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
-            self._memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
-        self._memory.refuse_silent_restart(plan)
+            self.memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
+        self.memory.refuse_silent_restart(plan)
         warn(self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}")
         self.session.start({})
 
@@ -253,12 +269,6 @@ class MegatronProtection:
                 f"reft does not know how many samples were consumed: after a failure the job goes on with "
                 f"other data, unless batches follow from the iteration that load() returns. Write{_LINES}",
             )
-
-
-def _replace(instance: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper(instance.name)`` on the instance; others and the class stay as they are."""
-    original = getattr(instance, name)
-    setattr(instance, name, functools.wraps(original)(wrapper(original)))
 
 
 def _micro_batches() -> int:

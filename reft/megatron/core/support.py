@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reft.errors import ConfigError, UnsupportedStateError
@@ -47,8 +46,9 @@ def check_release() -> None:
         ConfigError: Megatron-core is not installed, or of a release that was never tried.
     """
     try:
-        found = version("megatron-core")
-    except PackageNotFoundError as error:
+        # Of what is imported: a checkout of Megatron-LM has its own, whatever is installed.
+        from megatron.core import __version__ as found
+    except ImportError as error:
         raise ConfigError(
             "megatron-core is not installed; install it: pip install 'reft-ckpt[megatron]'"
         ) from error

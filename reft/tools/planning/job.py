@@ -11,10 +11,10 @@ from typing import Any
 from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
+from reft.json_file import read_object
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
-from reft.tools.planning.json_file import read_object
 from reft.tools.planning.shapes import check_shape, load_shape, shape_of
 from reft.tools.pretrain.layout import AXES, Layout, choose_order, parse_order
 from reft.tools.simulate.training import Shape, Training

@@ -9,7 +9,7 @@ from typing import Any
 
 from reft.errors import ConfigError
 from reft.grid import Degrees
-from reft.tools.planning.json_file import read_object
+from reft.json_file import read_object
 from reft.tools.pretrain.layout import check_model
 from reft.tools.pretrain.model_config import LlamaConfig, load_model
 from reft.tools.simulate.training import Shape

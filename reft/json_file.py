@@ -1,4 +1,4 @@
-"""A JSON file that a person names on the command line."""
+"""A JSON file that a person names."""
 
 from __future__ import annotations
 

@@ -1,0 +1,42 @@
+"""A small GPT under the stand-in's loop, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from tests.megatron_core.cpu import compute_on_cpu
+
+compute_on_cpu()
+
+from megatron.training import training  # noqa: E402
+
+_SECS = 120.0
+
+
+def wait_for_commit(iteration: int) -> None:
+    """A busy machine gives up versions of steps that take milliseconds: wait for each, where reft takes any."""
+    if "REFT_CONFIG" not in os.environ:
+        return
+    deadline = time.monotonic() + _SECS
+    while not _is_told(iteration):
+        assert time.monotonic() < deadline, f"iteration {iteration} is not committed"
+        time.sleep(0.01)
+
+
+def _is_told(iteration: int) -> bool:
+    """Whether this rank has noted what became of the version."""
+    for path in Path(os.environ["REFT_EVENTS"]).glob(f"reft-{os.environ['RANK']}-*.jsonl"):
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                event = json.loads(line)
+                if event["event"] in {"commit", "skip"} and event["step"] == iteration:
+                    return True
+    return False
+
+
+if __name__ == "__main__":
+    training.on_iteration_end = wait_for_commit
+    training.pretrain()
