@@ -49,6 +49,7 @@ _SAME_SECRET = b"reft-mpi-secret"
 _WRONG_USE = 2
 _PING_SECS = 5.0
 _DAEMON_END_SECS = 30.0
+_FORK_SECS = 30.0
 
 
 @dataclass(frozen=True)
@@ -273,32 +274,28 @@ class Step:
 def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
     """Have a daemon on this node that outlives the step: the one that is there, else a new one.
 
-    It is no child of MPI's: it has a session, and streams, of its own, so that neither the end of the step
-    ends it nor mpiexec waits for it."""
+    It has a session and streams of its own, and a parent that has ended, so that neither the end of the step
+    ends it (Slurm's ``proctrack/linuxproc`` kills descendants) nor mpiexec waits for it."""
     try:
         request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS)
         return
     except (OSError, EOFError, ReftError):
         pass
-    command = [
-        sys.executable,
-        "-m",
-        "reft.store.daemon",
-        str(job_dir.path),
-        "--linger-secs",
-        str(linger_secs),
-    ]
+    linger = ["--linger-secs", str(linger_secs)]
+    command = [sys.executable, "-m", "reft.store.daemon", str(job_dir.path), *linger]
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
         try:
-            subprocess.Popen(
-                command,
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 env=_outside_of_mpi(os.environ),
+                timeout=_FORK_SECS,
+                check=True,
             )
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             logger.warning("the node daemon cannot be started: %s; training goes on without it", error)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from reft.config import PersistConfig, ReftConfig
+from reft.elastic.mpi_step import end_daemon, keep_daemon
 from reft.store.client import request
 from reft.store.daemon import Daemon
 from reft.store.jobdir import JobDir
@@ -44,6 +47,21 @@ def test_p6_it_stays_while_a_step_runs_and_ends_when_none_comes(
     assert daemon.wait(END_SECS) == 0
     assert "no step of the job has come" in log_path(job_dir).read_text()
     assert job_dir.path.is_dir(), "the memory stays"
+
+
+def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
+    """Slurm without cgroups, MPI's launchers and others end the descendants of the processes of a step."""
+    keep_daemon(job_dir, 3600.0)
+    wait_for(lambda: answers(job_dir), "the daemon")
+    daemon = psutil.Process(int(request(job_dir.path, job_dir.secret, "ping")))
+    keep_daemon(job_dir, 3600.0)
+    assert psutil.Process(int(request(job_dir.path, job_dir.secret, "ping"))) == daemon, (
+        "the one that is there stays"
+    )
+    assert os.getpid() not in [parent.pid for parent in daemon.parents()]
+    assert os.getsid(daemon.pid) != os.getsid(0)
+    end_daemon(job_dir)
+    assert not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE
 
 
 def test_it_ends_when_the_memory_is_removed(job_dir: JobDir, started: list[subprocess.Popen[bytes]]) -> None:

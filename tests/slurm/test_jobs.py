@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import mpi
 from tests.slurm.cluster import SlurmCluster, missing
 from tests.slurm.jobs import SlurmJob, environment
 
@@ -134,4 +135,36 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     assert resumed[0] >= 10
     assert resumed[1] == "memory"
     check_losses(job, undisturbed)
+    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+
+
+def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """The first node keeps its place and its memory; the spare takes that of the second."""
+    library = mpi.require("mpich")
+    job = SlurmJob(
+        cluster,
+        directory,
+        "h100.sbatch",
+        {**BLOCK, "transport": "mpi"},
+        options=("--nodes=3",),
+        env={"REFT_MPI": "pmi2", "MPI4PY_LIBMPI": library.environ["MPI4PY_LIBMPI"]},
+    )
+    job.reach(12)
+    batch_host = job.facts["BatchHost"]
+    ranks = [name for name in cluster.hosts if any("mpi-run" in p.cmdline() for p in cluster.processes(name))]
+    (lost,) = (name for name in ranks if name != batch_host)
+    cluster.kill_node(lost)
+    facts = job.end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
+        -6000:
+    ]
+    (resumed,) = job.resumed
+    assert resumed[0] >= 10
+    assert resumed[1] == "memory"
+    assert f"takes the place of {lost}" in job.log
+    check_losses(job, undisturbed)
+    for name in cluster.hosts:  # MPICH's own, of processes that were killed
+        cluster.call("find", "/dev/shm", "-name", "mpich_shm_*", "-delete", node=name)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -246,6 +247,61 @@ def test_wrong_use_is_told_with_code_2(
     code, out = dry.run("reft-srun", *words, **environ)
     assert code == 2
     assert says in out
+
+
+@pytest.fixture
+def mpi_nodes(dry: Dry) -> Iterator[dict[str, str]]:
+    """Two of three nodes answer, not the first; the environment of a job under MPI, two ranks on a node."""
+    with socket.create_server(("127.0.0.2", 0)) as one:
+        port = one.getsockname()[1]
+        with socket.create_server(("127.0.0.3", port)):
+            dry.write("hosts", "127.0.0.1,127.0.0.2,127.0.0.3")
+            config = f'case "$*" in *"show config"*) echo "SlurmdPort = {port}"; exit;; esac'
+            dry.write("scontrol", f"#!/bin/bash\ncd {dry.directory}\n{config}\n{PROGRAMS['scontrol']}\n")
+            yield {"REFT_MPI": "pmix", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+def test_under_mpi_a_spare_takes_the_place_of_a_node_that_does_not_answer(
+    dry: Dry, mpi_nodes: dict[str, str]
+) -> None:
+    dry.steps('cp "$SLURM_HOSTFILE" hosts.1; exit 137', 'cp "$SLURM_HOSTFILE" hosts.2; exit 0')
+    code, out = dry.run("h100.sbatch", "train.py", "--lr", "1", **mpi_nodes)
+    assert code == 0, out
+    for step in ("hosts.1", "hosts.2"):
+        assert (dry.directory / step).read_text().split() == [*["127.0.0.3"] * 2, *["127.0.0.2"] * 2]
+    calls = dry.called("srun")
+    assert len(calls) == 2
+    for call in calls:
+        options = {"--mpi=pmix", "--distribution=arbitrary", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"}
+        assert options | {"--kill-on-bad-exit=1", "--no-kill=off"} <= set(call.split())
+        assert call.endswith("reft mpi-run train.py --lr 1")
+    assert dry.environ()["REFT_JOB_ID"] == "slurm-4711"
+    assert dry.called("reft") == [], "nobody meets at a rendezvous"
+    assert not Path(dry.environ()["SLURM_HOSTFILE"]).exists()
+
+
+@pytest.mark.parametrize(("ends", "steps"), [("2", 1), ("3", 3)])
+def test_under_mpi_what_is_refused_is_not_tried_again_and_the_rest_so_often(
+    dry: Dry, mpi_nodes: dict[str, str], ends: str, steps: int
+) -> None:
+    dry.steps(*[f"exit {ends}"] * 3)
+    code, out = dry.run("h100.sbatch", "train.py", REFT_STEPS="2", **mpi_nodes)
+    assert (code, len(dry.called("srun")), dry.called("requeue")) == (int(ends), steps, []), out
+
+
+def test_under_mpi_too_few_nodes_are_told(dry: Dry, mpi_nodes: dict[str, str]) -> None:
+    code, out = dry.run("h100.sbatch", "train.py", REFT_SPARES="0", REFT_REQUEUE="0", **mpi_nodes)
+    assert (code, dry.called("srun")) == (75, []), out
+    assert "2 nodes answer, 3 are needed" in out
+
+
+def test_under_mpi_told_to_stop_it_commits_and_can_be_resumed(dry: Dry, mpi_nodes: dict[str, str]) -> None:
+    dry.steps("while [ ! -e scancel.calls ]; do sleep 0.02; done; exit 143")
+    process = dry.start("h100.sbatch", "train.py", REFT_REQUEUE="0", **mpi_nodes)
+    wait_until(lambda: dry.called("srun"))
+    process.send_signal(signal.SIGTERM)
+    code, out = dry.end(process)
+    assert (code, dry.called("scancel"), dry.called("requeue")) == (75, ["--signal=TERM 4711"], []), out
 
 
 def test_a_trainer_is_bound_to_the_processors_of_its_rank_or_says_that_it_is_not(dry: Dry) -> None:
