@@ -183,7 +183,14 @@ class MpiCarrier:
         """See :meth:`reft.comm.transport.Carrier.open`."""
         from reft.comm.mpi_transport import MpiTransport
 
-        transport = MpiTransport(self._mpi, self._communicators.fresh(timeout_secs, go_on), timeout_secs)
+        try:
+            communicator = self._communicators.fresh(timeout_secs, go_on)
+        except self._mpi.Exception as error:
+            raise TransferError(
+                f"MPI makes no further communicator for this process ({str(error).splitlines()[0]}); start "
+                f"the job's next step"
+            ) from error
+        transport = MpiTransport(self._mpi, communicator, timeout_secs)
         nodes = [name.decode() for name in transport.gather(self._node.encode())]
         transport.name_nodes(nodes)
         is_first = nodes.index(self._node) == transport.rank

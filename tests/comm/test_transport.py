@@ -83,3 +83,18 @@ def test_ranks_that_mpi_counts_otherwise_are_refused(name: str) -> None:
         assert done.returncode == 1
         assert "ConfigError" in done.stderr
         assert said in done.stderr
+
+
+def test_p6_an_mpi_that_makes_no_communicator_any_more_is_a_failure_to_connect() -> None:
+    """MPICH has 2,048. The snapshot worker takes it as any other such failure, and tries again later."""
+    library = mpi.require("mpich")
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "from reft.comm.mpi import MpiCarrier\n"
+         "from reft.comm.transport import no_silence\n"
+         "carrier = MpiCarrier(0, 1, 'n', 60.0)\n"
+         "for _ in range(5000): carrier.open(60.0, lambda: True, no_silence)"],
+        env=library.environ, capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "TransferError: MPI makes no further communicator" in done.stderr
