@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ _WRONG_USE = 2
 _PING_SECS = 5.0
 _DAEMON_END_SECS = 30.0
 _FORK_SECS = 30.0
+_LAST_WORDS_SECS = 1.0
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,8 @@ def _abort(world: Any, code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    # MPICH's mpiexec drops what it has not read yet, the traceback with it.
+    time.sleep(_LAST_WORDS_SECS)
     world.Abort(code)
     # It does not return; where a library lets it, this process ends all the same.
     os._exit(code)
