@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.elastic.exits import EX_PEER_FAILED, Cause, Failure
+from reft.errors import ReftError
 from reft.store.hangs import LEAST_OTHER_SECS, STOPPED, Verdict, Waiting, name_culprit, step_limit_secs
 from reft.store.progress import STACKS_SUFFIX
 
@@ -51,6 +52,7 @@ class Hangs:
         """Another round: nobody is suspected."""
         self._waiting = []
         self._told: str | None = None
+        self._cannot_ask = False
         self._asked_at = 0.0
         self._open_since: float | None = None
         self._named_at: float | None = None
@@ -101,8 +103,10 @@ class Hangs:
                 if other != index and table.check([f"hang/{other}"]):
                     answer = json.loads(table.get(f"hang/{other}"))
                     reports[other] = [Waiting.from_json(fields) for fields in answer]
-        except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("other nodes cannot be asked what their trainers wait for: %s", error)
+        except (ReftError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+            if not self._cannot_ask:
+                logger.warning("other nodes cannot be asked what their trainers wait for: %s", error)
+            self._cannot_ask = True
         return reports
 
     def _failure(self, verdict: Verdict, own: Sequence[Waiting], mine: Sequence[Waiting]) -> Failure:

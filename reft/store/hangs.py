@@ -15,7 +15,7 @@ from typing import Any
 
 from reft.store.progress import Phase, Seen
 
-LEAST_STEP_SECS = 0.5
+LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
 LEAST_OTHER_SECS = 60.0
 _MOST_BETWEEN_LOOKS_SECS = 2.0
@@ -168,7 +168,7 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     for found, why in (
         ([w for w in waiting if w.suspected and w.seen.state == STOPPED], "stopped"),
         ([w for w in waiting if w.suspected and w.seen.state in ("", "Z")], "gone"),
-        ([w for w in outside if w.suspected], "in no communication"),
+        ([w for w in outside if w.suspected and _holds_up(w, waiting)], "in no communication"),
     ):
         if found:
             return _accuse(found, why)
@@ -179,6 +179,11 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     if oldest < newest:
         return _accuse([w for w in waiting if w.seen.step == oldest], "behind the others")
     return Verdict((), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})")
+
+
+def _holds_up(culprit: Waiting, waiting: Iterable[Waiting]) -> bool:
+    """Whether somebody waits for it: what the script does between two steps, on all ranks, may last."""
+    return culprit.seen.phase is not Phase.BETWEEN or any(w.suspected and w.communicates for w in waiting)
 
 
 def _accuse(found: Sequence[Waiting], why: str) -> Verdict:

@@ -31,7 +31,7 @@ def table() -> Iterator[Any]:
     server.close()
 
 
-def of(rank: int, quiet_secs: float = 6.0, **seen: Any) -> list[dict[str, Any]]:
+def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[dict[str, Any]]:
     return [Waiting(replace(SEEN, rank=rank, pid=PIDS[rank], **seen), quiet_secs).to_json()]
 
 
@@ -103,5 +103,5 @@ def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(nodes: list[Hangs
 
 
 def test_stacks_of_a_process_that_is_gone_are_none(tmp_path: Path) -> None:
-    said = stacks(tmp_path, Waiting(replace(SEEN, state="T"), 6.0))
+    said = stacks(tmp_path, Waiting(replace(SEEN, state="T"), 9.0))
     assert said == "a stopped process cannot write its stacks"
