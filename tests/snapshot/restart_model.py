@@ -1,15 +1,23 @@
 """The second half of the model: restarts from what a crash left, and crashes during those.
 
-A restart chooses a version R (the real rule), freezes the slots that hold it whole (a real
-:class:`Slots`), and takes R again under a later incarnation, N. Ranks do so in any order between
-the votes, so the contents that a second crash may find are, per group, all combinations of
+A restart chooses a version R (the real rule) and freezes the slots that hold it whole (a real :class:`Slots`).
+Where copies protect, R is completed by ranks that lack it and have a slot without a file, as on a node that came
+back empty. If every rank then holds R, it stays, and training goes on; else R is taken again by all under a later
+incarnation, as N: where a code protects, and where a rank lacks R whose files are all there. Ranks do so in any order between the agreements, so the contents that a
+second crash may find are, per group, all combinations of
 
-- *copying*: not begun or WRITING (nobody seals before all have copied);
-- *sealing*: WRITING or SEALED (nobody commits before all have sealed);
-- *committing*: SEALED, COMMITTED, or already WRITING the next step.
+- *completing*: nothing or R WRITING on who completes it (nobody seals before all have what they lack);
+- *sealing*: R WRITING, SEALED, or COMMITTED if R was known to be;
+- *training*: as it was left, or WRITING the next step;
 
-The second crash may lose one node of a group that lost none before, or the replacement of the one
-that was lost: a second loss before N is committed is beyond the tolerance of k=1. Coordinates stay on
+or, where R is taken again, instead of training
+
+- *copying again*: not begun or N WRITING (nobody seals before all have copied);
+- *sealing again*: WRITING or SEALED (nobody commits before all have sealed);
+- *committing again*: SEALED, COMMITTED, or already WRITING the next step.
+
+From training, or committing again, on any node may be lost; before, one of a group that lost none, or the
+replacement of the one that was lost: more is beyond the tolerance of k=1. Coordinates stay on
 their nodes; where a restart moves them it makes no difference to what is checked, since R is frozen by
 file, whosever bytes the file holds, and N replaces it only when all ranks hold N.
 """
@@ -35,14 +43,17 @@ ALL_MEMBERS = frozenset(range(MEMBERS))
 LOSSES = (NOBODY, *range(MEMBERS))
 """The node that a group loses in a crash: none, or any one, which is the tolerance of one copy."""
 
-EMPTY = (None, ArenaState.EMPTY)
+NO_FILE = (None, ArenaState.EMPTY)
+NOTHING_WHOLE = (None, ArenaState.WRITING)
+"""A slot whose file is there, whatever it holds."""
 Stored = tuple[Label | None, ArenaState]
 Memory = tuple[Stored, ...]
 """What a reader finds in the arenas of one rank, slot by slot."""
 GroupMemory = tuple[Memory, ...]
 JobMemory = tuple[GroupMemory, ...]
 
-STAGES = ("copying", "sealing", "committing")
+PROTECTED = ("training", "committing again")
+"""Stages in which every rank holds a version whole, so that any node may be lost."""
 
 
 # ---- what a crash leaves, and what can be recovered from it ----
@@ -141,12 +152,12 @@ def describe_losses(lost: tuple[int, ...]) -> str:
 
 def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory, Label]]:
     """What crashes leave behind in the arenas of a job, and the newest version that was committed by then; groups
-    and rings that differ by their order once. A slot that holds nothing whole is as good as empty."""
+    and rings that differ by their order once."""
     seen = set()
     for window in explorer.windows:
         left: dict[Memory, Label | None] = {}
         for rank in window.ranks:
-            memory = tuple((label, state) if state.whole else EMPTY for label, state, _ in rank.files)
+            memory = tuple((label, state) if state.whole else NOTHING_WHOLE for label, state, _ in rank.files)
             left[memory] = newest((left.get(memory), rank.state.slots.committed_label))
         rings = {
             min((ring[i:] + ring[:i] for i in range(MEMBERS)), key=repr)
@@ -162,45 +173,85 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
 # ---- restarts ----
 
 
-@cache
-def life_after_restart(memory: Memory, restored: Label, incarnation: int) -> tuple[Memory, ...]:
-    """Contents of one rank's arenas from the restart on: as found, N WRITING, N SEALED, N COMMITTED, next
-    step WRITING. Every slot is chosen by the real rules."""
-    held = {
-        slot: label
-        for slot, (label, state) in enumerate(memory)
-        if label == restored and state.whole and label is not None
-    }
-    table = Slots.make(len(memory), held)
-    again = Label(incarnation, restored.step)
-    lives = [memory]
-    slot = table.choose()
-    assert slot is not None, "a restart found no slot to write"
-    table = table.began(slot, again)
-    lives.append(store(memory, slot, again, ArenaState.WRITING))
-    table = table.sealed(slot)
-    lives.append(store(memory, slot, again, ArenaState.SEALED))
-    table = table.committed(slot)
-    lives.append(store(memory, slot, again, ArenaState.COMMITTED))
-    following = table.choose()
-    assert following is not None, "training found no slot after a restart"
-    lives.append(store(lives[-1], following, Label(incarnation, restored.step + 1), ArenaState.WRITING))
-    return tuple(lives)
+@dataclass(frozen=True)
+class Restart:
+    """What all ranks do alike in one restart.
+
+    Attributes:
+        restored: the version, R.
+        incarnation: the one that begins.
+        completes: whether R is completed where there is a slot without a file.
+        committed: whether somebody had R on record as committed.
+        again: whether R is taken again.
+    """
+
+    restored: Label
+    incarnation: int
+    completes: bool
+    committed: bool
+    again: bool
+
+    @classmethod
+    def of(cls, found: JobMemory, restored: Label, incarnation: int, *, completes: bool) -> Restart:
+        members = [member for group in found for member in group]
+        lacking = [member for member in members if not held_in(member, restored)]
+        committed = any((restored, ArenaState.COMMITTED) in member for member in members)
+        again = any(not completes or NO_FILE not in member for member in lacking)
+        return cls(restored, incarnation, completes, committed, again)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of what comes one after the other."""
+        last = ("copying again", "sealing again", "committing again") if self.again else ("training",)
+        return ("completing", "sealing", *last)
+
+
+def held_in(memory: Memory, label: Label) -> dict[int, Label]:
+    """The slots of one rank that hold a version whole."""
+    return {slot: held for slot, (held, state) in enumerate(memory) if held == label and state.whole}
 
 
 @cache
-def group_after_restart(
-    memory: GroupMemory, lost: int, restored: Label, incarnation: int
-) -> tuple[tuple[GroupMemory, ...], ...]:
-    """Per stage, everything that a crash may find in one group. A lost node comes back empty."""
-    found = [(EMPTY,) * len(slots) if d == lost else slots for d, slots in enumerate(memory)]
-    lives = [life_after_restart(slots, restored, incarnation) for slots in found]
-    return tuple(
-        tuple(
-            tuple(lives[d][p] for d, p in enumerate(progress)) for progress in product(phases, repeat=MEMBERS)
+def life_after_restart(memory: Memory, restart: Restart) -> tuple[tuple[Memory, ...], ...]:
+    """Per stage, contents of one rank's arenas. Every slot but that of a completed version is chosen by the real
+    rules."""
+    restored, incarnation = restart.restored, restart.incarnation
+    stages = [(memory,), (memory,)]
+    if restart.completes and not held_in(memory, restored) and NO_FILE in memory:
+        writing, sealed, done = (
+            store(memory, memory.index(NO_FILE), restored, state)
+            for state in (ArenaState.WRITING, ArenaState.SEALED, ArenaState.COMMITTED)
         )
-        for phases in ((0, 1), (1, 2), (2, 3, 4))
-    )
+        stages = [(memory, writing), (writing, sealed, *([done] if restart.committed else []))]
+        memory = stages[-1][-1]
+    table = Slots.make(len(memory), held_in(memory, restored))
+    following = Label(incarnation, restored.step + 1)
+    if restart.again:
+        again = Label(incarnation, restored.step)
+        slot = table.choose()
+        assert slot is not None, "a restart found no slot to write"
+        table = table.began(slot, again).sealed(slot).committed(slot)
+        lives = [store(memory, slot, again, s) for s in (ArenaState.WRITING, ArenaState.SEALED)]
+        stages += [(memory, lives[0]), (lives[0], lives[1])]
+        memory = store(memory, slot, again, ArenaState.COMMITTED)
+    slot = table.choose()
+    assert slot is not None, "training found no slot after a restart"
+    before = (lives[1],) if restart.again else ()
+    stages.append((*before, memory, store(memory, slot, following, ArenaState.WRITING)))
+    return tuple(stages)
+
+
+@cache
+def comes_back(memory: GroupMemory, lost: int) -> GroupMemory:
+    """What the ranks of a restart find: the lost node comes back empty."""
+    return tuple((NO_FILE,) * len(slots) if d == lost else slots for d, slots in enumerate(memory))
+
+
+@cache
+def group_after_restart(found: GroupMemory, restart: Restart) -> tuple[tuple[GroupMemory, ...], ...]:
+    """Per stage, everything that a crash may find in one group."""
+    lives = [life_after_restart(slots, restart) for slots in found]
+    return tuple(tuple(product(*of_stage)) for of_stage in zip(*lives, strict=True))
 
 
 def losses_after(lost: int) -> tuple[int, ...]:
@@ -223,16 +274,17 @@ Findings = dict[tuple[GroupView, Label | None], Finding]
 
 @cache
 def findings(
-    memory: GroupMemory, lost: int, restored: Label
+    memory: GroupMemory, lost: int, restart: Restart
 ) -> tuple[tuple[frozenset[object], Findings], ...]:
     """Per stage the distinct findings in one group, as a key that compares fast and with an example of
     each; ``floor`` is what the group's ranks saw committed."""
     stages = []
-    for contents in group_after_restart(memory, lost, restored, 2):
+    lives = group_after_restart(comes_back(memory, lost), restart)
+    for name, contents in zip(restart.stages, lives, strict=True):
         distinct: Findings = {}
         for after in contents:
             floor = newest_committed(after)
-            for gone in losses_after(lost):
+            for gone in losses_after(NOBODY if name in PROTECTED else lost):
                 view = look_at(after, gone)
                 distinct.setdefault((view, floor), Finding(view, floor, after, gone))
         stages.append((frozenset(distinct), distinct))
@@ -240,9 +292,15 @@ def findings(
 
 
 class SecondCrash:
-    """Checks every second crash after a first one. Keeps what it has checked."""
+    """Checks every second crash after a first one. Keeps what it has checked.
 
-    def __init__(self, choose: Choose = preferred_label) -> None:
+    Args:
+        completes: whether restarts complete the version on nodes that came back empty.
+        choose: the rule by which a version is restored.
+    """
+
+    def __init__(self, *, completes: bool, choose: Choose = preferred_label) -> None:
+        self._completes = completes
         self._choose = choose
         self.restarts = 0
         self._passed: set[tuple[object, ...]] = set()
@@ -268,23 +326,25 @@ class SecondCrash:
     def _crash_again(
         self, memory: JobMemory, lost: tuple[int, ...], restored: Label, committed: Label
     ) -> Violation | None:
-        per_group = [findings(group, gone, restored) for group, gone in zip(memory, lost, strict=True)]
-        for stage, name in enumerate(STAGES):
+        found = tuple(map(comes_back, memory, lost))
+        restart = Restart.of(found, restored, 2, completes=self._completes)
+        per_group = [findings(group, gone, restart) for group, gone in zip(memory, lost, strict=True)]
+        for stage, name in enumerate(restart.stages):
             key = (frozenset(group[stage][0] for group in per_group), committed)
             if key in self._passed:
                 continue
             for combination in product(*(group[stage][1].values() for group in per_group)):
                 floor = newest((committed, *(f.floor for f in combination))) or committed
-                found = choose_version([f.view for f in combination], self._choose)
-                if found is None or found < floor:
+                then = choose_version([f.view for f in combination], self._choose)
+                if then is None or then < floor:
                     return Violation(
                         committed=floor,
-                        restored=found,
+                        restored=then,
                         lost=tuple(f.lost for f in combination),
                         memory=tuple(f.memory for f in combination),
                         trace=(
                             str(Violation(committed, restored, lost, memory)),
-                            f"restart; {name} {restored} again as incarnation 2",
+                            f"restart as incarnation 2 with {restored}; {name}",
                         ),
                     )
             self._passed.add(key)
@@ -313,14 +373,12 @@ class Crash:
     incarnation: int
 
 
-def crashes_in_a_row(
-    crash: Crash, last: int, seen: set[Crash], choose: Choose = preferred_label
-) -> Iterator[Violation]:
+def crashes_in_a_row(crash: Crash, last: int, seen: set[Crash], *, completes: bool) -> Iterator[Violation]:
     """One group alone, crashing during every restart up to incarnation ``last``; violations of P3."""
     if crash in seen:
         return
     seen.add(crash)
-    restored = choose_version([look_at(crash.memory, crash.lost)], choose)
+    restored = choose_version([look_at(crash.memory, crash.lost)])
     if restored is None or restored < crash.floor:
         trace = (f"in incarnation {crash.incarnation}",)
         yield Violation(crash.floor, restored, (crash.lost,), (crash.memory,), trace)
@@ -328,13 +386,14 @@ def crashes_in_a_row(
     if crash.incarnation == last:
         return
     incarnation = crash.incarnation + 1
-    stages = group_after_restart(crash.memory, crash.lost, restored, incarnation)
-    for stage, contents in zip(STAGES, stages, strict=True):
-        # Once N is sealed on all ranks the group is protected again, and may lose any node.
-        spent = NOBODY if stage == "committing" else crash.spent
+    group = comes_back(crash.memory, crash.lost)
+    restart = Restart.of((group,), restored, incarnation, completes=completes)
+    stages = group_after_restart(group, restart)
+    for stage, contents in zip(restart.stages, stages, strict=True):
+        spent = NOBODY if stage in PROTECTED else crash.spent
         for after in contents:
             floor = newest((crash.floor, newest_committed(after))) or crash.floor
             for gone in losses_after(spent):
                 now_spent = spent if gone == NOBODY else gone
                 following = Crash(after, gone, now_spent, floor, incarnation)
-                yield from crashes_in_a_row(following, last, seen, choose)
+                yield from crashes_in_a_row(following, last, seen, completes=completes)

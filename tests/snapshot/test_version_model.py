@@ -178,27 +178,29 @@ def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
     assert violation.promise == promise, str(violation)
 
 
-def test_p3_holds_when_the_restart_crashes_too() -> None:
-    second = SecondCrash()
+@pytest.mark.parametrize("completes", [True, False], ids=["completed", "taken again"])
+def test_p3_holds_when_the_restart_crashes_too(completes: bool) -> None:
+    second = SecondCrash(completes=completes)
     for memory, committed in crash_memories(explored(Rules(meetings=0), 2, 3), groups=2):
         violation = second.check(memory, committed)
         assert violation is None, f"\n{violation}"
     assert second.restarts > 10_000
 
 
-def test_p3_holds_through_three_crashes_in_a_row() -> None:
+@pytest.mark.parametrize("completes", [True, False], ids=["completed", "taken again"])
+def test_p3_holds_through_three_crashes_in_a_row(completes: bool) -> None:
     seen: set[Crash] = set()
     for (memory,), committed in crash_memories(explored(Rules(steps=2, meetings=0), 1, 3), groups=1):
         for lost in LOSSES:
             crash = Crash(memory, lost, lost, committed, incarnation=1)
-            violation = next(crashes_in_a_row(crash, 3, seen), None)
+            violation = next(crashes_in_a_row(crash, 3, seen, completes=completes), None)
             assert violation is None, f"\n{violation}"
     assert len(seen) > 1000
 
 
 def test_restoring_the_newest_whole_version_has_a_counterexample_in_a_restart_too() -> None:
     rules: Rules = Rules(steps=2, meetings=0)
-    second = SecondCrash(newest_whole)
+    second = SecondCrash(completes=True, choose=newest_whole)
     found = (second.check(m, c) for m, c in crash_memories(explored(rules, 2, 3), groups=2))
     violation = next((v for v in found if v is not None), None)
     assert violation is not None
