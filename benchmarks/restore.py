@@ -16,11 +16,17 @@ are slowed within the process: each takes at least its bytes' time at that rate,
 ``plain_copy`` is the limit: every tensor is copied from one in this process's memory, and no more is done.
 Files are read once before each restore, so that they come out of the page cache. reft verifies every
 byte against its checksum and protects the result; the others do neither.
+
+The ranks keep freed memory: no way pays for the first touch of pages because another one gave them back. With
+``--fresh-memory`` what is destroyed goes back to the system, and every way finds memory as a new process
+does; how long the system takes to hand it out then decides more than the way.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import shutil
@@ -59,6 +65,7 @@ from restore_ways import (
 from results import estimate, facts, head_lines
 from stopwatch import Stopwatch
 from training import build_engine, inner_optimizer
+from units import KEEP_FREED_MEMORY
 
 LOCAL_GOAL, LOST_GOAL, COPY_GOAL, STORAGE_GOAL = 1.5, 1.0, 1.3, 10.0
 """Times as fast as files with nothing lost, and with a node lost; seconds in those of a plain copy; times as
@@ -123,6 +130,9 @@ class Rank:
                             value.fill_(0.5)
         if optimizer is self.engine.optimizer:
             optimizer.state.clear()
+        gc.collect()
+        if self.options.fresh_memory:
+            ctypes.CDLL(None).malloc_trim(0)
 
     def last_restored(self) -> dict[str, Any]:
         """The newest ``restored`` event of this rank."""
@@ -191,6 +201,7 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     merged = []
     for trials in zip(*(r["trials"] for r in ranks), strict=True):
         one = {**trials[0], **{key: max(t[key] for t in trials) for key in ("secs", "cpu_secs")}}
+        one["core_secs"] = sum(t["cpu_secs"] for t in trials)
         if "parts" in one:
             one["parts"] = {p: max(t["parts"].get(p, 0.0) for t in trials) for p in one["parts"]}
             known = sum(one["parts"].values())
@@ -211,6 +222,13 @@ def evaluate_way(trials: Sequence[Mapping[str, Any]], name: str, memory: MemoryS
     found: dict[str, Any] = {
         "secs": estimate([t["secs"] for t in mine]).to_json(),
         "cpu_secs_median": statistics.median(t["cpu_secs"] for t in mine),
+        "core_secs_of_all_ranks": estimate([t["core_secs"] for t in mine]).to_json(),
+        "core_secs_of_deepspeed_over_these": estimate(
+            [d["core_secs"] / t["core_secs"] for d, t in zip(disk, mine, strict=True)]
+        ).to_json(),
+        "core_secs_over_a_plain_copy": estimate(
+            [t["core_secs"] / c["core_secs"] for c, t in zip(copies, mine, strict=True)]
+        ).to_json(),
         "times_faster_than_deepspeed": estimate(
             [d["secs"] / t["secs"] for d, t in zip(disk, mine, strict=True)]
         ).to_json(),
@@ -311,6 +329,11 @@ def main() -> int:
         default=2.5,
         help="of a rank, from the slow storage (default 2.5: a node's 10 Gbps for four ranks)",
     )
+    made.add_argument(
+        "--fresh-memory",
+        action="store_true",
+        help="restore into pages that were never touched, as a new process does",
+    )
     options = made.parse_args()
     if options.storage_gbps <= 0:
         made.error(f"--storage-gbps is {options.storage_gbps}; expected a bandwidth above 0")
@@ -319,6 +342,8 @@ def main() -> int:
         options.trials = min(options.trials, 2)
     if options.worker:
         run_rank(options)
+    if not options.fresh_memory:
+        os.environ.update(KEEP_FREED_MEMORY)
     with scratch(options) as space:
         ranks, memory = launch(options, space)
         result = evaluate(options, ranks, memory)

@@ -7,8 +7,9 @@ planned over and read like a recovery, with the same verification, but without t
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,9 +56,19 @@ def close_arenas(arenas: ArenaSet) -> None:
         arena.close()
 
 
+def close_behind(arenas: ArenaSet) -> None:
+    """:func:`close_arenas` on a thread of its own: to unmap what was read takes up to a fifth of the time
+    that reading it took, and nobody has to wait for that."""
+    threading.Thread(target=close_arenas, args=(arenas,), name="reft-unmap", daemon=True).start()
+
+
 @contextmanager
 def opened_arenas(
-    job_dir: Path, inventories: Iterable[Inventory], secret: bytes | None
+    job_dir: Path,
+    inventories: Iterable[Inventory],
+    secret: bytes | None,
+    *,
+    close: Callable[[ArenaSet], None] = close_arenas,
 ) -> Iterator[dict[tuple[str, str], Arena]]:
     """:func:`open_arenas` of several inventories of one directory, closed at the end."""
     arenas: dict[tuple[str, str], Arena] = {}
@@ -66,7 +77,7 @@ def opened_arenas(
             arenas.update(open_arenas(job_dir, inventory, secret))
         yield arenas
     finally:
-        close_arenas(arenas)
+        close(arenas)
 
 
 def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:

@@ -38,7 +38,7 @@ from reft.load.decide import (
 from reft.load.exchange import Exchange
 from reft.load.inventory import ArenaRecord, Inventory, take_inventory
 from reft.load.ledger import Flaw, Ledger, Repair
-from reft.load.local import ArenaSet, find_corrupt, opened_arenas
+from reft.load.local import ArenaSet, close_behind, find_corrupt, opened_arenas
 from reft.load.parts import parts_of, spoken_for, tables_of
 from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
 from reft.load.rebuild import Decoder
@@ -153,7 +153,9 @@ class Recovery:
             found = self._found
             if not found.plans:
                 return found.refused()
-            with opened_arenas(self._job_dir, [found.inventory], self._secret) as self._courier.arenas:
+            with opened_arenas(
+                self._job_dir, [found.inventory], self._secret, close=close_behind
+            ) as self._courier.arenas:
                 self._courier.take_up(found.plans, found.parts, self._group)
                 if found.decodes:
                     self._courier.rebuild(self._job_dir, self._secret)

@@ -88,6 +88,10 @@ class Arena:
         self._unlock_after_write = False
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
+        if not writable:
+            # It is read once. Else the system marks every page as used again when it is unmapped, which
+            # takes as long as to map it.
+            self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._view = memoryview(self._map)
         self._data = self._view[geometry.data_offset : geometry.file_bytes]
 

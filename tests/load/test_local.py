@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from reft.blocks import STATE_SECTIONS, Section
 from reft.errors import LayoutError
 from reft.grid import Degrees, Topology
 from reft.load.inventory import take_inventory
-from reft.load.local import close_arenas, offline_topology, open_arenas, plan_verified
+from reft.load.local import close_arenas, close_behind, offline_topology, open_arenas, plan_verified
 from reft.load.plan import NotRecoverable
 from reft.store.arena import Arena
 
@@ -83,6 +85,20 @@ def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
     close_arenas(arenas)
     assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
     assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
+
+
+def test_what_was_read_is_unmapped_by_another_thread(memory):
+    def is_mapped() -> bool:
+        return str(memory / "n0") in Path("/proc/self/maps").read_text()
+
+    arenas = open_arenas(memory / "n0", take_inventory(memory / "n0", "n0", SECRET), SECRET)
+    assert is_mapped()
+    close_behind(arenas)
+    deadline = time.monotonic() + 60.0
+    while is_mapped():
+        assert time.monotonic() < deadline, "the arenas stay mapped"
+        time.sleep(0.01)
+    close_arenas(arenas)  # again is no error
 
 
 def test_offline_topology_names_what_is_missing(memory):
