@@ -1,13 +1,16 @@
 """What one core copies and hashes in host memory: the limit of what a version, or a restore, costs there.
 
 Source and target are larger than the caches, the target is in shared memory as an arena is. The ways take
-turns; times are the thread's processor time, ratios are to ``plain`` in the same round:
+turns; times are the process's processor time, ratios are to ``plain`` in the same round:
 
 - plain: torch's copy, on one thread;
 - past_caches: reft's copy, without a checksum;
 - hash: xxh3_64 of the source, by the xxhash package;
 - copy_then_hash: past the caches, piece by piece, each hashed by the package while it is in the cache;
-- copy_and_hash: reft's one pass, as versions are copied and blocks restored.
+- copy_and_hash: reft's one pass, as versions are copied and blocks restored;
+- mapped_anew: the same from a file that is mapped for it, as a restore reads an arena;
+- written_to_file: to a new file in shared memory, as a newcomer's arena is filled;
+- over_loopback: from a thread that sends to one that receives, both counted.
 
     python benchmarks/host_copies.py [--json] [--mib 512] [--rounds 9]
 """
@@ -16,16 +19,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from common import MIB
 from results import estimate, machine
@@ -36,8 +44,55 @@ from reft.store.stream import PlainHashingCopier, copier, hashing_copier, ranges
 BLOCK_BYTES = 4 * MIB
 
 
-def ways(target: torch.Tensor, source: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Each copies or hashes all bytes, block by block as versions are cut."""
+@contextmanager
+def new_file(folder: Path) -> Iterator[int]:
+    """A file without a name."""
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def write_to_file(source: memoryview, folder: Path) -> None:
+    with new_file(folder) as fd:
+        write(fd, source)
+
+
+def write(fd: int, source: memoryview) -> None:
+    for at in range(0, len(source), BLOCK_BYTES):
+        os.pwrite(fd, source[at : at + BLOCK_BYTES], at)
+
+
+def copy_mapped_anew(target: torch.Tensor, fd: int) -> None:
+    nbytes = target.numel()
+    with mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ) as mapping:
+        mapping.madvise(mmap.MADV_SEQUENTIAL)
+        source, hasher = np.frombuffer(mapping, np.uint8), hashing_copier()
+        for at in range(0, nbytes, BLOCK_BYTES):
+            part = min(BLOCK_BYTES, nbytes - at)
+            hasher.copy(ranges_of([(target.data_ptr() + at, source.ctypes.data + at, part)]))
+            hasher.take()
+        del source
+
+
+def send_over_loopback(target: memoryview, source: memoryview) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    with closing(sender), closing(receiver):
+        sending = threading.Thread(target=sender.sendall, args=(source,))
+        sending.start()
+        at = 0
+        while at < len(target):
+            at += receiver.recv_into(target[at : at + BLOCK_BYTES])
+        sending.join()
+
+
+def ways(
+    target: torch.Tensor, source: torch.Tensor, folder: Path, fd: int
+) -> dict[str, Callable[[], object]]:
+    """Each copies or hashes all bytes, block by block as versions are cut. ``fd``: a file that holds them."""
     to, at, nbytes = target.data_ptr(), source.data_ptr(), source.numel()
     blocks = [
         ranges_of([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))]) for x in range(0, nbytes, BLOCK_BYTES)
@@ -58,6 +113,9 @@ def ways(target: torch.Tensor, source: torch.Tensor) -> dict[str, Callable[[], o
         "hash": lambda: checksum(source.numpy().data),
         "copy_then_hash": hashed(apart),
         "copy_and_hash": hashed(fused),
+        "mapped_anew": lambda: copy_mapped_anew(target, fd),
+        "written_to_file": lambda: write_to_file(source.numpy().data, folder),
+        "over_loopback": lambda: send_over_loopback(target.numpy().data, source.numpy().data),
     }
 
 
@@ -71,13 +129,15 @@ def measure(nbytes: int, rounds: int, folder: Path) -> dict[str, Any]:
         path.unlink(missing_ok=True)
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     secs: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        for name, run in ways(target, source).items():
-            began = time.thread_time()
-            run()
-            took = max(time.thread_time() - began, 1e-9)
-            if number:  # the first round touches memory
-                secs.setdefault(name, []).append(took)
+    with new_file(folder) as fd:
+        write(fd, source.numpy().data)
+        for number in range(rounds + 1):
+            for name, run in ways(target, source, folder, fd).items():
+                began = time.process_time()
+                run()
+                took = max(time.process_time() - began, 1e-9)
+                if number:  # the first round touches memory
+                    secs.setdefault(name, []).append(took)
     plain = secs["plain"]
     return {
         name: {

@@ -205,6 +205,7 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if "parts" in one:
             one["parts"] = {p: max(t["parts"].get(p, 0.0) for t in trials) for p in one["parts"]}
             known = sum(one["parts"].values())
+            one["completing_core_secs"] = sum(t["completing_core_secs"] for t in trials)
             one["parts"]["transfer_and_verify"] = max(0.0, one["secs"] - known)
             one["bytes_from"] = {
                 kind: sum(t["bytes_from"].get(kind, 0) for t in trials) for kind in one["bytes_from"]
@@ -244,6 +245,13 @@ def evaluate_way(trials: Sequence[Mapping[str, Any]], name: str, memory: MemoryS
         found["times_faster_without_protection"] = estimate(
             [
                 d["secs"] / (t["secs"] - t["parts"].get("protect", 0.0))
+                for d, t in zip(disk, mine, strict=True)
+            ]
+        ).to_json()
+        found["core_secs_of_completing"] = estimate([t["completing_core_secs"] for t in mine]).to_json()
+        found["core_secs_of_deepspeed_over_these_without_completing"] = estimate(
+            [
+                d["core_secs"] / (t["core_secs"] - t["completing_core_secs"])
                 for d, t in zip(disk, mine, strict=True)
             ]
         ).to_json()
@@ -306,6 +314,11 @@ def table(result: Mapping[str, Any]) -> str:
             f"{'?' if private is None else round(private / MIB):>13}"
         )
         lines.append(f"    of a plain copy:{way['times_of_a_plain_copy']['median']:44.2f}")
+        shares = way["core_secs_of_all_ranks"], way["core_secs_of_deepspeed_over_these"]
+        lines.append(
+            "    core s of all ranks, and DeepSpeed's over these:"
+            + "{:13.3f}{:8.2f}".format(*(s["median"] for s in shares))
+        )
         lines.append(f"    faster than slow storage:{way['times_faster_than_slow_storage']['median']:35.2f}")
         if (alike := way.get("times_faster_without_protection")) is not None:
             low, high = alike["ci95"]

@@ -14,9 +14,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECS = 240
 SAVERS = {"reft", "blocking_copy", "torch_save", "dcp_async_save", "deepspeed_save_checkpoint"}
+REFT_WAYS = ("reft_all_local", "reft_node_lost")
 WAYS = {
-    "reft_all_local",
-    "reft_node_lost",
+    *REFT_WAYS,
     "plain_copy",
     "deepspeed_load_checkpoint",
     "deepspeed_slow_storage",
@@ -87,7 +87,10 @@ def test_host_copies_compares_every_way_of_one_core(tmp_path: Path) -> None:
     )
     assert not list(tmp_path.iterdir())
     found = json.loads(made.stdout)["ways"]
-    assert set(found) == {"plain", "past_caches", "hash", "copy_then_hash", "copy_and_hash"}
+    assert set(found) == {
+        *("plain", "past_caches", "hash", "copy_then_hash", "copy_and_hash"),
+        *("mapped_anew", "written_to_file", "over_loopback"),
+    }
     for way in found.values():
         check_estimate(way["secs_to_plain"])
 
@@ -166,16 +169,21 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
         check_estimate(way["times_faster_than_slow_storage"])
         assert way["stored_bytes"] >= 4 * 3 * result["model"]["parameters"], name
     assert result["ways"]["deepspeed_load_checkpoint"]["times_faster_than_deepspeed"]["ci95"] == [1.0, 1.0]
-    for name in ("reft_all_local", "reft_node_lost"):
+    for name in REFT_WAYS:
         way = result["ways"][name]
         # Nothing is taken again: what was lost, is completed while it is restored.
         assert set(way["parts_secs"]) == {"inventory_and_plan", "host_state", "transfer_and_verify"}
         # Both ranks restored the whole image and their host state.
         assert sum(way["bytes_from"].values()) > 2 * image_bytes
+        check_estimate(way["core_secs_of_deepspeed_over_these"])
+        check_estimate(way["core_secs_of_deepspeed_over_these_without_completing"])
+        assert way["core_secs_of_completing"]["median"] < way["core_secs_of_all_ranks"]["median"]
     assert len(result["goals"]) == 5
     assert result["ways"]["plain_copy"]["times_of_a_plain_copy"]["ci95"] == [1.0, 1.0]
-    local, lost = (result["ways"][n]["bytes_from"] for n in ("reft_all_local", "reft_node_lost"))
+    local, lost = (result["ways"][n]["bytes_from"] for n in REFT_WAYS)
     assert {kind for kind, n in local.items() if n} == {"local"}
+    completing = [result["ways"][n]["core_secs_of_completing"]["median"] for n in REFT_WAYS]
+    assert completing[0] < completing[1], "it is the lost node's memory that is filled anew"
     # The lost node's half of the state and its own host bytes come from copies, all else from owners.
     assert lost["copy"] >= image_bytes // 2
     assert lost["local"] + lost["peer"] + lost["copy"] == local["local"]
