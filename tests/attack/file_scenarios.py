@@ -104,6 +104,7 @@ def swap(rank: int, root: Path) -> dict[str, Any]:
         dist.barrier()
         found[str(slots)] = {"last": outcome[-1], "in_files": me.newest_in_files(), "step": step}
         found["names"] = sorted(path.name for path in me.job_dir.glob("*.arena"))
+        dist.barrier()  # both have read before either writes on
     me.worker.close(10)
     return found
 
