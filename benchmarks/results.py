@@ -18,6 +18,8 @@ import numpy as np
 from training import Shape
 
 _BOOTSTRAPS = 4000
+_LOAD_AT_START = os.getloadavg()[0]
+"""Of the machine, before the ranks are there."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory,
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
-        "load_average_at_start": round(os.getloadavg()[0], 2),
+        "load_average_at_start": round(_LOAD_AT_START, 2),
     }
 
 
