@@ -54,7 +54,7 @@ def results(memory):
         for rank, log in enumerate(logs)
     ]
     try:
-        codes = [process.wait(timeout=240) for process in ranks]
+        codes = [process.wait(timeout=900) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
