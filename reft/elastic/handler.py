@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -46,6 +46,8 @@ from reft.errors import AuthenticationError
 from reft.store.keyvalue import KeyValueStore, StoreError
 
 _CACHE_SECS = 1.0
+_ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
+"""Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
 """Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
 
@@ -56,12 +58,12 @@ def encode_state(state: _RendezvousState) -> bytes:
         "round": state.round,
         "complete": state.complete,
         "closed": state.closed,
-        "deadline": state.deadline and state.deadline.timestamp(),
+        "deadline": state.deadline and _seconds(state.deadline),
         "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
         "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
         "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
-        "last_heartbeats": [[*_node_fields(n), at.timestamp()] for n, at in state.last_heartbeats.items()],
-        "seats": [[*_node_fields(n), at.timestamp()] for n, at in seats_of(state).items()],
+        "last_heartbeats": [[*_node_fields(n), _seconds(at)] for n, at in state.last_heartbeats.items()],
+        "seats": [[*_node_fields(n), _seconds(at)] for n, at in seats_of(state).items()],
     }
     return json.dumps(fields).encode()
 
@@ -110,7 +112,11 @@ def _node(fields: Iterable[Any]) -> _NodeDesc:
 
 
 def _time(seconds: Any) -> datetime:
-    return datetime.fromtimestamp(float(seconds), UTC)
+    return datetime.fromtimestamp(float(seconds), UTC).replace(tzinfo=_ZONE)
+
+
+def _seconds(at: datetime) -> float:
+    return at.replace(tzinfo=UTC).timestamp()
 
 
 class StateHolder(_RendezvousStateHolder):
@@ -172,7 +178,7 @@ class StateHolder(_RendezvousStateHolder):
         self.synced_at = now
         if self._state.complete:
             seen = {
-                n: self._state.last_heartbeats.get(n, datetime.now(UTC)) for n in self._state.participants
+                n: self._state.last_heartbeats.get(n, _time(time.time())) for n in self._state.participants
             }
             seats_of(self._state).update(seen)
         if now >= self._trusts_after:
@@ -181,7 +187,7 @@ class StateHolder(_RendezvousStateHolder):
 
     def _strike_out_the_silent(self) -> None:
         state = self._state
-        expired = datetime.now(UTC) - timedelta(seconds=self._alive_secs)
+        expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
         # A node on its way from one round to the next has its seat alone.
         last_seen = {**seats_of(state), **state.last_heartbeats}
         silent = {n for n, at in last_seen.items() if at < expired and n != self._node}

@@ -82,9 +82,16 @@ class TrainerStore:
         listener = listen(LOOPBACK, 0)
         served = cls(int(listener.getsockname()[1]))
         # The store takes over the descriptor: torch would listen on all interfaces.
-        served._store = TCPStore(
-            LOOPBACK, served.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        options: dict[str, Any] = {
+            "is_master": True,
+            "wait_for_workers": False,
+            "master_listen_fd": listener.detach(),
+        }
+        try:
+            served._store = TCPStore(LOOPBACK, served.port, **options)
+        except NotImplementedError:
+            # Torch 2.4: its store on libuv, which is the default, takes no descriptor.
+            served._store = TCPStore(LOOPBACK, served.port, **options, use_libuv=False)
         return served
 
     @classmethod

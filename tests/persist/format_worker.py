@@ -339,6 +339,7 @@ def rank_main(rank: int, world: int, listener: socket.socket, out: Path, kinds: 
         world,
         is_master=rank == 0,
         master_listen_fd=listener.detach() if rank == 0 else None,
+        use_libuv=False,  # torch 2.4's store on libuv takes no descriptor
     )
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     avoid_build_at_start()
