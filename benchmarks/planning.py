@@ -155,7 +155,7 @@ def measure(degrees: Degrees) -> dict[str, Any]:
     records = [record for body in tables for record in Inventory.unpack(body).arenas]
     marks.append(time.process_time())
 
-    sources = judge(group, records, sifted.by_label, degrees.dp)
+    sources = judge(group, records, sifted.sizes)
     verdict = encode_verdicts({label: Verdict.of(found) for label, found in sources.items()})
     marks.append(time.process_time())
 

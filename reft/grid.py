@@ -83,8 +83,8 @@ class Topology:
         return {(c.pp, c.dp, c.tp): c for c in self.coordinates}
 
     def coordinate_at(self, pp: int, dp: int, tp: int) -> Coordinate:
-        """The coordinate as the topology has it, which saves making thousands of equal ones."""
-        return self._coordinate_by_place[pp, dp, tp]
+        """The coordinate, the topology's own where it has it, which saves making thousands of equal ones."""
+        return self._coordinate_by_place.get((pp, dp, tp)) or Coordinate(pp, dp, tp)
 
     @property
     def world_size(self) -> int:

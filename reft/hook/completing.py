@@ -44,7 +44,8 @@ def completing(session: Session) -> Completing | None:
 
 def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome) -> bool:
     """Whether the recovered version lies as this incarnation would store it: every rank has the arena of its
-    own coordinate, whole, in its own slots, protected by the scheme in force, and nothing had to be repaired.
+    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force, and
+    nothing had to be repaired.
     It then stays as it is until a newer version is committed; to take it again would gain nothing.
     Collective.
 
@@ -52,5 +53,6 @@ def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: R
         held: the arenas in this rank's slots that hold the version.
     """
     scheme, at = session.protection.record.scheme, session.coordinate
-    here = not outcome.repaired and any((h.coordinate, h.scheme) == (at, scheme) for h in held)
+    mine = at, session.topology.degrees, scheme
+    here = not outcome.repaired and any((h.coordinate, h.degrees, h.scheme) == mine for h in held)
     return all(values[0] for values in session.control.gather_ints([int(here)]))

@@ -13,6 +13,7 @@ from reft.hook.coordinates import coordinate_of
 from reft.hook.data import DataPosition
 from reft.hook.identity import flat_facts, shapes_of
 from reft.hook.install import ds_config_of
+from reft.hook.resizing import Resizing
 from reft.naming import own_program
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import SectionImage
@@ -59,6 +60,7 @@ class DeepSpeedEngine:
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine)
+        self.resizing = Resizing(self.adapter, self.micro_batches)
 
     @property
     def global_steps(self) -> int:

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from reft.grid import Coordinate, Degrees
+from reft.load.reshape import Piece, Resize
 from reft.state.adapter import Adapter
+from reft.state.blob import DecodedBlob
 from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import Fact
 
@@ -30,6 +32,27 @@ class DataState(Protocol):
 
     def close(self) -> None:
         """Follow nothing any more."""
+
+
+class Resizing(Protocol):
+    """Takes up versions that were written at another data-parallel degree."""
+
+    def prepare(
+        self, blob: DecodedBlob, resize: Resize, dp: int
+    ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
+        """Give the live state the shape that it has in this job, and make the host state one of this job's.
+
+        Args:
+            blob: the host block of the member :meth:`Resize.host_from`; its state is changed.
+            resize: from which degree to which.
+            dp: this rank's place among its data-parallel peers.
+
+        Returns:
+            Images whose bytes are to be written, and from where those of the owned one come.
+
+        Raises:
+            LayoutError: the running job has another model or optimizer, or the state cannot be cut.
+        """
 
 
 class TrainingEngine(Protocol):
@@ -55,6 +78,10 @@ class TrainingEngine(Protocol):
     @property
     def data(self) -> DataState:
         """Where it is in its data."""
+
+    @property
+    def resizing(self) -> Resizing | None:
+        """Takes up versions of another data-parallel degree; None where that cannot be done."""
 
     @property
     def global_steps(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from reft.naming import own_name_of_process, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import (
     AT_LAUNCH,
+    BY_REPLICAS,
     Fact,
     Fingerprint,
     differences,
@@ -185,7 +186,7 @@ class Identity:
         restarted = any(restarts for _, _, restarts in told)
         return cls(Fingerprint.decode(common), config, control, restarted=restarted)
 
-    def require_same(self, was: Fingerprint, of: str) -> None:
+    def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
         """Refuse stored state of another job, or of this one with other settings.
 
         The same on all ranks if ``was`` is.
@@ -193,11 +194,12 @@ class Identity:
         Args:
             was: stored with the state.
             of: what holds it, for the message.
+            but: facts that may differ here.
 
         Raises:
             FingerprintError: it differs; says in what.
         """
-        now = self.fingerprint
+        was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:
             # Nobody is there to answer: the job goes on, and says so.
             for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
@@ -205,13 +207,15 @@ class Identity:
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self._config.accept_changes)
 
-    def check_memory(self, job_dir: Path, label: Label, *, reads: bool) -> None:
+    def check_memory(self, job_dir: Path, label: Label, *, reads: bool, resized: bool) -> None:
         """Before a version is restored from memory: was it written by this job as it is now? Collective.
 
         Args:
             job_dir: the job's memory on this node.
             label: the version.
             reads: this rank is the one of its node that reads the record.
+            resized: it was written at another data-parallel degree, which is no other job as long as the
+                global batch is the same.
 
         Raises:
             FingerprintError: no; on all ranks.
@@ -235,7 +239,7 @@ class Identity:
                 of,
             )
         for fingerprint in found:
-            self.require_same(fingerprint, of)
+            self.require_same(fingerprint, of, BY_REPLICAS if resized else ())
 
     def check_checkpoint(self, was: str | None, of: str, *, own: bool) -> None:
         """Before a checkpoint is loaded from disk: was it written by this job as it is now?

@@ -68,10 +68,19 @@ def _initialize(
     kwargs: dict[str, Any],
     client_state: ClientState | None = None,
 ) -> Any:
-    if _has_block(_config_among(original, args, kwargs)):
+    config = _config_among(original, args, kwargs)
+    if _has_block(config):
         _prepare()
     marks.mark(marks.ENGINE)
-    result = original(*args, **kwargs)
+    try:
+        result = original(*args, **kwargs)
+    except AssertionError as error:
+        if _has_block(config):
+            from reft.hook.batch import refusal_of
+
+            if (refusal := refusal_of(error, config)) is not None:
+                raise refusal from error
+        raise
     marks.mark(marks.BUILT)
     engine = result[0]
     if _has_block(ds_config_of(engine)):

@@ -60,6 +60,7 @@ class MemoryRung:
             secret=session.memory.job_dir.secret,
             faults=session.faults,
             completing=completing(session),
+            resizable=session.engine.resizing is not None,
         )
         marks.mark(marks.SURVEY)
         plan = recovery.survey()
@@ -74,7 +75,7 @@ class MemoryRung:
         """
         session = self._session
         session.memory.identity.check_memory(
-            session.memory.job_dir.path, plan.label, reads=session.is_first_on_node
+            session.memory.job_dir.path, plan.label, reads=session.is_first_on_node, resized=plan.resized
         )
 
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
@@ -102,6 +103,13 @@ class MemoryRung:
         job_dir, label = session.memory.job_dir, outcome.label
         held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
         session.start(dict.fromkeys(held, label))
+        if outcome.plan.resized and session.is_rank_zero:
+            logger.warning(
+                "%s was written at DP%d and is taken up at DP%d. What DP%d left in memory is kept until the "
+                "first version of DP%d is committed. From here on the losses are those of a job of DP%d",
+                *(label, written := outcome.plan.written_dp, now := session.topology.degrees.dp),
+                *(written, now, now),
+            )
         if not is_still_protected(session, held.values(), outcome):
             self.protect()
         self.report(f"memory, {outcome.plan.label}", began)

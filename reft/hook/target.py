@@ -9,6 +9,7 @@ import torch
 from reft.blocks import Section
 from reft.hook.session import Session
 from reft.load.plan import Fetch
+from reft.load.reshape import Piece, Resize, Scatter
 from reft.state.blob import DecodedBlob
 from reft.state.catalogue import SectionImage
 from reft.store.header import checksum
@@ -20,19 +21,33 @@ class Target:
 
     def __init__(self, session: Session) -> None:
         self._adapter = session.state.adapter
+        self._resizing = session.engine.resizing
+        self._dp = session.coordinate.dp
+        self._scatter: Scatter | None = None
         self._on_host = session.engine.device.type == "cpu"
         self._own = threading.local()
         self.blob: DecodedBlob
 
-    def prepare(self, host: bytes) -> None:
-        """The host block of this coordinate is there: give the engine's state the shape it had."""
+    def prepare(self, host: bytes, resize: Resize) -> tuple[Piece, ...]:
+        """The host block of this coordinate is there: give the engine's state the shape it had, or has
+        at this data-parallel degree."""
         self.blob = DecodedBlob(host)
-        self._images = self._adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
+        if resize.old == resize.new:
+            self._images = self._adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
+            return ()
+        assert self._resizing is not None  # else no such version is found
+        self._images, pieces = self._resizing.prepare(self.blob, resize, self._dp)
+        self._scatter = Scatter(pieces)
+        return pieces
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
         """Copy a block into the live tensors and return its checksum; into host memory in one pass. Several
         threads may bring blocks at once."""
         image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]
+        if self._scatter is not None and fetch.key.section is Section.OWNED:
+            for at, nbytes, target in self._scatter.parts(fetch.key.member, fetch.start_bytes, fetch.nbytes):
+                image.write_from(target, data[at : at + nbytes], copy_tensor)
+            return checksum(data.numpy().data)
         if not self._on_host:
             image.write_from(fetch.start_bytes, data, copy_tensor)
             return checksum(data.numpy().data)

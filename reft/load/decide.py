@@ -14,9 +14,10 @@ from itertools import chain
 import msgpack
 
 from reft.blocks import BlockKey
-from reft.grid import Topology
+from reft.grid import Coordinate, Topology
 from reft.load.inventory import ArenaRecord, Inventory
 from reft.load.plan import NotRecoverable, RecoveryPlan
+from reft.load.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
 from reft.load.sift import LayoutSpec, Sifted, sift, summarize
 from reft.load.source_plan import plan_group
 from reft.load.sources import GroupSources, collect_group
@@ -85,8 +86,7 @@ class Decision:
 def judge(
     group: Group,
     records: Iterable[ArenaRecord],
-    labels: Iterable[Label],
-    size: int,
+    sizes: Mapping[Label, int],
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> dict[Label, GroupSources]:
     """What each version has in one sharding group.
@@ -94,17 +94,17 @@ def judge(
     Args:
         group: its (pp, tp).
         records: arenas of its members, of any version.
-        labels: versions that any rank of the job holds whole.
-        size: members of the group.
+        sizes: versions that any rank of the job holds whole, with the members that the group had then.
         bad: (node, arena, key) of blocks not to use.
     """
-    by_label: dict[Label, list[ArenaRecord]] = {label: [] for label in labels}
+    by_label: dict[Label, list[ArenaRecord]] = {label: [] for label in sizes}
     for record in records:
-        if record.usable and record.header.label in by_label:
-            by_label[record.header.label].append(record)
+        header = record.header
+        if record.usable and header.degrees.dp == sizes.get(header.label):
+            by_label[header.label].append(record)
     refused = frozenset(bad)
     return {
-        label: collect_group(*group, by_label[label], size, refused)
+        label: collect_group(*group, by_label[label], sizes[label], refused)
         for label in sorted(by_label, reverse=True)
     }
 
@@ -156,19 +156,33 @@ def plan_decided(
     group: Group,
     sources: GroupSources,
     records: Iterable[ArenaRecord],
+    *,
+    wanted: Wanted = NOTHING_WANTED,
 ) -> RecoveryPlan:
     """The plan of one sharding group for the version that was decided on.
 
     Args:
         sources: what the group has of that version.
         records: arenas of the group's members, of any version.
+        wanted: of a version of another data-parallel degree, what each member takes of the partitions, once
+            that is known; the plan is without it before.
+
+    Raises:
+        LayoutError: something is wanted that the version does not have.
     """
+    topology, written = sifted.topology, sifted.sizes[decision.label]
+    resize = Resize(written, topology.degrees.dp)
+    needs = {
+        Coordinate(group[0], dp, group[1]): needed_by(sources, resize, dp, wanted.get(dp, ()))
+        for dp in range(resize.new)
+    }
     layout = next((r.header.layout for r in records if r.usable and r.header.label == decision.label), "")
-    fetches, rebuilds = plan_group(group, sources, sifted.topology, layout)
+    fetches, rebuilds = plan_group(needs, sources, topology, layout)
     return RecoveryPlan(
         label=decision.label,
         committed=sifted.committed(decision.label),
-        degrees=sifted.topology.degrees,
+        degrees=topology.degrees,
+        written_dp=written,
         fetches=fetches,
         newest_committed=sifted.newest_committed,
         rejected=decision.rejected,
@@ -210,8 +224,7 @@ def plan_recovery(
     for record in chain.from_iterable(i.arenas for i in inventories):
         if (record.node, record.path) in fitting:
             records[record.header.coordinate.pp, record.header.coordinate.tp].append(record)
-    size = topology.degrees.dp
-    sources = {group: judge(group, records[group], sifted.by_label, size, bad) for group in records}
+    sources = {group: judge(group, records[group], sifted.sizes, bad) for group in records}
     verdicts = {
         group: {label: Verdict.of(found) for label, found in of_group.items()}
         for group, of_group in sources.items()

@@ -15,7 +15,13 @@ from reft.load.sift import LayoutSpec, Sifted, misfit
 
 
 def spoken_for(
-    records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, layout: LayoutSpec
+    records: Iterable[ArenaRecord],
+    topology: Topology,
+    rank: int,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    any_dp: bool = False,
 ) -> list[ArenaRecord]:
     """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
     that it reads for, as the first of the node to do so; the first rank of the node also speaks for
@@ -24,7 +30,7 @@ def spoken_for(
 
     def speaker(record: ArenaRecord) -> int:
         at = record.header.coordinate
-        if not _fits(record, topology, job_id, layout):
+        if not _fits(record, topology, job_id, layout, any_dp):
             return topology.local_ranks(node)[0]
         return topology.readers(node, at.pp, at.tp)[0]
 
@@ -37,20 +43,21 @@ def tables_of(
     topology: Topology,
     *,
     job_id: str,
-    layout: LayoutSpec,
+    layout: LayoutSpec = None,
+    any_dp: bool = False,
 ) -> dict[Group, list[ArenaRecord]]:
     """The whole arenas that may serve each of these sharding groups: of this job, its degrees and its layout,
     whatever else has the same label (P7)."""
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
-        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, layout):
+        if record.usable and (at.pp, at.tp) in tables and _fits(record, topology, job_id, layout, any_dp):
             tables[at.pp, at.tp].append(record)
     return tables
 
 
-def _fits(record: ArenaRecord, topology: Topology, job_id: str, layout: LayoutSpec) -> bool:
-    return record.header.job_id == job_id and not misfit(record, topology, layout)
+def _fits(record: ArenaRecord, topology: Topology, job_id: str, layout: LayoutSpec, any_dp: bool) -> bool:
+    return record.header.job_id == job_id and not misfit(record, topology, layout, any_dp=any_dp)
 
 
 def parts_of(sifted: Sifted, rank: int) -> dict[Group, tuple[int, ...]]:

@@ -134,8 +134,10 @@ class RecoveryPlan:
         committed: whether some arena had already marked it committed. A version that all ranks
             sealed is as good: every byte of it is there and checked.
         degrees: parallel degrees of the job.
+        written_dp: data-parallel degree of the job that wrote the version.
         fetches: for every coordinate that is planned for the blocks it needs: the replicated
-            image of its (pp, tp) in image order, then its owned, then its host image.
+            image of its (pp, tp) in image order, then its owned, then its host image. Of a version that was
+            written at another data-parallel degree the blocks of the partitions from which its own is cut.
         newest_committed: newest label marked committed in any usable arena.
         rejected: for every newer version why it is not used.
         notes: what else was found and left aside (foreign, torn, other layout; diverged copies).
@@ -147,6 +149,7 @@ class RecoveryPlan:
     label: Label
     committed: bool
     degrees: Degrees
+    written_dp: int
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
     newest_committed: Label | None = None
     rejected: tuple[str, ...] = ()
@@ -170,6 +173,11 @@ class RecoveryPlan:
             notes=(*own, *notes),
             rebuilds={c: rebuild for plan in plans for c, rebuild in plan.rebuilds.items()},
         )
+
+    @property
+    def resized(self) -> bool:
+        """Whether the version was written at another data-parallel degree than the job's."""
+        return self.written_dp != self.degrees.dp
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
@@ -208,6 +216,8 @@ class RecoveryPlan:
     def __str__(self) -> str:
         state = "committed" if self.committed else "sealed by all"
         lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
+        if self.resized:
+            lines.append(f"  written at DP{self.written_dp}, taken up at DP{self.degrees.dp}")
         lines += [f"  {c}: {format_bytes_from(self.bytes_from_at(c))}" for c in sorted(self.fetches)]
         for c, rebuild in sorted(self.rebuilds.items()):
             lines.append(

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 
@@ -182,11 +183,13 @@ class Decoder:
         return Entry(lost.key, lost.start_bytes, lost.nbytes, image_bytes, offset, digest, owner=False)
 
     def _header(self) -> ArenaHeader:
+        # Further redundancy of the version, as the job that wrote it was laid out.
+        written = self._plan.written_dp
         return ArenaHeader(
             job_id=self._plan.job_id,
             node=self._node,
-            degrees=self._plan.degrees,
-            coordinate=self._at,
+            degrees=replace(self._plan.degrees, dp=written),
+            coordinate=replace(self._at, dp=self._at.dp % written),
             label=self._plan.label,
             state=ArenaState.WRITING,
             layout=self._rebuild.layout,

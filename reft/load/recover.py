@@ -10,23 +10,21 @@ stages; each ends in an agreement of all, so that all fall down the ladder, or f
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgpack
-import torch
 
-from reft.blocks import Section
 from reft.comm.control import ControlGroup
 from reft.faults import FaultPlan
-from reft.grid import Coordinate, Topology
+from reft.grid import Topology
 from reft.load.complete import Completing, Completion, plan_kept
+from reft.load.courier import Courier, Prepare
 from reft.load.decide import (
+    Decision,
     Group,
     Verdict,
     decide,
@@ -37,20 +35,17 @@ from reft.load.decide import (
 )
 from reft.load.exchange import Exchange
 from reft.load.inventory import ArenaRecord, Inventory, take_inventory
-from reft.load.ledger import Flaw, Ledger, Repair
-from reft.load.local import ArenaSet, close_behind, find_corrupt, opened_arenas
+from reft.load.ledger import Ledger, Repair
+from reft.load.local import close_behind, opened_arenas
 from reft.load.parts import parts_of, spoken_for, tables_of
-from reft.load.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
-from reft.load.rebuild import Decoder
-from reft.load.sift import LayoutSpec, Sifted, Summary, listing, sift, summarize
-from reft.load.sums import SumPlan, add_up
-from reft.load.transfer import DEFAULT_WINDOW_BYTES, Copy, Sink, TransferStats, execute
+from reft.load.plan import NotRecoverable, RecoveryPlan
+from reft.load.reshape import Piece, Resize, decode_pieces, encode_pieces
+from reft.load.sift import Sifted, Summary, listing, sift, summarize
+from reft.load.sources import GroupSources
+from reft.load.transfer import DEFAULT_WINDOW_BYTES, Copy, TransferStats
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
-
-Prepare = Callable[[bytes], None]
-"""Takes this coordinate's verified host image and gives the live state the shape it describes."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Recovery:
         secret: the job's secret.
         completing: how this incarnation stores versions, to complete the version on nodes that hold nothing
             of it; None: it is not completed. Given on all ranks or on none.
-        layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
+        resizable: whether a version that was written at another data-parallel degree may be restored.
         window_bytes, faults: see :func:`execute`.
     """
 
@@ -95,7 +90,7 @@ class Recovery:
         job_dir: Path,
         secret: bytes,
         completing: Completing | None = None,
-        layout: LayoutSpec = None,
+        resizable: bool = False,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         faults: FaultPlan | None = None,
     ) -> None:
@@ -107,11 +102,11 @@ class Recovery:
         self._job_dir = job_dir
         self._secret = secret
         self._completing = completing
-        self._layout = layout
+        self._resizable = resizable
         self._faults = faults
         self._exchange = Exchange(topology, control)
         self._ledger = Ledger(self._exchange)
-        self._courier = _Courier(topology, control, self._ledger, window_bytes)
+        self._courier = Courier(topology, control, self._ledger, window_bytes)
         self._found: _Found
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
@@ -135,9 +130,10 @@ class Recovery:
         """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
 
         ``prepare`` gets the verified host image and ``copy`` the blocks of the other sections, which are
-        verified by what it returns. Where a block is corrupt, some of the state has been written by then:
-        the plan is made again, and both are called again. If the result is then :class:`NotRecoverable`, the
-        live state has to be restored from elsewhere.
+        verified by what it returns (of a version of another data-parallel degree those with wanted bytes in
+        them). Where a block is corrupt, some of the state has been written by then: the plan is made again,
+        and both are called again. If the result is then :class:`NotRecoverable`, the live state has to be
+        restored from elsewhere.
 
         Args:
             prepare: takes this coordinate's host image, before the first block.
@@ -157,23 +153,56 @@ class Recovery:
                 self._job_dir, [found.inventory], self._secret, close=close_behind
             ) as self._courier.arenas:
                 self._courier.take_up(found.plans, found.parts, self._group)
-                if found.decodes:
+                decodes = found.decision.decodes
+                if decodes:
                     self._courier.rebuild(self._job_dir, self._secret)
-                elif self._courier.carry_out(prepare, copy, self._faults, self._completion(found)):
+                elif self._carry_out(found, prepare, copy):
                     plan = found.plans[self._group]
                     repairs = self._ledger.repairs(plan)
                     outcome = RecoveryOutcome(plan, self._courier.stats(), repairs, attempt)
                     _report(outcome, self._rank)
                     return outcome
-            if found.decodes:
+            if decodes:
                 self._look()
             self._plan()
         raise AssertionError("unreachable")
 
+    def _carry_out(self, found: _Found, prepare: Prepare, copy: Copy) -> bool:
+        """Collective. False if a source turned out corrupt anywhere; it is then in the ledger."""
+        resize = Resize(found.plans[self._group].written_dp, self._topology.degrees.dp)
+        with ExitStack() as stack:
+            completion = self._completion(found)
+            if completion is not None:
+                stack.callback(completion.close)
+            pieces = self._courier.bring_host(prepare, resize, completion)
+            if pieces is None:
+                return False
+            if resize.old != resize.new:
+                self._ask(found, pieces)
+                self._courier.take_up(found.plans, found.parts, self._group)
+            return self._courier.bring_state(copy, self._faults, completion)
+
+    def _ask(self, found: _Found, pieces: Sequence[Piece]) -> None:
+        """Collective: who takes part in a sharding group hears what its members want of the partitions, and
+        plans for that."""
+        bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
+        bodies |= dict.fromkeys(found.parts[self._group], mine := encode_pieces(pieces))
+        told = {**self._exchange.control.swap(bodies), self._rank: mine}
+
+        def planned() -> bool:
+            for group, records in found.tables.items():
+                members = enumerate(self._topology.group(*group))
+                wanted = {dp: decode_pieces(told[rank]) for dp, rank in members}
+                of_version = found.decision, found.sifted, group, found.sources[group]
+                found.plans[group] = plan_decided(*of_version, records, wanted=wanted)
+            return False
+
+        self._exchange.agree(planned, f"planning for the partitions of {found.decision.label}")
+
     def _completion(self, found: _Found) -> Completion | None:
-        if self._completing is None:
-            return None
         plan, tables = found.plans[self._group], found.tables[self._group]
+        if self._completing is None or plan.resized:
+            return None
         stored = next(r.header for r in tables if r.header.label == plan.label)
         how, secret = self._completing, self._secret
         return Completion(plan, self._at, how, node=self._node, stored=stored, secret=secret)
@@ -189,7 +218,9 @@ class Recovery:
             inventory = take_inventory(self._job_dir, self._node, self._secret)
             mine.extend(
                 spoken_for(
-                    *(inventory.arenas, self._topology, self._rank), job_id=self._job_id, layout=self._layout
+                    *(inventory.arenas, self._topology, self._rank),
+                    job_id=self._job_id,
+                    any_dp=self._resizable,
                 )
             )
             is_first = self._topology.local_ranks(self._node)[0] == self._rank
@@ -197,8 +228,8 @@ class Recovery:
             return summarize(
                 *(self._node, mine, self._topology),
                 job_id=self._job_id,
-                layout=self._layout,
                 problems=problems,
+                any_dp=self._resizable,
             ).encode()
 
         labels: dict[tuple[int, int], Label] = {}
@@ -212,7 +243,7 @@ class Recovery:
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
         """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
-        tables = tables_of(mine, parts, self._topology, job_id=self._job_id, layout=self._layout)
+        tables = tables_of(mine, parts, self._topology, job_id=self._job_id, any_dp=self._resizable)
         packed = {group: Inventory(self._node, tuple(records)).pack() for group, records in tables.items()}
         bodies: dict[int, list[bytes]] = {}
         for group in sorted(parts):
@@ -232,12 +263,12 @@ class Recovery:
 
     def _plan(self) -> None:
         """Collective: judge the versions of the own group, hear the others, decide, and plan."""
-        found, size = self._found, self._topology.degrees.dp
+        found = self._found
         sources = {}
 
         def judged() -> bytes:
             for group, records in found.tables.items():
-                sources[group] = judge(group, records, found.sifted.by_label, size, self._ledger.bad)
+                sources[group] = judge(group, records, found.sifted.sizes, self._ledger.bad)
             if self._at.dp:
                 return b""
             return encode_verdicts({at: Verdict.of(s) for at, s in sources[self._group].items()})
@@ -249,11 +280,12 @@ class Recovery:
         if isinstance(decision, NotRecoverable):
             found.refusal = decision
             return
-        found.decodes = decision.decodes
+        found.decision = decision
+        found.sources = {group: of_group[decision.label] for group, of_group in sources.items()}
         for group, records in found.tables.items():
-            of_version = sources[group][decision.label]
+            of_version = found.sources[group]
             plan = plan_decided(decision, found.sifted, group, of_version, records)
-            if self._completing is not None and not decision.decodes:
+            if self._completing is not None and not decision.decodes and not plan.resized:
                 held = [r for r in records if r.header.label == decision.label]
                 plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
             found.plans[group] = plan
@@ -270,209 +302,25 @@ class _Found:
         sifted: who holds which version, in the whole job.
         parts: the groups that this rank takes part in, its own first, and the ranks that do.
         tables: their whole arenas on all nodes.
+        decision: the version; there is none before it was decided, and where ``plans`` is empty.
+        sources: what they have of the version.
         plans: their plans, the own group's first; empty if nothing can be recovered.
-        decodes: whether some group of the job has to decode first.
         inventory: arenas on this node that hold the version.
     """
 
     sifted: Sifted
     parts: Mapping[Group, tuple[int, ...]]
     tables: Mapping[Group, list[ArenaRecord]]
+    decision: Decision = field(init=False)
+    sources: Mapping[Group, GroupSources] = field(default_factory=dict)
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
     refusal: NotRecoverable | None = None
-    decodes: bool = False
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
 
     def refused(self) -> NotRecoverable:
         """Why nothing can be recovered."""
         assert self.refusal is not None
         return self.refusal
-
-
-@dataclass
-class _Courier:
-    """Carries plans out on one rank and adds up what it moved."""
-
-    topology: Topology
-    control: ControlGroup
-    ledger: Ledger
-    window_bytes: int
-    arenas: ArenaSet = field(default_factory=dict)
-    moved: list[TransferStats] = field(default_factory=list)
-    plans: Mapping[Group, RecoveryPlan] = field(default_factory=dict)
-    parts: Mapping[Group, tuple[int, ...]] = field(default_factory=dict)
-
-    def take_up(
-        self, plans: Mapping[Group, RecoveryPlan], parts: Mapping[Group, tuple[int, ...]], own: Group
-    ) -> None:
-        """What to carry out: the plans of the groups this rank takes part in, its own first."""
-        self.plans, self.parts, self._plan = plans, parts, plans[own]
-
-    @property
-    def _at(self) -> Coordinate:
-        return self.topology.coordinates[self.control.rank]
-
-    @property
-    def _node(self) -> str:
-        return self.topology.nodes[self.control.rank]
-
-    def rebuild(self, job_dir: Path, secret: bytes) -> None:
-        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
-        the ledger; what they are part of is decoded in a later round, in another way."""
-        part = {group: plan.to_decode() for group, plan in self.plans.items()}
-        sums = self._sums()
-
-        def reserve() -> frozenset[BlockSource]:
-            # In a stage without messages: whoever fails here leaves no peer waiting for one.
-            decoder.reserve()
-            return frozenset()
-
-        def move() -> frozenset[BlockSource]:
-            # Of what is added up only the checksums are fetched.
-            moved = [p.only(Section.CHECKSUMS) if group in sums else p for group, p in part.items()]
-            return self._move(moved, take, room_for=room_for, counted=False)
-
-        def add_up_all() -> frozenset[BlockSource]:
-            bad: frozenset[BlockSource] = frozenset()
-            # In one order everywhere: a rank may take part for several groups.
-            for _, plan in sorted(sums.items()):
-                if self.control.rank in plan.ranks:
-                    bad |= self._add_up(plan, decoder)
-            return bad
-
-        def room_for(fetch: Fetch) -> torch.Tensor | None:
-            room = decoder.room_for(fetch)
-            return None if room is None else torch.from_numpy(room)
-
-        def take(fetch: Fetch, data: torch.Tensor) -> None:
-            decoder.take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
-
-        kept_bytes = self.window_bytes
-        decoder = Decoder(self._plan, self._at, job_dir, self._node, secret, kept_bytes=kept_bytes)
-        with closing(decoder):
-            self._share(part, reserve, Flaw.STORED)
-            if self._share(part, move, Flaw.IN_TRANSIT):
-                return
-            if self.control.adds_up and self._share(part, add_up_all, Flaw.STORED):
-                return
-            self._share(part, decoder.store, Flaw.OTHER_DATA)
-
-    def _sums(self) -> dict[Group, SumPlan]:
-        """What the groups of this rank leave to the fabric to decode; nothing over sockets."""
-        if not self.control.adds_up:
-            return {}
-        plans = {group: SumPlan.of(plan, self.topology) for group, plan in self.plans.items()}
-        return {group: plan for group, plan in plans.items() if plan is not None and plan.ranks}
-
-    def _add_up(self, plan: SumPlan, decoder: Decoder) -> frozenset[BlockSource]:
-        stats, bad = add_up(
-            *(plan, self.control.rank),
-            arenas=self.arenas,
-            xor=self.control.xor,
-            put=decoder.put,
-            window_bytes=self.window_bytes,
-        )
-        self.moved.append(stats)
-        return bad
-
-    def _share(
-        self, plans: Mapping[Group, RecoveryPlan], stage: Callable[[], frozenset[BlockSource]], flaw: Flaw
-    ) -> bool:
-        """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
-        refused = self.ledger.share(plans, self.parts, stage, flaw)
-        if refused and flaw is Flaw.IN_TRANSIT:
-            label, suspects = self._plan.label, self.ledger.in_transit(self._node, self._plan.label)
-            self.ledger.share(
-                plans, self.parts, lambda: find_corrupt(label, suspects, self.arenas), Flaw.STORED
-            )
-        return refused
-
-    def carry_out(
-        self,
-        prepare: Prepare,
-        copy: Copy,
-        faults: FaultPlan | None,
-        completion: Completion | None,
-    ) -> bool:
-        """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
-
-        Every stage ends in an agreement: a rank that fails in one is known to all before the next.
-        """
-        plans = tuple(self.plans.values())
-        kept = tuple(plan.to_keep() for plan in plans)
-        nbytes = self._plan.image_bytes(self._at, Section.HOST)
-        host = torch.empty(nbytes, dtype=torch.uint8)
-
-        def begin() -> frozenset[BlockSource]:
-            # In a stage without messages: whoever fails here leaves no peer waiting for one.
-            if completion is not None:
-                completion.begin()
-            return frozenset()
-
-        def take(fetch: Fetch, data: torch.Tensor) -> None:
-            if completion is not None:
-                completion.take(fetch, data)
-
-        def move_host() -> frozenset[BlockSource]:
-            def keep(fetch: Fetch, data: torch.Tensor) -> None:
-                host[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
-                take(fetch, data)
-
-            return self._move([plan.only(Section.HOST) for plan in plans], keep)
-
-        def prepare_state() -> frozenset[BlockSource]:
-            prepare(host.numpy().tobytes())
-            return frozenset()
-
-        def move_state() -> frozenset[BlockSource]:
-            only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans]
-            return self._move(only, take, copy=copy, faults=faults)
-
-        def move_kept() -> frozenset[BlockSource]:
-            return self._move(kept, take, counted=False)
-
-        def seal() -> frozenset[BlockSource]:
-            if completion is not None:
-                completion.seal()
-            return frozenset()
-
-        stages = [move_host, prepare_state, move_state]
-        if completion is not None:
-            stages = [begin, *stages, move_kept, seal]
-        known = {group: plan.with_kept() for group, plan in self.plans.items()}
-        try:
-            return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
-        finally:
-            if completion is not None:
-                completion.close()
-
-    def _move(
-        self,
-        plans: Sequence[RecoveryPlan],
-        sink: Sink,
-        *,
-        counted: bool = True,
-        **options: Any,
-    ) -> frozenset[BlockSource]:
-        window_bytes = self.window_bytes
-        result = execute(
-            *(plans, self.topology, self.control, self.arenas, sink), window_bytes=window_bytes, **options
-        )
-        # What is read in order to decode does not restore anything yet: only its sending counts.
-        self.moved.append(result.stats if counted else replace(result.stats, bytes_from={}))
-        return result.bad
-
-    def stats(self) -> TransferStats:
-        """Everything moved so far: bytes add up, buffers are reused."""
-        total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
-        for part in self.moved:
-            total.update(part.bytes_from)
-        return TransferStats(
-            bytes_from=dict(total),
-            sent_bytes=sum(part.sent_bytes for part in self.moved),
-            buffer_bytes=max(part.buffer_bytes for part in self.moved),
-            secs=sum(part.secs for part in self.moved),
-        )
 
 
 def _report(outcome: RecoveryOutcome, rank: int) -> None:

@@ -8,7 +8,7 @@ expected a recovery sees what is missing and what to change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgpack
@@ -26,13 +26,18 @@ _MOST_NAMED = 6
 
 
 class Head(NamedTuple):
-    """An arena of this job without its block table: whose bytes of which version lie where."""
+    """An arena of this job without its block table: whose bytes of which version lie where.
+
+    Attributes:
+        dp: data-parallel degree of the job that wrote it.
+    """
 
     label: Label
     state: ArenaState
     coordinate: Coordinate
     node: str
     path: str
+    dp: int
 
     @property
     def place(self) -> tuple[str, str]:
@@ -71,7 +76,7 @@ class Summary:
     def encode(self) -> bytes:
         """Bytes to send: about 40 per arena."""
         heads = [
-            [*_pack(h.label), str(h.state), h.coordinate.pp, h.coordinate.dp, h.coordinate.tp, h.path]
+            [*_pack(h.label), str(h.state), h.coordinate.pp, h.coordinate.dp, h.coordinate.tp, h.path, h.dp]
             for h in self.heads
         ]
         misfits = {what: _pack(label) for what, label in self.misfits.items()}
@@ -87,16 +92,16 @@ class Summary:
 
         Args:
             body: the bytes.
-            topology: placement of the running incarnation, to which every coordinate belongs.
+            topology: placement of the running incarnation.
             known: labels met so far, shared by all summaries of a job.
         """
         node, rows, misfits, ignored, problems, newest = msgpack.unpackb(body)
         heads = []
-        for incarnation, step, state, pp, dp, tp, path in rows:
+        for incarnation, step, state, pp, dp, tp, path, size in rows:
             label = known.get((incarnation, step))
             if label is None:
                 label = known[incarnation, step] = Label(incarnation, step)
-            heads.append(Head(label, _STATES[state], topology.coordinate_at(pp, dp, tp), node, path))
+            heads.append(Head(label, _STATES[state], topology.coordinate_at(pp, dp, tp), node, path, size))
         return cls(
             node=node,
             heads=tuple(heads),
@@ -119,7 +124,8 @@ class Sifted:
     """The arenas of one job.
 
     Attributes:
-        by_label: SEALED and COMMITTED arenas of the right degrees and layout, per label.
+        by_label: SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label
+            were written by a job of one data-parallel degree.
         unfinished: arenas of the job that were being written when their rank died.
         misfits: what other degrees or layouts were found, in words, with their newest label.
         notes: everything left aside, in words.
@@ -151,6 +157,11 @@ class Sifted:
         a place that seals versions."""
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 
+    @property
+    def sizes(self) -> dict[Label, int]:
+        """Per label the members of every sharding group when it was written."""
+        return {label: heads[0].dp for label, heads in self.by_label.items()}
+
     def committed(self, label: Label) -> bool:
         """Whether some arena marks ``label`` committed."""
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
@@ -174,7 +185,8 @@ class Sifted:
         """
         text = f"not whole, {count} missing: {listing(gaps, count=count)}"
         found = {head.coordinate for head in self.by_label[label]}
-        gone = [c for c in self.topology.degrees.coordinates() if c not in found]
+        written = replace(self.topology.degrees, dp=self.sizes[label])
+        gone = [c for c in written.coordinates() if c not in found]
         if gone:
             named = [self._whereabouts(c) for c in gone[:_MOST_NAMED]]
             text += f". No arena of this version from {listing(named, count=len(gone))}"
@@ -190,8 +202,10 @@ class Sifted:
         if self.misfits:
             return (
                 f"found {listing(self.misfits)}, expected {self.topology.degrees} and the running model's "
-                f"layout. Start with the degrees and the model the memory was written with, resume from a "
-                f"persisted checkpoint, or remove the memory with `reft clean` to start anew"
+                f"layout. Start with the degrees and the model the memory was written with; or write a "
+                f"checkpoint from it with `reft persist --job {self.job_id} --out DIR`, convert that with "
+                f"`python -m deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the "
+                f"memory with `reft clean` to start anew"
             )
         return (
             f"only unfinished versions were found: {listing(map(str, self.unfinished))}. "
@@ -237,8 +251,9 @@ def summarize(
     job_id: str,
     layout: LayoutSpec = None,
     problems: Sequence[str] = (),
+    any_dp: bool = False,
 ) -> Summary:
-    """Sum up arenas of one node; see :class:`Summary`."""
+    """Sum up arenas of one node; see :class:`Summary` and :func:`misfit`."""
     heads: list[Head] = []
     misfits: dict[str, Label] = {}
     ignored: dict[str, list[str]] = {}
@@ -251,11 +266,12 @@ def summarize(
             continue
         if record.committed:
             committed.append(header.label)
-        if what := misfit(record, topology, layout):
+        if what := misfit(record, topology, layout, any_dp=any_dp):
             misfits[what] = max(misfits.get(what, header.label), header.label)
             ignored.setdefault(f"of another layout, {what}", []).append(place)
             continue
-        heads.append(Head(header.label, header.state, header.coordinate, record.node, record.path))
+        place_in_job = header.label, header.state, header.coordinate
+        heads.append(Head(*place_in_job, record.node, record.path, header.degrees.dp))
         if not record.usable:
             ignored.setdefault(f"not finished ({header.label} {header.state})", []).append(place)
     return Summary(node, tuple(heads), misfits, ignored, tuple(problems), max(committed, default=None))
@@ -277,6 +293,11 @@ def sift(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Si
             misfits[what] = max(misfits.get(what, label), label)
         for why, places in summary.ignored.items():
             ignored.setdefault(why, []).extend(places)
+    for label, heads in by_label.items():
+        by_label[label], others = _of_one_dp(heads, topology.degrees.dp)
+        if others:
+            why = f"of another data-parallel degree under the same name, {label}"
+            ignored[why] = [f"{head.path} on node {head.node}" for head in others]
     present = tuple(sorted({s.node for s in summaries} | set(topology.nodes)))
     with_memory = {s.node for s in summaries if s.has_memory}
     notes = [
@@ -296,15 +317,33 @@ def sift(summaries: Sequence[Summary], topology: Topology, *, job_id: str) -> Si
     )
 
 
-def misfit(record: ArenaRecord, topology: Topology, layout: LayoutSpec) -> str | None:
-    """Why an arena of this job cannot serve the running one, in words: other degrees, or another layout."""
+def _of_one_dp(heads: Sequence[Head], dp: int) -> tuple[list[Head], list[Head]]:
+    """Arenas of one label that belong together, and the others: where two degrees gave versions one name,
+    those of the running job's degree, else those of the largest."""
+    sizes = {head.dp for head in heads}
+    size = dp if dp in sizes else max(sizes)
+    return [h for h in heads if h.dp == size], [h for h in heads if h.dp != size]
+
+
+def misfit(
+    record: ArenaRecord, topology: Topology, layout: LayoutSpec, *, any_dp: bool = False
+) -> str | None:
+    """Why an arena of this job cannot serve the running one, in words: other degrees, or another layout.
+
+    Args:
+        any_dp: whether one that was written at another data-parallel degree may serve
+            (:mod:`reft.load.reshape`).
+    """
     header = record.header
-    if header.degrees != topology.degrees:
-        return f"{header.degrees} instead of {topology.degrees}"
+    written = header.degrees
+    if written != topology.degrees and not (
+        any_dp and (written.pp, written.tp) == (topology.degrees.pp, topology.degrees.tp)
+    ):
+        return f"{written} instead of {topology.degrees}"
     at = header.coordinate
-    limits = (topology.degrees.pp, topology.degrees.dp, topology.degrees.tp)
+    limits = (written.pp, written.dp, written.tp)
     if not all(0 <= i < limit for i, limit in zip((at.pp, at.dp, at.tp), limits, strict=True)):
-        return f"coordinate {at} outside {topology.degrees}"
+        return f"coordinate {at} outside {written}"
     expected = layout.get((at.pp, at.tp)) if isinstance(layout, Mapping) else layout
     if expected is not None and header.layout != expected:
         return f"layout {header.layout[:12]} instead of {expected[:12]} at pp{at.pp}.tp{at.tp}"

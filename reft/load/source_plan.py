@@ -18,22 +18,20 @@ from reft.load.sources import GroupSources, SourceBlock
 
 
 def plan_group(
-    group: tuple[int, int], sources: GroupSources, topology: Topology, layout: str
+    needs: Mapping[Coordinate, Sequence[SourceBlock]],
+    sources: GroupSources,
+    topology: Topology,
+    layout: str,
 ) -> tuple[dict[Coordinate, tuple[Fetch, ...]], dict[Coordinate, Rebuild]]:
     """What every member of one sharding group fetches, and what some of them decode before.
 
     Args:
-        group: its (pp, tp).
-        sources: what it has of the version, without gaps.
+        needs: the blocks that each of them needs.
+        sources: what the group has of the version, without gaps.
         topology: placement of the new incarnation.
         layout: the group's layout hash.
     """
-    pp, tp = group
-    members = [Coordinate(pp, dp, tp) for dp in range(topology.degrees.dp)]
-    return (
-        plan_fetches({c: sources.needed_by(c.dp) for c in members}, topology),
-        _choose_decoders(members, sources, topology, layout),
-    )
+    return plan_fetches(needs, topology), _choose_decoders([*needs], sources, topology, layout)
 
 
 def _choose_decoders(

@@ -144,6 +144,15 @@ class StateAdapter:
 
     # -- restore ---------------------------------------------------------------------------------
 
+    def partitioned(self) -> tuple[int, ...]:
+        """Elements of every parameter group of which each DP peer has an equal part, one behind the other;
+        padding at the end is not counted. Equal at every data-parallel degree; empty where nothing is cut.
+
+        Raises:
+            LayoutError: the order of the elements differs between the degrees.
+        """
+        return ()
+
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
         """Give the optimizer the state entries that the snapshot has, so that the images match.
 
@@ -264,6 +273,22 @@ class _PartitionedAdapter(StateAdapter):
     fragments of the partition and of its optimizer state."""
 
     owned = True
+    groups: ClassVar[str]
+    """Attribute with the parameters of every group in their order."""
+
+    def partitioned(self) -> tuple[int, ...]:
+        if vars(self.wrapper).get("round_robin_gradients"):
+            raise LayoutError(
+                "zero_optimization.round_robin_gradients deals the parameters out by the data-parallel "
+                "degree: what one degree wrote cannot be taken up at another. Start the job with the degree "
+                "that wrote the memory, or with round_robin_gradients false from its first step on"
+            )
+        found = []
+        for group, parameters in enumerate(vars(self.wrapper)[self.groups]):
+            between = vars(self.wrapper).get("round_robin_bit16_padding")
+            gaps = sum(between[group]) if between else 0  # of zero_optimization.parameter_alignment
+            found.append(sum(p.numel() for p in parameters) + gaps)
+        return tuple(found)
 
     def _link(self) -> None:
         self.wrapper._link_all_hp_params()
@@ -275,6 +300,8 @@ class _PartitionedAdapter(StateAdapter):
 class BF16Adapter(_PartitionedAdapter):
     """``BF16_Optimizer``, which partitions over DP under ZeRO-0 too."""
 
+    groups = "bf16_groups"
+
     def check(self) -> None:
         super().check()
         if not self.wrapper.using_real_optimizer:
@@ -285,6 +312,7 @@ class ZeroAdapter(_PartitionedAdapter):
     """``DeepSpeedZeroOptimizer`` at stage 1. The partition is restored whole, padding included, in
     whatever order ``round_robin_gradients`` gave it."""
 
+    groups = "bit16_groups"
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ would cut loose.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -121,6 +121,15 @@ def _check_section(section: str, wanted: tuple[TensorSpec, ...], found: tuple[Te
         )
 
 
+def end_to_end(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Where tensors of these bytes lie in an image, and its size."""
+    offsets, end = [], 0
+    for nbytes in sizes:
+        offsets.append(end)
+        end += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(offsets), end
+
+
 class SectionImage:
     """The logical bytes of a section: live tensors laid end to end, each 64-byte aligned.
 
@@ -140,14 +149,11 @@ class SectionImage:
         kept = _without_aliases([(name, t.detach()) for name, t in tensors])
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
         self._views = [_byte_view(t) for _, t in kept]
-        offsets, end = [], 0
-        for view in self._views:
-            offsets.append(end)
-            end += -(-view.numel() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.offsets: tuple[int, ...] = tuple(offsets)
-        self.nbytes: int = end
+        self.offsets: tuple[int, ...]
+        self.nbytes: int
+        self.offsets, self.nbytes = end_to_end(view.numel() for view in self._views)
         # Only tensors with bytes take part in copying; several zero-size ones may share an offset.
-        self._parts = [(o, v) for o, v in zip(offsets, self._views, strict=True) if v.numel()]
+        self._parts = [(o, v) for o, v in zip(self.offsets, self._views, strict=True) if v.numel()]
         self._starts = [o for o, _ in self._parts]
 
     @property

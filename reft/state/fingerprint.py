@@ -16,11 +16,15 @@ from reft.errors import FingerprintError
 Fact = str | int | float | bool | None
 
 _FORMAT = 1
+_GLOBAL_BATCH = "config.train_batch_size"
 ACCEPT_KEY = "accept_changes"
 """Key of the ``reft`` block that lists facts which may differ."""
 AT_LAUNCH = ("script", "seed", "arguments")
 """Compared when a person starts the job. Not when it restarts by itself: another node may see the script
 under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
+BY_REPLICAS = ("layout.dp", "config.gradient_accumulation_steps")
+"""What follows from the number of replicas where the global batch is kept. Not compared where a version of
+another data-parallel degree is taken up."""
 _AROUND = re.compile(
     r"accept|cache|checkpoint(s|ed|ing)?|ckpt|debug|deepspeed|disable|eval|exit|host(file)?|hub|job|kill|load|log"
     r"|logdir|logging|logs|nodes?|out|output|pin|port|predict|print|prof|profile|project|push|quiet|reft|report"
@@ -176,7 +180,7 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
         + "Restore these settings to go on with it; give this job a name of its own (--job-id NAME, or "
         '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start anew; or, '
         f'to take the state up in spite of the differences, write "{ACCEPT_KEY}": {json.dumps(names)} into '
-        f"the reft block{_of_arguments(names)}"
+        f"the reft block{_of_arguments(names)}{_of_batch(names)}"
     )
 
 
@@ -186,6 +190,15 @@ def _of_arguments(names: Sequence[str]) -> str:
     return (
         f'. Which arguments change the numbers is told by their names alone; "{ACCEPT_KEY}": ["arguments"] '
         f"leaves all of them out, for good"
+    )
+
+
+def _of_batch(names: Sequence[str]) -> str:
+    if _GLOBAL_BATCH not in names:
+        return ""
+    return (
+        ". Where the job goes on with fewer or more replicas, DeepSpeed keeps the global batch if it is "
+        'given "train_batch_size" and "train_micro_batch_size_per_gpu", and no "gradient_accumulation_steps"'
     )
 
 

@@ -31,7 +31,8 @@ OLD, NEW = Label(1, 5), Label(1, 6)
 
 @dataclass(frozen=True)
 class Fleet:
-    """A job: where its ranks sat when it wrote the memory, and the sizes of its state."""
+    """A job: where its ranks sat when it wrote the memory, and the sizes of its state. ``uneven``: bytes by which
+    every member owns more than the one before it."""
 
     topology: Topology
     copies: int = 1
@@ -40,10 +41,11 @@ class Fleet:
     block_bytes: int = 128
     scale: int = 1
     job_id: str = JOB
+    uneven: int = 64
 
     def sizes(self, pp: int, tp: int) -> SectionSizes:
         dp = self.topology.degrees.dp
-        owned = tuple(self.zero * self.scale * (200 + 64 * d + 8 * pp) for d in range(dp))
+        owned = tuple(self.zero * self.scale * (200 + self.uneven * d + 8 * pp) for d in range(dp))
         host = tuple(90 + d + tp for d in range(dp))
         return SectionSizes(self.scale * (640 + 72 * pp + 8 * tp), owned, host)
 

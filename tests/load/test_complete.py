@@ -21,7 +21,7 @@ FLEET = Fleet(place(DEGREES, "replica"))
 def kept_by_newcomers(fleet: Fleet, lost: int, moved_to: str) -> dict[Coordinate, set[int]]:
     """Whose blocks the member ``lost`` has to keep, once it runs on another node and its own is gone."""
     records = [r for r in fleet.records(NEW) if r.node != NODES[lost]]
-    sources = judge((0, 0), records, [NEW], DEGREES.dp)[NEW]
+    sources = judge((0, 0), records, {NEW: DEGREES.dp})[NEW]
     kept = plan_kept((0, 0), sources, records, moved(lost, moved_to))
     return {at: {fetch.key.member for fetch in fetches} for at, fetches in kept.items()}
 

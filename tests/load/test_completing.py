@@ -56,7 +56,7 @@ def planned(memory: Path) -> RecoveryPlan:
     assert isinstance(plan, RecoveryPlan)
     assert plan.label == NEW
     held = [r for i in inventories for r in i.arenas if r.usable and r.header.label == NEW]
-    sources = judge((0, 0), held, [NEW], FLEET.topology.degrees.dp)[NEW]
+    sources = judge((0, 0), held, {NEW: FLEET.topology.degrees.dp})[NEW]
     return replace(plan, kept=plan_kept((0, 0), sources, held, TOPOLOGY))
 
 

@@ -109,10 +109,7 @@ def survey(found, topology, bad):
             ]
             records = [r for inventory in sent for r in Inventory.unpack(inventory.pack()).arenas]
             tables[group] = sorted(records, key=lambda r: (r.node, r.path))
-        sources = {
-            group: judge(group, records, sifted.by_label, topology.degrees.dp, bad)
-            for group, records in tables.items()
-        }
+        sources = {group: judge(group, records, sifted.sizes, bad) for group, records in tables.items()}
         ranks.append((parts, tables, sources))
     verdicts = {}
     for pp, tp in topology.groups():

@@ -191,6 +191,30 @@ def test_p9_a_state_passes_through_a_small_window(results):
     assert 0 < newcomer["buffer_bytes"] <= 4096
 
 
+@pytest.mark.parametrize(("name", "old"), [("shrunk", 6), ("grown", 3), ("shrunk_decoded", 5)])
+def test_p3_a_version_of_another_degree_is_taken_up_and_stays_as_it_is(results, memory, name, old):
+    """Whoever starts again before anything newer is committed finds it as it was."""
+    for result in restored(results, name):
+        assert result["written_dp"] == old
+        assert result["again"]["equal"]
+        assert result["again"]["written_dp"] == old
+        assert result["bytes_from"] == result["planned"]
+        assert f"written at DP{old}, taken up at DP4" in result["text"]
+        assert f"PP1xDP{old}xTP1 instead of PP1xDP4xTP1" in result["refused"]
+    total = results[name][0]["total"]
+    assert total["parity"] > 0 if name == "shrunk_decoded" else total["local"] > 0
+    left = {p.name for node in ("n0", "n1", "n2", "n3") for p in (memory / name / node).glob("*.arena")}
+    assert {n for n in left if not n.startswith("decoded")} == {"rank0-slot0.arena"}
+
+
+def test_p5_a_corrupt_block_of_an_old_partition_is_found_replaced_and_reported(results):
+    for result in restored(results, "shrunk_corrupt"):
+        text = "\n".join(result["repaired"])
+        assert "host block 0 of pp0.dp2.tp0" in text
+        assert "owned block 2 of pp0.dp1.tp0" in text
+        assert "restored from rank0-slot0.arena on node n" in text
+
+
 def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results):
     for result in restored(results, "corrupt_at_source"):
         text = "\n".join(result["repaired"])

@@ -10,9 +10,9 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from reft.load.inventory import take_inventory
 from reft.load.local import close_arenas, open_arenas
 from reft.load.plan import NotRecoverable
 from reft.load.recover import Recovery
+from reft.load.reshape import OwnedTensor, Piece, Resize, Scatter, cut
 from reft.load.transfer import execute
 from reft.store.arena import Arena, checksum
 from reft.store.label import Label
@@ -74,6 +75,14 @@ _MOVED = Topology(Degrees(1, 4, 1), Degrees(1, 4, 1).coordinates()[::-1], ("n0",
 # Two groups change places, so that every node holds arenas of a group none of whose members it runs.
 _PAIRS = Fleet(place(Degrees(2, 2, 1), "single"), scale=20, block_bytes=512)
 _SWAPPED = Topology(Degrees(2, 2, 1), Degrees(2, 2, 1).coordinates(), ("n2", "n3", "n0", "n1"))
+# Jobs that go on with four replicas where there were six, three, or five.
+_SIX = Fleet(place(Degrees(1, 6, 1), "single"), copies=2, scale=50, block_bytes=1024, uneven=0)
+_THREE = Fleet(place(Degrees(1, 3, 1), "single"), scale=50, block_bytes=1024, uneven=0)
+_FIVE = Fleet(place(Degrees(1, 5, 1), "single"), copies=0, parities=1, scale=50, block_bytes=1024, uneven=0)
+_FOUR = place(Degrees(1, 4, 1), "single")
+PADDING = 5
+"""Bytes at the end of the last old partition."""
+RESIZED = ("shrunk", "shrunk_corrupt", "grown", "shrunk_decoded")
 SCENARIOS = {
     "nothing_lost": Scenario(),
     "node_lost": Scenario(lost=("n2",)),
@@ -104,6 +113,10 @@ SCENARIOS = {
     "no_room_to_complete": Scenario(lost=("n2",)),
     "another_scheme": Scenario(lost=("n2",)),
     "corrupt_while_completing": Scenario(lost=("n2",)),
+    "shrunk": Scenario(_SIX, lost=("n4", "n5"), topology=_FOUR),
+    "shrunk_corrupt": Scenario(_SIX, lost=("n4", "n5"), topology=_FOUR),
+    "grown": Scenario(_THREE, topology=_FOUR),
+    "shrunk_decoded": Scenario(_FIVE, lost=("n4",), topology=_FOUR),
     "peer_killed": Scenario(lost=("n2",)),
 }
 
@@ -130,23 +143,64 @@ class Rank:
         self.calls = 0
         self.prepared = 0
         self.addresses: set[int] = set()
+        self.scatter: Scatter | None = None
 
-    def prepare(self, host: bytes) -> None:
+    def prepare(self, host: bytes, resize: Resize) -> Sequence[Piece]:
         self.prepared += 1
         self.images[Section.HOST] = np.frombuffer(host, np.uint8)
         for section in (Section.REPLICATED, Section.OWNED):
-            nbytes = self.scenario.fleet.image_bytes(self.at, section)
+            nbytes = self.expected(section, NEW).size
             self.images[section] = np.zeros(nbytes, np.uint8)
+        if resize.old == resize.new:
+            return ()
+        pieces = cut([self.owned(resize)], resize, self.at.dp)
+        self.scatter = Scatter(pieces)
+        return pieces
+
+    def owned(self, resize: Resize) -> OwnedTensor:
+        """The owned images as one tensor of bytes."""
+        part = self.scenario.fleet.image_bytes(self.at_of(Section.OWNED), Section.OWNED)
+        length = part * resize.old - PADDING
+        return OwnedTensor("owned", 1, 0, part, 0, -(-length // resize.new), length)
+
+    def at_of(self, section: Section) -> Coordinate:
+        """Whose image was stored that this rank restores."""
+        return replace(self.at, dp=self.at.dp % self.scenario.fleet.topology.degrees.dp)
+
+    def expected(self, section: Section, label: Label) -> np.ndarray:
+        """What this rank has to restore."""
+        fleet, old = self.scenario.fleet, self.scenario.fleet.topology.degrees.dp
+        resize = Resize(old, self.topology.degrees.dp)
+        if section is not Section.OWNED or resize.old == resize.new:
+            return fleet.image(self.at_of(section), section, label)
+        tensor = self.owned(resize)
+        parts = [fleet.image(replace(self.at, dp=dp), section, label) for dp in range(old)]
+        whole = np.zeros(tensor.new_numel * resize.new, np.uint8)
+        whole[: tensor.length] = np.concatenate(parts)[: tensor.length]
+        return whole[self.at.dp * tensor.new_numel :][: tensor.new_numel]
 
     def copy(self, fetch, data: torch.Tensor) -> int:
         self.calls += 1
         assert fetch.key.section is not Section.HOST
+        if fetch.key.section is Section.OWNED and self.scatter is not None:
+            for at, nbytes, target in self.scatter.parts(fetch.key.member, fetch.start_bytes, fetch.nbytes):
+                self.images[Section.OWNED][target : target + nbytes] = data[at : at + nbytes].numpy()
+            return checksum(data.numpy().data)
         self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
         return checksum(data.numpy().data)
 
     def recovery(self, **options) -> Recovery:
         arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, "window_bytes": 4096}
+        options.setdefault("resizable", self.scenario.fleet.topology.degrees != self.topology.degrees)
         return Recovery(self.topology, self.control, **arguments, **options)
+
+    def never_completing(self) -> Completing:
+        """As a session gives it, for a version that cannot be completed."""
+
+        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+            raise AssertionError("a version of another degree is not completed")
+
+        return Completing("arc", self.job_dir / "rank0-slot7.arena", blueprint)
 
     def completing(self, scheme: str = "arc") -> Completing:
         """As a session would store versions."""
@@ -187,12 +241,11 @@ class Rank:
     def report(self, outcome) -> dict[str, object]:
         if isinstance(outcome, NotRecoverable):
             return {"refused": str(outcome), "calls": self.calls, "prepared": self.prepared}
-        fleet, label = self.scenario.fleet, outcome.label
+        label = outcome.label
         return {
             "label": [label.incarnation, label.step],
-            "equal": all(
-                np.array_equal(self.images[s], fleet.image(self.at, s, label)) for s in STATE_SECTIONS
-            ),
+            "equal": all(np.array_equal(self.images[s], self.expected(s, label)) for s in STATE_SECTIONS),
+            "written_dp": outcome.plan.written_dp,
             "bytes_from": dict(outcome.stats.bytes_from),
             "planned": outcome.plan.bytes_from_at(self.at),
             "total": outcome.plan.bytes_from,
@@ -297,6 +350,14 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
     if name == "decoded":
         report["sent"] = {what: n - before[what] for what, n in control.sent.items()}
     return report
+
+
+def run_resized(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
+    """Recover twice: whoever is killed before the first commit finds what there was."""
+    me, again = Rank(root, name, control), Rank(root, name, control)
+    refused = str(me.recovery(resizable=False).survey())
+    report = me.report(me.recover(completing=me.never_completing()))
+    return {**report, "again": again.report(again.recover()), "refused": refused}
 
 
 def run_completion(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
@@ -428,6 +489,8 @@ def main() -> None:
             results[name] = added_connections(root, rank)
         elif name == "whole_plan_executed":
             results[name] = execute_whole(Rank(root, name, control))
+        elif name in RESIZED:
+            results[name] = run_resized(root, name, control)
         else:
             results[name] = run_scenario(root, name, control)
         (root / f"result-{rank}.json").write_text(json.dumps(results))
@@ -452,6 +515,8 @@ def prepare_memory(root: Path) -> None:
     for node in ("n0", "n1", "n3"):
         # The first parity of each stripe, which decoding prefers.
         falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
+    damage(root / "shrunk_corrupt" / "n0" / arena, Section.OWNED, member=1, index=2)
+    damage(root / "shrunk_corrupt" / "n2" / arena, Section.HOST, member=2)
     damage(root / "corrupt_while_completing" / "n1" / arena, Section.REPLICATED, member=1)
     damage(root / "corrupt_in_a_moved_group" / "n0" / arena, Section.REPLICATED, member=0)
     damage(root / "older_in_one_group" / "n2" / "rank0-slot1.arena", Section.OWNED, member=1)

@@ -66,6 +66,7 @@ class MegatronEngine:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.micro_batches = micro_batches
+        self.resizing = None
         self.data = ProgramData()
         self.device: torch.device = next(chunks[0].parameters()).device
         self.global_steps = 0

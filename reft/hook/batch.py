@@ -1,0 +1,40 @@
+"""What is wrong with the batch sizes of a job, said in data-parallel degrees: a job that goes on with fewer
+nodes keeps its global batch, or does not start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reft.errors import ConfigError
+
+_OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
+"""How DeepSpeed's assertions about it begin."""
+
+
+def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
+    """What DeepSpeed's refusal means; None where it is about something else.
+
+    Args:
+        error: what ``deepspeed.initialize`` raised.
+        config: the DeepSpeed JSON.
+    """
+    if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
+        return None
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    steps = config.get("gradient_accumulation_steps", 1)
+    if not all(isinstance(size, int) and size > 0 for size in (batch, micro, steps)):
+        return None
+    whole, rest = divmod(batch, micro * steps)
+    # Where the accumulation is given too, the degree follows from it.
+    fixed = "gradient_accumulation_steps" in config
+    degrees = [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]
+    to_do = (
+        f"Start as many nodes as make one of these degrees: {', '.join(map(str, degrees))}"
+        if degrees
+        else f'No degree does: make "train_batch_size" a multiple of {micro * steps}'
+    )
+    also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
+    return ConfigError(
+        f'"train_batch_size" {batch} cannot be dealt out in micro-batches of {micro} samples at the '
+        f"data-parallel degree of this start (DeepSpeed: {error}). {to_do}{also}"
+    )

@@ -1,0 +1,93 @@
+"""A DeepSpeed engine takes up a version that was written at another data-parallel degree."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from reft.load.reshape import OwnedTensor, Piece, Resize, cut, padding
+from reft.state.adapters import StateAdapter
+from reft.state.blob import DecodedBlob
+from reft.state.catalogue import Manifest, SectionImage, TensorSpec, end_to_end
+from reft.state.rng import capture_rng
+
+logger = logging.getLogger(__name__)
+
+_OF_A_REPLICA = ("pass", "resumable")
+"""Positions in the data that count the batches of one replica."""
+
+
+class Resizing:
+    """A :class:`~reft.hook.engine.Resizing`.
+
+    Args:
+        adapter: of the engine.
+        micro_batches: of one step of this job.
+    """
+
+    def __init__(self, adapter: StateAdapter, micro_batches: int) -> None:
+        self._adapter = adapter
+        self._micro_batches = micro_batches
+
+    def prepare(
+        self, blob: DecodedBlob, resize: Resize, dp: int
+    ) -> tuple[tuple[SectionImage, SectionImage], tuple[Piece, ...]]:
+        """See there."""
+        old = blob.manifest
+        lengths = self._adapter.partitioned()
+        live = {spec.name: spec for spec in self._adapter.images()[1].specs}
+        stored = {spec.name: spec for spec in old.owned}
+        parts = {spec.name for spec in old.owned if spec.shape == stored[_master_of(spec)].shape}
+        owned = tuple(_resized(s, live.get(_master_of(s))) if s.name in parts else s for s in old.owned)
+        images = self._adapter.prepare(Manifest(old.replicated, owned), blob.state["adapter"])
+        starts, _ = end_to_end(spec.nbytes for spec in old.owned)
+        tensors = [
+            OwnedTensor(
+                *(spec.name, spec.torch_dtype.itemsize, old_start, prod(spec.shape)),
+                *(new_start, prod(now.shape)),
+                lengths[_group_of(spec)] if spec.name in parts else None,
+            )
+            for spec, old_start, now, new_start in zip(
+                old.owned, starts, owned, images[1].offsets, strict=True
+            )
+        ]
+        pieces = cut(tensors, resize, dp)
+        for start, nbytes in padding(tensors, dp):
+            images[1].write_from(start, torch.zeros(nbytes, dtype=torch.uint8))
+        self._convert(blob.state, resize, is_new=resize.is_new(dp))
+        return images, pieces
+
+    def _convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
+        """What in a host state is not equal on all replicas, or follows from their number."""
+        # DeepSpeed steps where this is a multiple of the micro-batches of a step.
+        state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
+        if is_new:
+            state["rng"] = capture_rng()
+        data = state.get("data") or {}
+        state["data"] = {name: position for name, position in data.items() if name not in _OF_A_REPLICA}
+        if len(state["data"]) < len(data):
+            logger.warning(
+                "the position in the data was counted in batches of one replica and cannot be taken from %s: "
+                "the script has to go to where the job was, by engine.global_samples or its client state, or "
+                "trains on other samples",
+                resize,
+            )
+
+
+def _resized(spec: TensorSpec, master: TensorSpec | None) -> TensorSpec:
+    """A part of a parameter group, as large as this job's ``master`` of the group."""
+    return spec if master is None else replace(spec, shape=master.shape, stride=master.stride)
+
+
+def _master_of(spec: TensorSpec) -> str:
+    """``optimizer.0.0.exp_avg`` belongs to ``master.0.0``."""
+    _, group, position, *_ = spec.name.split(".")
+    return f"master.{group}.{position}"
+
+
+def _group_of(spec: TensorSpec) -> int:
+    return int(spec.name.split(".")[1])
