@@ -6,6 +6,7 @@ keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,7 +156,7 @@ def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
     return tuple(m for start in range(stride) for m in ordered[start::stride])
 
 
-def topology(pp: int, dp: int, tp: int = 1) -> Any:
+def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
     """The order of ranks that survives the loss of a node: ``PipelineModule(topology=reft.topology(2, 2))``.
 
     DeepSpeed's own order (pipe, data, model) numbers the data-parallel peers of a stage one after the other,
@@ -165,7 +166,7 @@ def topology(pp: int, dp: int, tp: int = 1) -> Any:
 
     Args:
         pp: pipeline stages.
-        dp: data-parallel replicas.
+        dp: data-parallel replicas; left out: as many as the ranks of this start make.
         tp: tensor-parallel degree; its groups stay side by side.
 
     Returns:
@@ -173,8 +174,16 @@ def topology(pp: int, dp: int, tp: int = 1) -> Any:
         ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` of it.
 
     Raises:
-        LayoutError: a degree is below 1.
+        LayoutError: a degree is below 1, or the ranks of this start make no whole number of replicas.
     """
+    if dp is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        dp, rest = divmod(world_size, max(1, pp * tp))
+        if rest:
+            raise LayoutError(
+                f"reft.topology found {world_size} ranks, which make no whole replicas of {pp} x {tp} ranks; "
+                f"start the job on nodes with a multiple of {pp * tp} trainers"
+            )
     from deepspeed.runtime.pipe.topology import ProcessTopology
 
     degrees = Degrees(pp, dp, tp)

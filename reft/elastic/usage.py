@@ -186,7 +186,7 @@ def make_short_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="reft launch", words="SCRIPT [ARGUMENTS]...", description=DESCRIPTION)
     parser.add_argument("--help-all", action="store_true", help="all of torchrun's options as well")
     common = parser.add_argument_group("torchrun, the usual options")
-    common.add_argument("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX")
+    common.add_argument("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX to go on with fewer")
     common.add_argument("--nproc-per-node", metavar="N", help="trainers per node, or gpu")
     common.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where `reft rendezvous` runs")
     common.add_argument("--rdzv-id", metavar="ID", help="the run; the same on every node")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import reft
 from reft.store.history import read_history
 
 from .cluster import SCRIPTS, WatchedCluster, cluster
@@ -82,3 +83,11 @@ def test_p4_a_node_with_two_stages_may_die(
     assert (restart.resumed_step or 0) >= restart.newest_step > 0
     assert found == undisturbed
     assert sorted(found) == list(range(1, STEPS + 1))
+
+
+def test_a_topology_takes_the_replicas_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    found = [reft.topology(pp=2).get_dim("data"), reft.topology(pp=2, tp=3).get_dim("data")]
+    assert found == [6, 2]
+    with pytest.raises(reft.ReftError, match=r"12 ranks, which make no whole replicas of 5 x 1 ranks"):
+        reft.topology(pp=5)

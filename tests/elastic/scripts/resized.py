@@ -1,0 +1,51 @@
+"""A plain DeepSpeed job of as many replicas as there are nodes. Every rank says the steps that it makes.
+
+ARGS: DeepSpeed's JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+CONFIG = json.loads(Path(sys.argv[1]).read_text())
+BATCH, MICRO = CONFIG["train_batch_size"], CONFIG["train_micro_batch_size_per_gpu"]
+WIDTH = 8
+OUT, RANK, WORLD = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def record(event: str, **fields: object) -> None:
+    with (OUT / f"worker-{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "time": time.time(), "replicas": WORLD, **fields}) + "\n")
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, WIDTH))
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine.load_checkpoint(str(OUT / "checkpoints"))
+    record("begins", step=engine.global_steps)
+    while True:
+        finish = torch.tensor([float((OUT / "finish").exists())])
+        dist.all_reduce(finish)  # all end behind the same step
+        if finish:
+            break
+        step = engine.global_steps
+        samples = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+        for first in range(MICRO * RANK, BATCH, MICRO * WORLD):
+            x = samples[first : first + MICRO]
+            engine.backward(nn.functional.mse_loss(engine(x), x.flip(1)))
+            engine.step()
+        record("trained", step=engine.global_steps)
+        time.sleep(0.1)
+
+
+main()
