@@ -76,8 +76,9 @@ class SumPlan:
         return cls(ranks, tuple(sums.get(rank, ()) for rank in ranks))
 
     def rounds(self, window_bytes: int) -> Iterator[tuple[tuple[Sum, ...], ...]]:
-        """What is added up together, so that all rows of a rank fit the window; at least a block each."""
-        most = window_bytes // max(1, len(self.ranks))
+        """What is added up together, so that the rows of a rank and their sum fit the window; at least a
+        block each."""
+        most = window_bytes // (len(self.ranks) + 1)
         left = [list(of_rank) for of_rank in self.sums]
         while any(left):
             taken = []
@@ -100,7 +101,7 @@ def add_up(
         arenas: of this node.
         xor: carries the rows.
         put: takes what is decoded here.
-        window_bytes: for the rows, unless one block for each rank is more.
+        window_bytes: for the rows and their sum, unless one block for each of them is more.
 
     Returns:
         What was moved, and the sources that could not be used here: then no result counts anywhere.

@@ -149,7 +149,8 @@ def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(n
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK')\n"
-        "print('ENV', *(os.environ[n] for n in names), flush=True)\n"
+        "with open(sys.argv[2] + os.environ['RANK'], 'w') as file:\n"
+        "    print(*(os.environ[n] for n in names), end='', file=file)\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
         "sys.exit(int(sys.argv[1]))\n"
@@ -158,14 +159,22 @@ def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(n
         commands = [
             [
                 *(sys.executable, "-m", "reft.elastic.mpi_run", "--no-daemon"),
-                *("--memory-dir", str(nodes.root / f"m{i // 2}"), str(script), str(code)),
+                *(
+                    "--memory-dir",
+                    str(nodes.root / f"m{i // 2}"),
+                    str(script),
+                    str(code),
+                    str(nodes.root / "seen"),
+                ),
             ]
             for i in range(3)
         ]
         ended, output = nodes.start(commands, {})
         assert ended == code, output
-        said = sorted(line.partition("ENV ")[2] for line in output.splitlines() if "ENV " in line)
-        assert said == ["0 3 0 2 0", "1 3 1 2 0", "2 3 0 1 1"]
+        seen = [nodes.root / f"seen{rank}" for rank in range(3)]  # lines of several processes run together
+        assert [path.read_text() for path in seen] == ["0 3 0 2 0", "1 3 1 2 0", "2 3 0 1 1"]
+        for path in seen:
+            path.unlink()
         assert not list(nodes.root.glob("m0/*")), "nothing was protected, and yet memory is left"
 
 

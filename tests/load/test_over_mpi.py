@@ -52,7 +52,8 @@ def test_p5_the_same_bytes_are_restored_as_over_sockets(results, name):
     for result in results[name]:
         assert result["label"] == [label.incarnation, label.step]
         assert result["equal"]
-        assert result["buffer_bytes"] <= 4096
+        # The window, or a block for each row and for their sum, where four ranks add up.
+        assert result["buffer_bytes"] <= max(4096, (WORLD_SIZE + 1) * RING.block_bytes)
         if result["rounds"] == 1:
             assert result["bytes_from"] == result["planned"]
     if "corrupt" in name or name in ("parity_of_other_data", "arena_vanished"):
