@@ -19,7 +19,7 @@ from reft.load.plan import NotRecoverable
 from reft.store.arena import Arena
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
-from .worker import damage
+from .scenarios import damage
 
 FLEET = Fleet(place(Degrees(2, 3, 1), "replica"), copies=1)
 

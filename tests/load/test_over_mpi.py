@@ -13,7 +13,7 @@ import pytest
 from tests import mpi
 
 from .fleet import NEW, OLD
-from .worker import MORE, NOT_OVER_MPI, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+from .scenarios import MORE, NOT_OVER_MPI, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 TESTS = Path(__file__).parents[1]
 DONE = [name for name in [*MORE, *SCENARIOS] if name not in NOT_OVER_MPI]

@@ -20,7 +20,7 @@ from reft.load.plan import RecoveryPlan
 from tests.prefork import Popen
 
 from .fleet import JOB, NEW, OLD, SECRET, without
-from .worker import DEAD, MORE, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+from .scenarios import DEAD, MORE, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
 TESTS = Path(__file__).parents[1]
 ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
