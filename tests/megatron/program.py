@@ -18,15 +18,11 @@ docs/megatron.md says what a checkout needs.
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -35,40 +31,27 @@ from reft.tools.pretrain.indexed import IndexedWriter, token_dtype
 from tests.matrix import ROOT, ROWS, install
 from tests.megatron.cases import CASES, KILLED_AT, VOCABULARY, Case
 from tests.megatron.checkpoints import compare_checkpoints
+from tests.megatron.command import cases_parser, chosen, run_cases
 from tests.megatron.runs import DeepSpeedProgram, Outcome, Program, judge, lost_node
 
 _ENABLED = {"enabled": True}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.megatron.program",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directory", type=Path, help="the checkout, with pretrain_gpt.py in it")
-    parser.add_argument("--cases", nargs="*", help="names, * stands for anything; by default all")
+    parser = cases_parser("python -m tests.megatron.program", __doc__)
     parser.add_argument("--deepspeed", choices=("0.17.6", "0.18.9"), default="0.17.6")
-    parser.add_argument("--list", action="store_true", help="names of the cases")
     options = parser.parse_args()
-    wanted = [case for case in CASES if any(fnmatch(case.name, p) for p in options.cases or ["*"])]
-    if options.list or not wanted:
-        print("\n".join(case.name for case in CASES))
-        return 0 if options.list else 2
-    script = options.directory.resolve() / "pretrain_gpt.py"
-    if not script.is_file():
-        parser.error(f"{script} does not exist; expected the directory of a Megatron-DeepSpeed checkout")
+    cases = {case.name: case for case in CASES}
+    script, wanted = chosen(parser, options, cases, "Megatron-DeepSpeed")
     row = f"deepspeed-{options.deepspeed}"
     _run_with(install(row, ROWS[row]))
     sys.path.insert(0, str(script.parent))  # its checkpoints hold classes of its own
-    scratch = Path(tempfile.mkdtemp(prefix="reft-mds-"))
-    trial = Trial(script, scratch)
-    wrong = [case.name for case in wanted if not trial.passes(case)]
-    if wrong:
-        print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
-        return 1
-    shutil.rmtree(scratch)
-    return 0
+
+    def trial(scratch: Path) -> Callable[[str], bool]:
+        made = Trial(script, scratch)
+        return lambda name: made.passes(cases[name])
+
+    return run_cases(wanted, trial)
 
 
 def _run_with(python: Path) -> None:

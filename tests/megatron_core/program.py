@@ -8,18 +8,15 @@ it ends. Exits with 1 if a line that the program printed differs. docs/megatron-
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.matrix import ROOT
+from tests.megatron.command import cases_parser, chosen, run_cases
 from tests.megatron.runs import Outcome, Program, judge, lost_node
 
 ITERATIONS, KILLED_AT = 12, 6
@@ -79,29 +76,9 @@ CASES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.megatron_core.program",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directory", type=Path, help="the checkout, with pretrain_gpt.py in it")
-    parser.add_argument("--cases", nargs="*", help="names, * stands for anything; by default all")
-    parser.add_argument("--list", action="store_true", help="names of the cases")
-    options = parser.parse_args()
-    wanted = [name for name in CASES if any(fnmatch(name, p) for p in options.cases or ["*"])]
-    if options.list or not wanted:
-        print("\n".join(CASES))
-        return 0 if options.list else 2
-    script = options.directory.resolve() / "pretrain_gpt.py"
-    if not script.is_file():
-        parser.error(f"{script} does not exist; expected the directory of a Megatron-LM checkout")
-    scratch = Path(tempfile.mkdtemp(prefix="reft-mlm-"))
-    wrong = [name for name in wanted if not _passes(name, script, scratch / name)]
-    if wrong:
-        print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
-        return 1
-    shutil.rmtree(scratch)
-    return 0
+    parser = cases_parser("python -m tests.megatron_core.program", __doc__)
+    script, wanted = chosen(parser, parser.parse_args(), CASES, "Megatron-LM")
+    return run_cases(wanted, lambda scratch: lambda name: _passes(name, script, scratch / name))
 
 
 def _passes(name: str, script: Path, directory: Path) -> bool:

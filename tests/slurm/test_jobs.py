@@ -117,6 +117,17 @@ def test_a_step_that_is_killed_is_followed_by_another(
     check_losses(job, undisturbed)
 
 
+def ends_without_requeue(job: SlurmJob) -> None:
+    """Well, in the same allocation, resumed once, from memory."""
+    facts = job.end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
+        -6000:
+    ]
+    (resumed,) = job.resumed
+    assert resumed[0] >= 10
+    assert resumed[1] == "memory"
+
+
 @pytest.mark.parametrize("script", ["v100.sbatch", "h100.sbatch", "frontier.sbatch"])
 def test_a_spare_takes_the_place_of_a_node_that_dies(
     script: str, cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
@@ -127,13 +138,7 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     batch_host = job.facts["BatchHost"]
     lost = [name for name in before if name != batch_host][-1]
     cluster.kill_node(lost)
-    facts = job.end()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
-        -6000:
-    ]
-    (resumed,) = job.resumed
-    assert resumed[0] >= 10
-    assert resumed[1] == "memory"
+    ends_without_requeue(job)
     check_losses(job, undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
 
@@ -156,13 +161,7 @@ def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(
     ranks = [name for name in cluster.hosts if any("mpi-run" in p.cmdline() for p in cluster.processes(name))]
     (lost,) = (name for name in ranks if name != batch_host)
     cluster.kill_node(lost)
-    facts = job.end()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
-        -6000:
-    ]
-    (resumed,) = job.resumed
-    assert resumed[0] >= 10
-    assert resumed[1] == "memory"
+    ends_without_requeue(job)
     assert f"takes the place of {lost}" in job.log
     check_losses(job, undisturbed)
     for name in cluster.hosts:  # MPICH's own, of processes that were killed
