@@ -278,6 +278,8 @@ class DaemonKeeper:
             self._silence = _Silence()
             self._started.set()
             code = self._wait()
+            # What it has said of trainers is true no more: nobody would take a suspicion back.
+            self._told_of_trainers([])
             if self._ending.is_set():
                 return
             if time.monotonic() - began > _STABLE_SECS:

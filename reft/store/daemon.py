@@ -200,27 +200,35 @@ class Daemon:
         """Look at trainers, launcher and what is being written, at each by itself: one that cannot be read
         does not hide the others."""
         before = time.monotonic()
+        told: set[str] = set()
         while not self._ended.wait(_WATCH_SECS):
             now = time.monotonic()
             elapsed, before = now - before, now
-            try:
-                pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
-                self._waiting = self._trainers.look(pages, elapsed)
-                self.status.update_quiet([str(w) for w in self._waiting if w.quiet])
-                self._rouse_launcher(elapsed)
-                self._look_at_storage(elapsed)
-            except Exception:
-                logger.exception("the trainers cannot be watched at this moment")
+            for look in (self._look_at_trainers, self.rouse_launcher, self.look_at_storage):
+                try:
+                    look(elapsed)
+                except Exception as error:
+                    if (cause := repr(error)) not in told:
+                        told.add(cause)
+                        logger.exception("what may stand still cannot be watched at this moment")
 
-    def _rouse_launcher(self, elapsed_secs: float) -> None:
+    def _look_at_trainers(self, elapsed_secs: float) -> None:
+        pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
+        self._waiting = self._trainers.look(pages, elapsed_secs)
+        self.status.update_quiet([str(w) for w in self._waiting if w.quiet])
+
+    def rouse_launcher(self, elapsed_secs: float) -> None:
         """A launcher that somebody has stopped cannot restart trainers, and loses its place in the job."""
         stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
-        if self._launcher_still.look(stopped, elapsed_secs) > _LAUNCHER_STOPPED_SECS and stopped:
-            logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
-            with contextlib.suppress(OSError):
-                os.kill(self._launcher_pid, signal.SIGCONT)
+        if self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS or not stopped:
+            return
+        # One that stops again, as a terminal has those in the background do, is left so for as long again.
+        self._launcher_still = Stillness()
+        logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
+        with contextlib.suppress(OSError):
+            os.kill(self._launcher_pid, signal.SIGCONT)
 
-    def _look_at_storage(self, elapsed_secs: float) -> None:
+    def look_at_storage(self, elapsed_secs: float) -> None:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
         mark = (persist.writing, self.persister.progress)
