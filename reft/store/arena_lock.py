@@ -72,12 +72,15 @@ class ArenaLock:
         return os.fstat(self._fd)
 
     def close(self) -> None:
-        for fd in (self._fd, self._directory_fd):
+        # Forgotten before they are closed: a process that is forked meanwhile would close them too, when the
+        # numbers may be those of other files.
+        fds = self._fd, self._directory_fd
+        self._fd = self._directory_fd = -1
+        self._held = None
+        for fd in fds:
             if fd >= 0:
                 with suppress(OSError):
                     os.close(fd)
-        self._fd = self._directory_fd = -1
-        self._held = None
 
     def __del__(self) -> None:
         self.close()

@@ -16,6 +16,7 @@ import pytest
 from arena_tools import SECRET, fill, header, make, write_version
 
 from reft.errors import ArenaError
+from reft.store import arena_lock
 from reft.store.arena import Arena, ArenaState
 
 pytestmark = pytest.mark.timeout(60)
@@ -130,6 +131,28 @@ def test_forked_children_do_not_keep_the_lock_of_a_dead_writer(path: Path) -> No
                 time.sleep(0.01)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_forked_while_an_arena_is_closed_keeps_files_that_were_given_its_numbers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a recovery has read is closed on a thread of its own, beside whatever the script starts."""
+    make(path).close()
+    reader, found, close = Arena.open(path, SECRET), [], os.close
+
+    def close_and_fork(fd: int) -> None:
+        close(fd)
+        monkeypatch.setattr(arena_lock.os, "close", close)
+        with path.open("rb") as other:
+            os.dup2(other.fileno(), fd)
+        if (child := os.fork()) == 0:
+            os._exit(0 if Path(f"/proc/self/fd/{fd}").exists() else 1)
+        found.append(os.waitpid(child, 0)[1])
+        close(fd)
+
+    monkeypatch.setattr(arena_lock.os, "close", close_and_fork)
+    reader.close()
+    assert found == [0]
 
 
 def test_an_arena_that_is_being_written_cannot_be_replaced(path: Path) -> None:
