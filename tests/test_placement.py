@@ -14,7 +14,14 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology, ring_order
 from reft.hook.coordinates import Place, declared_on_one_host, hosts_of
 from reft.protect.codes import Scheme, schemes_for
-from reft.protect.placement import fatal_nodes, group_tolerance, place_group, surviving_schemes, tolerance
+from reft.protect.placement import (
+    fatal_nodes,
+    group_tolerance,
+    place_group,
+    surviving_schemes,
+    tolerance,
+    tolerance_left,
+)
 from reft.protect.tolerance import survives
 
 node_lists = st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=7)
@@ -164,3 +171,25 @@ def test_p4_tolerance_counts_hosts() -> None:
     together = Topology(Degrees(1, 2, 1), coordinates, ("n0", "n1"), ("a", "a"))
     assert (tolerance(apart, 1, 0), tolerance(together, 1, 0)) == (1, 0)
     assert together.local_ranks("n0") == (0,), "where memory lies is another matter"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from("ABCDE"), min_size=2, max_size=6), st.data())
+def test_p4_what_is_left_is_tight(nodes: list[str], data: st.DataObject) -> None:
+    """With members gone already: every further loss of that many nodes is survived, some loss of one more is not."""
+    fitting = [Scheme(0, 0), *schemes_for(len(nodes), min(3, len(nodes) - 1))]
+    scheme = data.draw(st.sampled_from(fitting))
+    lost = data.draw(st.sets(st.integers(0, len(nodes) - 1)))
+    placement = place_group(nodes, scheme.copies, scheme.parities)
+
+    def recovers(more: Sequence[str]) -> bool:
+        gone = lost | {m for m, node in enumerate(nodes) if node in more}
+        held = all(any(h not in gone for h in placement.holders_of(m)) for m in range(len(nodes)))
+        return held and survives(placement.code(), gone)
+
+    left = sorted({node for m, node in enumerate(nodes) if m not in lost})
+    claimed = tolerance_left(nodes, placement, lost)
+    assert claimed >= -1
+    for count in range(claimed + 1):
+        assert all(recovers(more) for more in combinations(left, count))
+    assert not left or not all(recovers(more) for more in combinations(left, claimed + 1))

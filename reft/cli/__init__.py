@@ -46,7 +46,7 @@ COMMANDS = {
     "simulate": Command("reft.cli.simulate", "simulate_app", "predict idle time and overhead of pipelines"),
     "profile": Command("reft.cli.profile", "main", "measure where a job's devices wait", True),
     "demo": Command("reft.tools.demo", "main", "train here, kill nodes, compare with a quiet run", True),
-    "status": Command("reft.cli.job", "status_command", "newest commit, protection and storage of a node"),
+    "status": Command("reft.cli.status", "status_command", "the whole job from any node, once or live"),
     "history": Command("reft.cli.history", "history_command", "what failed and what was resumed from"),
     "protect": Command("reft.cli.protect", "protect_command", "show or switch a running job's redundancy"),
     "inspect": Command("reft.cli.memory", "inspect_command", "versions in memory, recoverable or why not"),

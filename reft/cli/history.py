@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory_or_say
-from reft.store.history import Round, describe_parts, read_history
+from reft.store.history import Round, describe_parts, read_history, restarts_among
 from reft.store.jobdir import JobDir
 
 
@@ -34,11 +34,6 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
         for row in rounds:
             table.add_row(f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}", *_cells(row))
         Console().print(table, markup=False)
-
-
-def restarts_among(rounds: list[Round]) -> list[Round]:
-    """The rounds that followed a failure."""
-    return [r for r in rounds if r.failures or r.lost]
 
 
 def summary(rounds: list[Round]) -> str:

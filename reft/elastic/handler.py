@@ -260,6 +260,11 @@ class StoreRendezvous(DynamicRendezvousHandler):
             return _Action.ADD_TO_REDUNDANCY_LIST
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether this node waits for the place of another one, as the last heartbeat saw it."""
+        return self._this_node in self._state_holder.state.redundancy_list
+
     def num_nodes_waiting(self) -> int:
         """Nodes that this round's trainers keep waiting, as the last heartbeat saw it; does not wait for
         the store.
@@ -354,6 +359,8 @@ class StaticRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         return 0
+
+    is_spare = False
 
     def get_run_id(self) -> str:
         return self._run_id

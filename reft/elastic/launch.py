@@ -33,6 +33,7 @@ from reft.builds import tell_of_abandoned_builds
 from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
+from reft.elastic.board import make_board
 from reft.elastic.exits import Cause, Failure
 from reft.elastic.hostfile import show_devices
 from reft.elastic.hung import Hangs
@@ -128,6 +129,7 @@ class Launcher(Observer):
         self._hangs = Hangs(options.node, self._memory.path)
         self._agent: ReftAgent | None = None
         self._warm: WarmTrainers | None = None
+        self._board = make_board(options, self._rendezvous, self._memory.path)
         self._ended_well = False
         self._before: Agreement | None = None
         self._failed_at: float | None = None
@@ -180,6 +182,8 @@ class Launcher(Observer):
         self._before, self._over_at, self._failed_at = agreement, None, None
 
     def failure_seen(self) -> None:
+        if self._failed_at is None:
+            self._board.tell("a trainer has failed", failed="a trainer has failed")
         self._failed_at = self._failed_at or time.time()
 
     def round_over(self) -> None:
@@ -200,6 +204,9 @@ class Launcher(Observer):
             self._daemon.workers = tuple(pids)
 
     def state_changed(self, state: str, **facts: Any) -> None:
+        failure = self._agent.failure if self._agent is not None else None
+        own = failure is not None and failure.cause is not Cause.PEER
+        self._board.tell(state, round=facts.get("round"), failed=failure.reason if failure and own else "")
         self._memory.write_state(state=state, **facts)
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
@@ -251,13 +258,15 @@ class Launcher(Observer):
             show_devices(options.devices, os.environ)
         if options.warm:
             self._warm = WarmTrainers(options.preload, trainers_environ())
+        handler = self._rendezvous.connect()
+        self._board.start()
         info = NodeInfo(
             node=options.node,
             agent=new_agent_id(),
             workers=options.config.nproc_per_node,
             turn=options.rank_turn,
         )
-        agent = self._agent = self._make_agent(self._rendezvous.connect(), info)
+        agent = self._agent = self._make_agent(handler, info)
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())
@@ -358,6 +367,7 @@ class Launcher(Observer):
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
+        self._board.close("the job ended well" if self._ended_well else "told to end, or the job has failed")
         self._rendezvous.leave()
         if self._warm is not None:
             self._warm.close()

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _FIRST_CONTACT_SECS = 120.0
 _STATIC_CONTACT_SECS = 900
 _ASK_SECS = 0.5
+_STATUS_SECS = 5.0
 
 
 class RendezvousClient:
@@ -99,6 +100,15 @@ class RendezvousClient:
         """``host:port`` of the store, for trainers."""
         host, port = parse_endpoint(self.endpoint)
         return format_endpoint(host, self._server.port if self._server is not None else port)
+
+    def connect_for_status(self) -> KeyValueStore:
+        """A connection of its own to the store, for what nobody has to wait for."""
+        store = KeyValueStore(self.store_endpoint(), self._secret, timeout_secs=_STATUS_SECS)
+        return store.with_prefix(f"reft/{self._config.run_id}/status")
+
+    def is_spare(self) -> bool:
+        """Whether this node waits for the place of another one."""
+        return bool(getattr(self.handler, "is_spare", False))
 
     def close(self, outcome: str) -> None:
         """Tell all nodes, also those yet to come, that the job has ended."""

@@ -10,12 +10,13 @@ peers as the code survives losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from reft.grid import Topology, ring_order
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.tolerance import fatal_loss
+from reft.protect.tolerance import fatal_loss, survives
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,38 @@ def group_tolerance(nodes: Sequence[str], placement: GroupPlacement) -> int:
     0 where members share a node with their copies. A group never "survives" the loss of all its nodes.
     """
     return len(fatal_nodes(nodes, placement)) - 1
+
+
+def tolerance_left(nodes: Sequence[str], placement: GroupPlacement, lost: Collection[int]) -> int:
+    """Largest f such that every loss of f *further* nodes leaves the group recoverable, when the ``lost``
+    members are gone already. Without any this is :func:`group_tolerance`.
+
+    Returns:
+        -1: what is gone cannot be recovered from what is left.
+
+    Raises:
+        ConfigError: the group has no room for an erasure code.
+    """
+    gone = set(lost)
+    left = [n for m, n in enumerate(nodes) if m not in gone]
+    if not left:
+        return -1
+    if not gone:
+        return group_tolerance(nodes, placement)
+    holders = ({nodes[h] for h in placement.holders_of(m) if h not in gone} for m in range(len(nodes)))
+    owned = min(map(len, holders)) - 1
+    if owned < 0 or not placement.parities:
+        return owned
+    if not placement.copies:
+        spare = placement.parities - len(gone)
+        return min(owned, len(_fullest(left, spare)) - 1) if spare >= 0 else -1
+    code, certain = placement.code(), placement.scheme.certain_losses
+    for count in range(owned + 1):
+        for more in combinations(sorted(set(left)), count):
+            dead = gone | {m for m, n in enumerate(nodes) if n in more}
+            if len(dead) > certain and not survives(code, dead):
+                return count - 1
+    return owned
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:

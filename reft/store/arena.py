@@ -259,6 +259,13 @@ class Arena:
         except ArenaError:
             return None
 
+    def head(self) -> ArenaHeader | None:
+        """The header without its block table, which takes a while where it has thousands of blocks."""
+        try:
+            return self._newest().head
+        except ArenaError:
+            return None
+
     @property
     def state(self) -> ArenaState:
         """State on record; EMPTY also where the header is unreadable."""

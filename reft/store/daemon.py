@@ -215,7 +215,8 @@ class Daemon:
     def _look_at_trainers(self, elapsed_secs: float) -> None:
         pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
         self._waiting = self._trainers.look(pages, elapsed_secs)
-        self.status.update_quiet([str(w) for w in self._waiting if w.quiet])
+        quiet = [w for w in self._waiting if w.quiet]
+        self.status.update_quiet([str(w) for w in quiet], [str(w) for w in quiet if w.suspected])
 
     def rouse_launcher(self, elapsed_secs: float) -> None:
         """A launcher that somebody has stopped cannot restart trainers, and loses its place in the job."""

@@ -127,6 +127,11 @@ class _Ended(_Event):
 _EVENTS: dict[str, type[_Event]] = {STARTED: _Started, RESUMED: _Resumed, STEPPED: _Event, ENDED: _Ended}
 
 
+def restarts_among(rounds: Iterable[Round]) -> list[Round]:
+    """The rounds that followed a failure."""
+    return [r for r in rounds if r.failures or r.lost]
+
+
 def describe_parts(secs: Mapping[str, float]) -> str:
     """The parts of an interruption, for people."""
     return ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in secs.items())

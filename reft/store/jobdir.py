@@ -345,7 +345,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if there is none."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -37,6 +37,7 @@ class NodeStatus:
         self.stale_cause: str | None = None
         self.trainers: dict[str, dict[str, Any]] = {}
         self.quiet: list[str] = []
+        self.suspected: list[str] = []
         self.persist = PersistStatus()
 
     def committed(self, label: Label) -> None:
@@ -59,12 +60,14 @@ class NodeStatus:
             self.stale_cause = cause
             self._dirty = True
 
-    def update_quiet(self, quiet: list[str]) -> None:
-        """Trainers that have done nothing for longer than a step may take."""
+    def update_quiet(self, quiet: list[str], suspected: list[str]) -> None:
+        """Trainers that have done nothing for longer than a step may take; those among them that have done so
+        for longer than they may at what they are at."""
         with self._lock:
             # How long is said when it begins: the file is not written anew while that goes on.
-            self._dirty = self._dirty or len(quiet) != len(self.quiet)
-            self.quiet = quiet
+            before = len(self.quiet), len(self.suspected)
+            self._dirty = self._dirty or (len(quiet), len(suspected)) != before
+            self.quiet, self.suspected = quiet, suspected
 
     def update(self, **facts: Any) -> None:
         with self._lock:
@@ -94,6 +97,7 @@ class NodeStatus:
                 "stale_cause": self.stale_cause,
                 "trainers": {rank: dict(t) for rank, t in self.trainers.items()},
                 "quiet": list(self.quiet),
+                "suspected": list(self.suspected),
                 "persist": self.persist.snapshot(),
             }
 

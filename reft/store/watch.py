@@ -13,7 +13,7 @@ from pathlib import Path
 from reft.errors import ArenaError
 from reft.store.arena import Arena, ArenaState
 from reft.store.arena_files import ARENA_SUFFIX
-from reft.store.header import PREFIX_BYTES
+from reft.store.header import PREFIX_BYTES, ArenaHeader
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
 
@@ -25,7 +25,12 @@ class _Seen:
     identity: tuple[int, int, int]
     offsets: tuple[int, int]
     marks: tuple[bytes, bytes]
-    committed: Label | None
+    header: ArenaHeader | None
+
+    @property
+    def committed(self) -> Label | None:
+        header = self.header
+        return header.label if header is not None and header.state is ArenaState.COMMITTED else None
 
 
 class CommitWatch:
@@ -49,6 +54,10 @@ class CommitWatch:
         self._seen = {path: seen for path in paths if (seen := self._look(path)) is not None}
         return max((s.committed for s in self._seen.values() if s.committed is not None), default=None)
 
+    def headers(self) -> list[ArenaHeader]:
+        """Of every arena at the last look, without its block table."""
+        return [seen.header for seen in self._seen.values() if seen.header is not None]
+
     def _look(self, path: Path) -> _Seen | None:
         """The arena as it is now; None if it cannot be read."""
         try:
@@ -64,10 +73,7 @@ class CommitWatch:
             with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
                 # The marks first: a header that changes meanwhile is read again next time.
                 marks = _marks(fd, arena.header_offsets)
-                header = arena.header()
-                committed = header is not None and header.state is ArenaState.COMMITTED
-                label = header.label if header is not None and committed else None
-                return _Seen(identity, arena.header_offsets, marks, label)
+                return _Seen(identity, arena.header_offsets, marks, arena.head())
         except (ArenaError, OSError):
             return None
         finally:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,11 @@ from typer.testing import CliRunner
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
 from reft.store.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
-from reft.store.jobdir import JobDir
+from reft.store.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.store.label import Label
+from reft.store.signals import BOARD_FILE, Board, NodeReport, Row
 from reft.store.status import NodeStatus
+from tests.machine import can_give_away
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -27,11 +33,14 @@ def test_without_memory_or_daemon_it_is_json_too(
             (path / file).write_text("{ torn")
     assert main(["status", "--memory-dir", str(memory), "--json"]) == EXIT_NOT_WELL
     out, err = capsys.readouterr()
+    told = json.loads(out)
     if there:
-        (node,) = json.loads(out)
+        (node,) = told["here"]
+        assert (told["job_id"], told["state"], told["ended"]) == ("job", "ended", "its processes are gone")
         assert (node["daemon_runs"], node["status"], node["protection"]) == (False, None, None)
     else:
-        assert json.loads(out) == []
+        assert (told["job_id"], told["nodes"], told["here"]) == (None, [], [])
+        assert told["problem"] in err
         assert "no job has memory in" in err
 
 
@@ -56,7 +65,7 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: P
     assert "a version copies │ 2.0 MiB (shard 2.0 MiB, parity 1.0 KiB)" in shown
     assert "and sends to other nodes │ 2.0 KiB (host state 2.0 KiB)" in shown
     told = json.loads(CliRunner().invoke(make_app(), [*ask, "--json"]).output)
-    assert told[0]["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
+    assert told["here"][0]["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
     assert "recomputed" not in shown
     status.trainer(0, stats={"traffic": {"to_host": {}, "sent": {}}, "recomputed": 5})
     resynced = {"recomputed": 4, "resynced": {"it is not what its owner has": 1}}
@@ -124,3 +133,145 @@ def test_an_event_that_lacks_fields_is_left_out_of_the_history(
         capsys.readouterr()
     if event != STEPPED:  # it has nothing but its time
         assert said == said[:1] * 3
+
+
+# -- the whole job ------------------------------------------------------------------------------------
+
+
+def ended(tmp_path: Path, name: str = "job", *, reason: str | None = None) -> JobDir:
+    job = JobDir.open_or_create(tmp_path / "memory", name, node="a", secret=b"s" * 32)
+    if reason is not None:
+        facts = {"nodes": ["a"], "failures": [], "lost": [], "joined": [], "newest_step": -1}
+        note(job.path, STARTED, round=1, **facts)
+        note(job.path, ENDED, reason=reason)
+    return job
+
+
+def running(tmp_path: Path, *nodes: str, **facts: object) -> JobDir:
+    """A board, and a daemon that runs: this process."""
+    job = ended(tmp_path)
+    write_json(job.path / DAEMON_FILE, process_identity(os.getpid()))
+    rows = tuple(Row(report=NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5)) for n in nodes)
+    board = Board(job_id="job", rows=rows, written_unix_secs=time.time()).model_copy(update=facts)
+    write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
+    return job
+
+
+def ask(tmp_path: Path, *options: str) -> list[str]:
+    return ["status", "--memory-dir", str(tmp_path / "memory"), *options]
+
+
+def test_the_whole_job_is_told_from_one_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running(tmp_path, "b", "a", "[c]")
+    assert main(ask(tmp_path)) == EXIT_NOT_WELL  # nothing is committed
+    out = capsys.readouterr().out
+    assert "3, 2.5 steps/s" in out
+    assert [line.split()[1] for line in out.splitlines() if "HEALTHY" in line] == ["[c]", "a", "b"]
+    assert main(ask(tmp_path, "--json")) == EXIT_NOT_WELL
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
+
+
+def test_a_launcher_that_is_silent_or_cut_off_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running(tmp_path, "a", written_unix_secs=time.time() - 60)
+    main(ask(tmp_path, "--json"))
+    assert "told nothing for 60 s" in json.loads(capsys.readouterr().out)["warnings"][0]
+    running(tmp_path, "a", store_lost_unix_secs=time.time())
+    main(ask(tmp_path, "--json"))
+    assert "does not reach the rendezvous store" in json.loads(capsys.readouterr().out)["warnings"][0]
+
+
+@pytest.mark.parametrize("board", [b"", b"{}", b'{"job_id": 5, "rows": [{}]}', b"[" * 100_000])
+def test_p6_a_board_that_is_none_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], board: bytes
+) -> None:
+    job = running(tmp_path, "a")
+    (job.path / BOARD_FILE).write_bytes(board)
+    main(ask(tmp_path, "--json"))
+    told = json.loads(capsys.readouterr().out)
+    assert [n["node"] for n in told["nodes"]] == ["a"]
+    assert "this is what is known here" in told["warnings"][0]
+
+
+def test_a_job_that_has_ended_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(tmp_path, reason="a bad sample")
+    for options in ([], ["--watch"]):
+        assert main(ask(tmp_path, *options)) == EXIT_NOT_WELL
+        assert "does not run: a bad sample" in capsys.readouterr().out
+    assert main(ask(tmp_path, "--watch", "--json")) == EXIT_NOT_WELL
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["ended"] == "a bad sample"
+
+
+def test_of_several_jobs_one_has_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(tmp_path, "one")
+    ended(tmp_path, "other")
+    assert main(ask(tmp_path, "--json")) == 2
+    out, err = capsys.readouterr()
+    assert "several jobs have memory in" in err
+    assert "one, other; say --job" in " ".join(err.split())
+    assert "several jobs" in json.loads(out)["problem"]
+    assert main(ask(tmp_path, "--job", "one", "--json")) == EXIT_NOT_WELL
+    assert json.loads(capsys.readouterr().out)["job_id"] == "one"
+
+
+@pytest.mark.skipif(not can_give_away(65534), reason="files cannot be given to another user here")
+@pytest.mark.parametrize("whole", [True, False], ids=["its memory", "the directory alone"])
+def test_p11_another_users_job_is_told_to_be_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    job = ended(tmp_path) if whole else None
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    for path in (tmp_path / "memory", *([job.path] if job else [])):
+        os.chown(path, 65534, -1)
+    assert main(ask(tmp_path)) == EXIT_NOT_WELL
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("belongs to uid 65534" if whole else "there is memory of another user") in said
+
+
+def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> None:
+    running(tmp_path, "a", "b")
+    command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--interval", "0.1")]
+    for options in ([], ["--json"]):
+        with subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as watch:
+            assert watch.stdout is not None
+            assert watch.stderr is not None
+            if options:
+                seen = [json.loads(watch.stdout.readline()) for _ in range(2)]
+                assert [len(told["nodes"]) for told in seen] == [2, 2]
+            else:
+                while "steps/s" not in watch.stdout.readline():
+                    assert watch.poll() is None
+            watch.send_signal(2)
+            watch.stdout.read()
+            assert "Traceback" not in watch.stderr.read()
+        assert watch.returncode == EXIT_NOT_WELL
+
+
+def test_watching_ends_with_the_job(tmp_path: Path) -> None:
+    job = running(tmp_path, "a")
+    command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--json", "--interval", "0.1")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        assert json.loads(watch.stdout.readline())["state"] == "runs"
+        for path in job.path.iterdir():
+            path.unlink()
+        job.path.rmdir()
+        last = json.loads(watch.stdout.read().splitlines()[-1])
+        assert (last["state"], last["ended"]) == ("ended", "it ended well, and its memory was removed")
+    assert watch.returncode == EXIT_WELL
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    running(tmp_path, "a")
+    command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--interval", "0.1")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        assert watch.stderr is not None
+        watch.stdout.readline()
+        watch.stdout.close()
+        assert "Error" not in watch.stderr.read()

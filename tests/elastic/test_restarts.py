@@ -47,7 +47,7 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
         assert main(["history", *where]) == 0
         assert "SIGKILL" in capsys.readouterr().out
         main(["status", *where, "--json"])
-        (status,) = json.loads(capsys.readouterr().out)
+        (status,) = json.loads(capsys.readouterr().out)["here"]
     assert (first.resumed_from, first.failures, first.nodes) == (None, [], ["node0"])
     assert [row.resumed_step for row in later] == began[1:]
     for row in later:
