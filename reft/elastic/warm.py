@@ -32,6 +32,7 @@ DEFAULT_MODULES = (
     "numpy.random",
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # which every optimizer imports when it is made
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",

@@ -144,10 +144,9 @@ class LocalCluster:
         if not self.external_rendezvous:
             self.endpoint = f"127.0.0.1:{port or _free_port()}"
             return
-        arguments = ["-m", "reft.elastic.rendezvous", "--host", "127.0.0.1", "--port", str(port), "--json"]
         with (self.directory / "rendezvous.log").open("ab") as log:
             self.rendezvous = self.popen(
-                [sys.executable, *arguments],
+                [sys.executable, *self._rendezvous_arguments(port)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -169,7 +168,7 @@ class LocalCluster:
         log_path = self.directory / f"{name}.log"
         with log_path.open("ab") as log:
             process = self.popen(
-                [sys.executable, "-m", "reft.elastic.launch", *self._arguments(name, memory_dir)],
+                [sys.executable, *self._arguments(name, memory_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -181,8 +180,14 @@ class LocalCluster:
         self.current[index] = node
         return node
 
+    def _rendezvous_arguments(self, port: int) -> list[str]:
+        """Of the interpreter: it prints one line of JSON with the ``endpoint``."""
+        return ["-m", "reft.elastic.rendezvous", "--host", "127.0.0.1", "--port", str(port), "--json"]
+
     def _arguments(self, name: str, memory_dir: Path) -> list[str]:
+        """Of the interpreter: a node's launcher."""
         return [
+            *("-m", "reft.elastic.launch"),
             *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.procs_per_node)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint, "--rdzv-id", self.job_id),
             *("--local-addr", "127.0.0.1", "--node-id", name, "--memory-dir", str(memory_dir)),

@@ -31,9 +31,12 @@ early = [name for name in ("torch", "numpy", "deepspeed") if name in sys.modules
 import numpy, random, torch
 lazy = "deepspeed" not in sys.modules
 import deepspeed
+before = set(sys.modules)
+torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+late = [name for name in sys.modules if name not in before]
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 found = {{
-    "early": early, "lazy": lazy, "pid": os.getpid(), "ppid": os.getppid(), "argv": sys.argv, "main": __file__,
+    "early": early, "late": late, "lazy": lazy, "pid": os.getpid(), "ppid": os.getppid(), "argv": sys.argv, "main": __file__,
     "session": os.getsid(0), "warm": "reft.elastic.warm_server" in sys.orig_argv,
     "shown": open("/proc/self/cmdline").read().split("\\0"),
     "shown_rank": [v for v in open("/proc/self/environ").read().split("\\0") if v.startswith("RANK=")],
@@ -106,6 +109,7 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
         assert found["ppid"] == job.process.pid
         assert found["session"] == found["pid"]
         assert found["early"] == []
+        assert found["late"] == [], "an optimizer has torch's compiler imported"
         assert found["lazy"]
         assert found["argv"] == [str(tmp_path / "script.py"), str(tmp_path / "found"), "more"]
         assert found["path"] == str(tmp_path)

@@ -187,14 +187,15 @@ def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -
                 load_secs=max((float(fields["secs"]) for fields in events), default=0.0),
                 failure_to_step_secs=done - min(since) if since else None,
                 bytes_from=bytes_from,
-                failure_to_step=_parts(life, min(since)) if since else {},
+                failure_to_step=failure_to_step(life, min(since)) if since else {},
             )
         )
     return tuple(found)
 
 
-def _parts(life: Incarnation, failed_at: float) -> dict[str, float]:
-    """Of the time from the failure to the first step."""
+def failure_to_step(life: Incarnation, failed_at: float) -> dict[str, float]:
+    """Parts in seconds of the time from the failure to the first step, of the node that took longest; empty: none
+    are known."""
     seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
     if not seen:
         return {}
