@@ -9,12 +9,12 @@ The same job, PP2 x DP2, every rank on a node of its own, runs in turns under ``
 - ``node_spare``: SIGKILL of every process of a node, its memory is gone, and a spare node waits;
 - ``node_replaced``: the same without a spare; a new node is started at the moment of the kill.
 
-The time runs from the kill to the end of the first step after it, on the last rank. Under torchrun the steps
-since the checkpoint are lost as well (``lost_steps``), which is not in that time. A step that is done again must
-have the same loss; ``differing_steps`` counts those that did not.
+The time runs from the kill to the end of the first step after it, on the last rank. Under torchrun the
+steps since the checkpoint are lost as well (``lost_steps``), which is not in that time. A step that is done
+again must have the same loss; ``differing_steps`` counts those that did not.
 
-All nodes are on this one machine: what every node does by itself on a cluster, such as importing torch, shares
-these cores here.
+All nodes are on this one machine: what every node does by itself on a cluster, such as importing torch,
+shares these cores here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def kill_once(job: Job, kind: str, number: int) -> Recovered:
     return recovered
 
 
-def take_turn(options: argparse.Namespace, system: str, kind: str, folder: Path, shm: Path, first: int) -> Any:
+def take_turn(
+    options: argparse.Namespace, system: str, kind: str, *, folder: Path, shm: Path, first: int
+) -> Any:
     """One life of one job.
 
     Returns:
@@ -108,7 +110,9 @@ def measure(options: argparse.Namespace, space: Any) -> dict[str, Any]:
                 (folder / "events").mkdir(parents=True)
                 shm = space.shm / folder.name
                 shm.mkdir()
-                made, bad = take_turn(options, system, kind, folder, shm, turn * options.kills_per_turn)
+                made, bad = take_turn(
+                    options, system, kind, folder=folder, shm=shm, first=turn * options.kills_per_turn
+                )
                 found[kind, system] += made
                 differing[system] += len(bad)
     ways = {
@@ -154,7 +158,8 @@ def table(result: Mapping[str, Any]) -> str:
             secs = way[system]["failure_to_step_secs"]
             parts = ", ".join(f"{name} {value:.1f}" for name, value in way[system]["parts_secs"].items())
             lines.append(
-                f"{kind:14} {system:9} {secs['median']:6.1f} s ({secs['ci95'][0]:.1f} to {secs['ci95'][1]:.1f}), "
+                f"{kind:14} {system:9} {secs['median']:6.1f} s "
+                f"({secs['ci95'][0]:.1f} to {secs['ci95'][1]:.1f}), "
                 f"{way[system]['lost_steps']:.0f} steps lost: {parts}"
             )
         lines.append(f"{kind:14} {way['times_faster']['median']:.1f} times faster")

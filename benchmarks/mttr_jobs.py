@@ -1,9 +1,8 @@
-"""The two jobs of ``mttr.py``: one that reft keeps alive, and the same under torchrun with DeepSpeed's checkpoints."""
+"""The jobs of ``mttr.py``: one that reft keeps alive, one under torchrun with DeepSpeed's checkpoints."""
 
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -29,8 +28,8 @@ _START_SECS = 240.0
 
 
 class TorchrunCluster(LocalCluster):
-    """The same nodes under ``torchrun``. Its store is a process of its own, as ``reft rendezvous`` is, and is not
-    shared with the trainers, which would not meet again after a restart ("Gloo connectFullMesh failed")."""
+    """The same nodes under ``torchrun``. Its store is a process of its own, as reft's is, and not
+    shared with trainers, which would not meet again after a restart ("Gloo connectFullMesh failed")."""
 
     def _environment(self, name: str) -> dict[str, str]:
         return {**super()._environment(name), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

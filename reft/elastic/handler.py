@@ -42,10 +42,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _delay
 
+from reft.elastic.rendezvous_executor import RendezvousExecutor, look_secs
 from reft.errors import AuthenticationError
 from reft.store.keyvalue import KeyValueStore, StoreError
 
-_CACHE_SECS = 1.0
+_GRACE_SECS = 0.2
+"""Beyond a heartbeat's interval, in which a node that lives connects again."""
 _ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
 """Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
@@ -132,10 +134,14 @@ class StateHolder(_RendezvousStateHolder):
     """
 
     def __init__(self, store: KeyValueStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
-        self._store = store
+        self.store = store
         self._node = node
         self._settings = settings
         self._key = f"rendezvous/{settings.run_id}"
+        self._here = f"{self._key}/here/"
+        self._look_secs = look_secs(settings.max_nodes)
+        self.grace_secs = settings.keep_alive_interval.total_seconds() + _GRACE_SECS
+        self._holds = False
         self._alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._state = _RendezvousState()
         self._held: bytes | None = None
@@ -160,14 +166,15 @@ class StateHolder(_RendezvousStateHolder):
         now = time.monotonic()
         written = None
         try:
+            if not self._holds:
+                self.store.hold(self._name_of(self._node))
+                self._holds = True
             if self._dirty:
-                written, self._held = self._store.compare_set(
-                    self._key, self._held, encode_state(self._state)
-                )
-            elif now - self.synced_at < _CACHE_SECS:
+                written, self._held = self.store.compare_set(self._key, self._held, encode_state(self._state))
+            elif now - self.synced_at < self._look_secs:
                 return None
             else:
-                self._held = self._store.peek(self._key)
+                self._held = self.store.peek(self._key)
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         self._state = _RendezvousState() if self._held is None else decode_state(self._held)
@@ -182,24 +189,39 @@ class StateHolder(_RendezvousStateHolder):
             }
             seats_of(self._state).update(seen)
         if now >= self._trusts_after:
-            self._strike_out_the_silent()
+            self._strike_out()
         return written
 
-    def _strike_out_the_silent(self) -> None:
+    def _strike_out(self) -> None:
+        """Those that are silent, and while a round is left for the next one those whose launchers have ended:
+        whoever waits for their places need not wait until they are silent for long."""
         state = self._state
         expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
         # A node on its way from one round to the next has its seat alone.
         last_seen = {**seats_of(state), **state.last_heartbeats}
-        silent = {n for n, at in last_seen.items() if at < expired and n != self._node}
-        took_part = not silent.isdisjoint(state.participants)
-        for node in silent:
+        ended = self._ended() if seats_of(state).keys() - state.participants.keys() else set()
+        lost = {n for n, at in last_seen.items() if at < expired or self._name_of(n) in ended} - {self._node}
+        took_part = not lost.isdisjoint(state.participants)
+        for node in lost:
             state.last_heartbeats.pop(node, None)
             state.participants.pop(node, None)
             seats_of(state).pop(node, None)
-        state.wait_list -= silent
-        state.redundancy_list -= silent
+        state.wait_list -= lost
+        state.redundancy_list -= lost
         if took_part:
             _remove_participant_epilogue(state, self._settings)
+
+    def _ended(self) -> set[str]:
+        """Names of launchers that have ended. One that lives, and has lost its connection, connects again
+        with its next heartbeat."""
+        try:
+            left = self.store.left(self._here)
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        return {name for name, secs in left.items() if secs > self.grace_secs}
+
+    def _name_of(self, node: _NodeDesc) -> str:
+        return f"{self._here}{node.addr}/{node.pid}/{node.local_id}"
 
 
 class StoreRendezvous(DynamicRendezvousHandler):
@@ -227,7 +249,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
         )
         self._place: tuple[int, int] | None = None
         self._lost: str | None = None
-        super().__init__(node, settings, "c10d", store, StateHolder(store, node, settings))  # type: ignore[arg-type]
+        holder = StateHolder(store, node, settings)
+        super().__init__(node, settings, "c10d", store, holder)  # type: ignore[arg-type]
+        self._op_executor = RendezvousExecutor(node, holder, settings)
 
     @property
     def use_agent_store(self) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from reft.errors import AuthenticationError
@@ -26,8 +27,10 @@ PURPOSE = "rendezvous"
 _SLICE_SECS = 0.5
 """A wait at the server lasts so long at most: the client's other threads share the connection."""
 _RETRY_SECS = 1.0
-_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait")
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "hold", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
+_LEFT_SECS = 600.0
+"""Whose connection has ended is known for so long."""
 
 
 class StoreError(RuntimeError):
@@ -48,6 +51,8 @@ class KeyValueServer:
     ) -> None:
         self._table: dict[str, bytes] = dict(table or {})
         self._changed = threading.Condition()
+        self._holders: dict[str, Channel] = {}
+        self._left: dict[str, float] = {}
         self._operations: dict[str, Callable[..., Any]] = {
             "get": self._get,
             "set": self._set,
@@ -56,6 +61,7 @@ class KeyValueServer:
             "delete": self._delete,
             "compare_set": self._compare_set,
             "wait": self._wait,
+            "left": self._left_for,
         }
         self._door = Door(listener, secret, PURPOSE, self._serve)
         self.host, self.port = self._door.host, self._door.port
@@ -65,14 +71,36 @@ class KeyValueServer:
         self._door.close()
 
     def _serve(self, channel: Channel) -> None:
-        while True:
-            request = channel.receive()
-            try:
-                name, *arguments = request
-                answer = [True, self._operations[name](*arguments)]
-            except (KeyError, TypeError, ValueError) as error:
-                answer = [False, f"{type(error).__name__}: {error}"]
-            channel.send(answer)
+        try:
+            while True:
+                request = channel.receive()
+                try:
+                    name, *arguments = request
+                    operation = partial(self._hold, channel) if name == "hold" else self._operations[name]
+                    answer = [True, operation(*arguments)]
+                except (KeyError, TypeError, ValueError) as error:
+                    answer = [False, f"{type(error).__name__}: {error}"]
+                channel.send(answer)
+        finally:
+            self._release(channel)
+
+    def _hold(self, channel: Channel, name: str) -> None:
+        with self._changed:
+            self._holders[_text(name)] = channel
+            self._left.pop(name, None)
+
+    def _release(self, channel: Channel) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for name in [n for n, holder in self._holders.items() if holder is channel]:
+                del self._holders[name]
+                self._left[name] = now
+            self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+
+    def _left_for(self, prefix: str) -> dict[str, float]:
+        now = time.monotonic()
+        with self._changed:
+            return {n: now - at for n, at in self._left.items() if n.startswith(_text(prefix))}
 
     def _get(self, key: str) -> bytes | None:
         with self._changed:
@@ -188,6 +216,18 @@ class KeyValueStore:
         done, held = self._line.ask("compare_set", self._prefix + key, expected, value)
         return bool(done), held
 
+    def hold(self, name: str) -> None:
+        """Be known by ``name`` for as long as this process is connected: see :meth:`left`."""
+        self._line.hold(self._prefix + name)
+
+    def left(self, prefix: str) -> dict[str, float]:
+        """Who held a name that begins with ``prefix`` and is not connected any more: seconds by name.
+
+        The kernel ends the connection of a process that dies; that of a host which dies stays.
+        """
+        found: dict[str, float] = self._line.ask("left", self._prefix + prefix)
+        return {name.removeprefix(self._prefix): secs for name, secs in found.items()}
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; raises TimeoutError."""
         secs = self._timeout_secs if timeout is None else timeout.total_seconds()
@@ -217,7 +257,12 @@ class _Line:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._refused_until = 0.0
+        self._held: set[str] = set()
         self.local_address = ""
+
+    def hold(self, name: str) -> None:
+        self._held.add(name)
+        self.ask("hold", name)
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         with self._lock:
@@ -267,6 +312,9 @@ class _Line:
         if self._channel is None:
             self._channel = knock(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
             self.local_address = self._channel.local_address
+            for name in list(self._held):
+                self._channel.send(["hold", name])
+                self._channel.receive()
         return self._channel
 
     def _drop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -88,6 +89,25 @@ def test_what_is_no_request_is_refused_and_the_line_goes_on(
     with pytest.raises(StoreError, match="refuses add"):
         store.add("key", "x")  # type: ignore[arg-type]
     assert not store.check(["key"])
+
+
+def test_who_held_a_name_and_is_gone_is_known_until_it_is_back(
+    server: KeyValueServer, store: KeyValueStore
+) -> None:
+    one = KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/")
+    one.hold("here/a")
+    one.hold("here/b")
+    assert store.left("job/") == {}
+    one.close()
+    deadline = time.monotonic() + 30
+    while len(store.left("job/here/")) < 2:
+        assert time.monotonic() < deadline
+    assert store.left("job/here/").keys() == {"job/here/a", "job/here/b"}
+    assert 0 <= store.left("job/here/a")["job/here/a"] < 30
+    assert store.left("other/") == {}
+    # It is known by its names again with its next request, and by the names alone that it sees.
+    assert one.left("here/") == {}
+    assert store.left("job/") == {}
 
 
 def test_p6_a_server_that_was_started_again_is_found_at_once() -> None:

@@ -194,8 +194,8 @@ def find_recoveries(lives: Sequence[Incarnation], failures: Sequence[Failure]) -
 
 
 def failure_to_step(life: Incarnation, failed_at: float) -> dict[str, float]:
-    """Parts in seconds of the time from the failure to the first step, of the node that took longest; empty: none
-    are known."""
+    """Seconds of the parts of the time from the failure to the first step, on the node that took longest;
+    empty: none are known."""
     seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
     if not seen:
         return {}
