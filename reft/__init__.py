@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reft.hook.on_import import hook_imports
 
 if TYPE_CHECKING:
+    from reft import data
     from reft.config import ReftConfig
     from reft.data.resumable import resumable
     from reft.errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "UnsupportedStateError",
     "attach",
     "attach_megatron",
+    "data",
     "initialize",
     "pause_watch",
     "resumable",
@@ -76,6 +78,8 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     # On first use: a job without the block finds none of it imported (P10), and commands stay light.
+    if name == "data":
+        return import_module("reft.data")
     if name not in __all__:
         raise AttributeError(f"module 'reft' has no attribute {name!r}")
     return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)

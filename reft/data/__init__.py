@@ -1,1 +1,25 @@
-"""Where training is in its data: an order that can be resumed."""
+"""Data that is consumed exactly once: loaders whose position is part of the version."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reft.data.loading import loader
+    from reft.data.sample_rng import sample_seed
+    from reft.data.streaming import stream
+
+__all__ = ["loader", "sample_seed", "stream"]
+
+_ELSEWHERE = {
+    "loader": "reft.data.loading",
+    "sample_seed": "reft.data.sample_rng",
+    "stream": "reft.data.streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'reft.data' has no attribute {name!r}")
+    return getattr(import_module(_ELSEWHERE[name]), name)

@@ -24,6 +24,14 @@ def _mix_int(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def mix(*keys: int) -> int:
+    """64 bits that follow from all ``keys``, any integers, in their order."""
+    mixed = 0
+    for key in keys:
+        mixed = _mix_int(mixed ^ (key & _MASK64))
+    return mixed
+
+
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The same on an array; products wrap modulo 2^64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
@@ -46,9 +54,7 @@ class Permutation:
             raise ValueError(f"a permutation of {n} values; expected between 1 and 2^62")
         self.n = n
         self._half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-        key = 0
-        for part in keys:
-            key = _mix_int(key ^ (part & _MASK64))
+        key = mix(*keys)
         self._round_keys = [np.uint64(_mix_int(key + index)) for index in range(_ROUNDS)]
 
     def __call__(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:

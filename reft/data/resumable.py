@@ -10,18 +10,17 @@ Without reft attached it is the loader.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from reft.data.ahead import DISPATCHED, ITERATION, is_dispatcher, is_shard
+from reft.data.loading import Loader
 from reft.data.passes import Pass, Position, is_loader, iterates_itself, of_inner
+from reft.data.registry import Registry
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
 
-_named: weakref.WeakValueDictionary[str, ResumableLoader] = weakref.WeakValueDictionary()
-_waiting: dict[str, Position] = {}
-"""Positions of a version whose loaders the script has not made yet."""
+LOADERS: Registry[Position] = Registry("reft.resumable(loader")
 
 
 class ResumableLoader:
@@ -31,7 +30,7 @@ class ResumableLoader:
         self._loader = loader
         self._name = name
         self._pass: Pass | None = None
-        self._restored: Position | None = _waiting.pop(name, None)
+        self._restored: Position | None = LOADERS.take_waiting(name)
         self._moved = False
         """Whether a version was loaded while a pass is being read that cannot move."""
 
@@ -50,11 +49,7 @@ class ResumableLoader:
         return 0 if self._pass is None else self._pass.number
 
     def __iter__(self) -> Iterator[Any]:
-        if _named.get(self._name) is not self:
-            raise ConfigError(
-                f"found two loaders that are resumable under the name {self._name!r}; expected one name "
-                f"each: write reft.resumable(loader, name='...')"
-            )
+        LOADERS.require_named(self._name, self)
         return self._of_shard() if is_shard(self._loader) else self._begin(self._loader)
 
     def _of_shard(self) -> Iterator[Any]:
@@ -84,6 +79,9 @@ class ResumableLoader:
         self._pass = one
         return one
 
+    def wrong(self) -> None:
+        """Its samples are dealt out by the script."""
+
     def position(self) -> Position | None:
         """None where no pass was begun."""
         restored = self._to_go_on_at()
@@ -110,6 +108,9 @@ class ResumableLoader:
 def resumable(loader: Any, name: str = "data") -> Any:
     """Have the position of a ``DataLoader`` restored with the training state, to the batch and the bit.
 
+    The loader's own order is kept. What :func:`reft.data.loader` makes goes on at another data-parallel
+    degree too, and is resumable already: it is returned as it is.
+
     Args:
         loader: a ``torch.utils.data.DataLoader``, or what Accelerate's ``prepare`` made of one.
         name: where a script has several, one for each; the same after a restart.
@@ -117,6 +118,8 @@ def resumable(loader: Any, name: str = "data") -> Any:
     Raises:
         ConfigError: it is no ``DataLoader``, or of a subclass with an ``__iter__`` of its own.
     """
+    if isinstance(loader, Loader):
+        return loader
     if is_dispatcher(loader):
         raise ConfigError(f"found {DISPATCHED}")
     if not is_loader(loader):
@@ -130,21 +133,6 @@ def resumable(loader: Any, name: str = "data") -> Any:
             f"expected torch.utils.data.DataLoader's, whose order can be resumed. Keep the position of other "
             f"data in reft.attach(engine, client_state=...)"
         )
-    made = _named[name] = ResumableLoader(loader, name)
+    made = ResumableLoader(loader, name)
+    LOADERS.add(name, made)
     return made
-
-
-def positions() -> dict[str, Position]:
-    """Where the resumable loaders of this process are, by name."""
-    found = {name: loader.position() for name, loader in _named.items()}
-    return {name: position for name, position in found.items() if position is not None}
-
-
-def restore(saved: dict[str, Position]) -> None:
-    """Bring the loaders back, those too that the script makes later."""
-    _waiting.clear()
-    for name, position in saved.items():
-        if name in _named:
-            _named[name].go_to(position)
-        else:
-            _waiting[name] = position

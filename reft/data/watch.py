@@ -28,12 +28,34 @@ from reft.data.passes import (
 from reft.state.rng import capture_host_rng, restore_host_rng, restore_rng
 
 
+class Read(Protocol):
+    """A pass that is read.
+
+    Attributes:
+        loader: torch's.
+        taken: batches that were taken.
+        counts: see :class:`~reft.data.passes.Pass`.
+        resumable: whether reft brings it back by itself.
+    """
+
+    counts: bool
+
+    @property
+    def taken(self) -> int: ...
+
+    @property
+    def loader(self) -> Any: ...
+
+    @property
+    def resumable(self) -> bool: ...
+
+
 class Listener(Protocol):
     """Who wants to know what is read."""
 
-    def before_batch(self, one: Pass) -> None: ...
+    def before_batch(self, one: Read) -> None: ...
 
-    def after_batch(self, one: Pass) -> None: ...
+    def after_batch(self, one: Read) -> None: ...
 
 
 class Resuming:
@@ -77,7 +99,12 @@ class Resuming:
         one.era = self
         return one
 
-    def before_batch(self, one: Pass, watch: Watch) -> None:
+    def before_batch(self, one: Read, watch: Watch) -> None:
+        if not isinstance(one, Pass):
+            # Of reft.data.loader: it is where the version was, and draws nothing.
+            if self._is_training():
+                restore_rng(self._rng)
+            return
         if not self._concerns(one.loader):
             return
         if one.era is not self and one.taken == 0:
@@ -169,13 +196,17 @@ class Watch:
         one.era = self.resuming
         return one
 
-    def before_batch(self, one: Pass) -> None:
+    @property
+    def is_watching(self) -> bool:
+        return bool(self._listeners)
+
+    def before_batch(self, one: Read) -> None:
         if self.resuming is not None:
             self.resuming.before_batch(one, self)
         for listener in self._listeners:
             listener.before_batch(one)
 
-    def after_batch(self, one: Pass) -> None:
+    def after_batch(self, one: Read) -> None:
         for listener in self._listeners:
             listener.after_batch(one)
 

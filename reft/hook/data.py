@@ -6,7 +6,8 @@ What is followed, and restored:
   reft's own sampler);
 - an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
   ``training_data`` too;
-- loaders that the script has made :func:`reft.resumable`.
+- loaders that the script has made :func:`reft.resumable`;
+- loaders of :func:`reft.data.loader`, whose position is one of the whole job.
 
 A ``DataLoader`` that the script iterates over in a loop of its own is watched: the script has to go to where
 it was, and whether it did is checked. Everything else belongs into the client state. What is not followed is
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data import resumable
+from reft.data import loading, place, resumable
 from reft.data.ahead import DISPATCHED, is_dispatched, is_shard
 from reft.data.passes import (
     Pass,
@@ -34,7 +36,7 @@ from reft.data.passes import (
     iterates_itself,
     reads_lazily,
 )
-from reft.data.watch import WATCH, Resuming
+from reft.data.watch import WATCH, Read, Resuming
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ _LINES_PLAIN = """
     loader = reft.resumable(loader)
     for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
+_LINES_OWN = """
+    loader = reft.data.loader(dataset, batch_size)    # or reft.data.stream(paths, batch_size)"""
 _LINES_PIPELINE = """
     engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
 _LINES_STATE = """
@@ -65,17 +69,21 @@ class DataPosition:
 
     Args:
         engine: the engine; loaders are watched from now on.
+        replica: says which replica it trains, and how many there are; None: nobody is told.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
+        self._replica = replica
         self._pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
         self._stateful_saved: Any = None
+        self._source: Any = None
+        """What ``train_batch`` was given."""
         self._repeating = False
         self._inside = False
-        self._maybe: list[Pass] = []
+        self._maybe: list[Read] = []
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
@@ -83,7 +91,7 @@ class DataPosition:
         """Whether batches were read ahead by the script, or since the last version."""
         self._goes_there = True
         """Whether batches that were read may be those that the script skips."""
-        self._pass: Pass | None = None
+        self._pass: Read | None = None
         self._known = False
         self._saved: Position | None = None
         self._lost: Position | None = None
@@ -92,11 +100,17 @@ class DataPosition:
         """The captured position that was restored, until training reads on."""
         self._left_to_program = False
         WATCH.join(self)
+        if replica is not None:
+            place.tell(replica)
         if self._pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))
 
     def close(self) -> None:
         WATCH.leave(self)
+        if self._replica is not None:
+            place.withdraw(self._replica)
+        self._pass = self._source = None
+        self._maybe.clear()
 
     def leave_to_program(self) -> None:
         """The program makes its loaders at the position that it finds in its client state."""
@@ -107,12 +121,12 @@ class DataPosition:
 
     # -- what training reads -----------------------------------------------------------------------
 
-    def before_batch(self, one: Pass) -> None:
-        if self._inside and self._repeating and self._saved is not None:
+    def before_batch(self, one: Read) -> None:
+        if isinstance(one, Pass) and self._inside and self._repeating and self._saved is not None:
             one.go_to(self._saved)
             self._saved = None
 
-    def after_batch(self, one: Pass) -> None:
+    def after_batch(self, one: Read) -> None:
         if threading.get_ident() != self._thread:
             self._elsewhere = True  # read ahead: how far is not known
         elif self._inside:
@@ -123,7 +137,7 @@ class DataPosition:
         elif not self._pipeline:
             self._maybe.append(one)
 
-    def _take(self, passes: list[Pass]) -> None:
+    def _take(self, passes: list[Read]) -> None:
         for one in passes:
             if one.loader.dataset is not passes[-1].loader.dataset:
                 continue  # an evaluation, read since the last step
@@ -138,7 +152,7 @@ class DataPosition:
             self._stateful = iterator
             self._apply_stateful()
         source = iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
-        self._repeating = _is_repeating(source)
+        self._source, self._repeating = source, _is_repeating(source)
         _watch_begun(source)
         self._micro_batches += int(self._engine.gradient_accumulation_steps())
         self._inside = True
@@ -185,10 +199,12 @@ class DataPosition:
         found: dict[str, Any] = {}
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
-        if self._known and self._pass is not None:
+        if self._known and isinstance(self._pass, Pass):
             found["pass"] = self._pass.position().encode()
-        if loaders := resumable.positions():
+        if loaders := resumable.LOADERS.positions():
             found["resumable"] = {name: position.encode() for name, position in loaders.items()}
+        if samples := loading.LOADERS.positions():
+            found["samples"] = samples
         return found
 
     def _settle(self) -> None:
@@ -214,7 +230,9 @@ class DataPosition:
         self._saved, self._check = position, None
         if not self._pipeline:
             self._saved, self._check = None, position
-        resumable.restore({name: Position.decode(p) for name, p in state.get("resumable", {}).items()})
+        loaders = state.get("resumable", {})
+        resumable.LOADERS.restore({name: Position.decode(p) for name, p in loaders.items()})
+        loading.LOADERS.restore(state.get("samples", {}))
         if "iterator" in state:
             self._stateful_saved = state["iterator"]
             self._apply_stateful()
@@ -242,9 +260,17 @@ class DataPosition:
             return None
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
-        if resumable.positions():
-            return None if not self._ahead else _AHEAD
+        if self._comes_back():
+            return loading.LOADERS.wrong() or (_AHEAD if self._ahead else None)
         return self._advice_for_loop()
+
+    def _comes_back(self) -> bool:
+        """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
+        all the same."""
+        if isinstance(self._pass, Pass) or self._pass is None:
+            reads = resumable.LOADERS.positions()
+            return bool(reads) or (self._pass is None and bool(loading.LOADERS.positions()))
+        return True
 
     def _advice_for_loop(self) -> str | None:
         """On what the script reads without a wrapper of reft's."""
@@ -259,13 +285,23 @@ class DataPosition:
             )
         loader = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
         return (
-            f"the position in the data is not known: it comes from something else than one DataLoader. After "
-            f"a failure the job goes on with other data, unless batches follow from engine.global_steps. "
-            f"Write{loader}\nor keep the position yourself:{_LINES_STATE}"
+            f"the position in the data is not known: it comes from something else than one DataLoader"
+            f"{_named(self._source)}. After a failure the job goes on with other data, unless batches follow "
+            f"from engine.global_steps. Write{_LINES_OWN}{loader}\n"
+            f"or keep the position yourself:{_LINES_STATE}"
         )
 
 
-def _is_behind(one: Pass, expected: Position) -> bool:
+def _named(source: Any) -> str:
+    """What ``train_batch`` was given, in words."""
+    if source is None:
+        return ""
+    kind = type(source)
+    own = getattr(source, "__qualname__", None)  # of a generator
+    return f" ({kind.__name__} {own})" if own else f" ({kind.__module__}.{kind.__qualname__})"
+
+
+def _is_behind(one: Read, expected: Position) -> bool:
     """Whether the batch just taken is the one that follows ``expected``."""
     return one.taken == (1 if expected.complete else expected.taken + 1) or (
         expected.complete and one.taken == expected.taken + 1

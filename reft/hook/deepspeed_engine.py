@@ -59,7 +59,7 @@ class DeepSpeedEngine:
         self.adapter = adapter_for(engine)
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
-        self.data = DataPosition(engine)
+        self.data = DataPosition(engine, self._replica)
         self.resizing = Resizing(self.adapter, self.micro_batches)
 
     @property
@@ -68,6 +68,10 @@ class DeepSpeedEngine:
 
     def place(self) -> tuple[Coordinate, Degrees]:
         return coordinate_of(self.engine)
+
+    def _replica(self) -> tuple[int, int]:
+        coordinate, degrees = self.place()
+        return coordinate.dp, degrees.dp
 
     def shapes(self) -> str:
         return shapes_of(type(self.engine.module).__qualname__, self.engine.module.named_parameters())

@@ -73,7 +73,7 @@ class Resizing:
             logger.warning(
                 "the position in the data was counted in batches of one replica and cannot be taken from %s: "
                 "the script has to go to where the job was, by engine.global_samples or its client state, or "
-                "trains on other samples",
+                "trains on other samples. The position of reft.data.loader(dataset, ...) is one of the job",
                 resize,
             )
 

@@ -97,7 +97,7 @@ class ScriptLook:
         loaders = {
             _text(node.targets[0])
             for node in made
-            if isinstance(node.value, ast.Call) and _name(node.value) == "resumable"
+            if isinstance(node.value, ast.Call) and _is_resumable(node.value)
         }
         for inner in (node for node in ast.walk(self._tree) if isinstance(node, ast.For)):
             read = {_text(part) for part in ast.walk(inner.iter) if isinstance(part, ast.expr)} & loaders
@@ -180,7 +180,7 @@ class ScriptLook:
             )
 
     def _data(self) -> Iterator[Finding]:
-        if any(self._named("resumable", "train_batch")):
+        if any(_is_resumable(call) or _name(call) == "train_batch" for call in self._calls):
             return
         for call in self._named("DataLoader"):
             workers = _keyword(call, "num_workers")
@@ -259,6 +259,11 @@ def _key_read(node: ast.AST, states: Set[str]) -> str | None:
         owner = getattr(node.func, "value", None)
         return _text(node.args[0]) if owner is not None and _text(owner) in states else None
     return None
+
+
+def _is_resumable(call: ast.Call) -> bool:
+    """Whether it makes a loader that knows its pass."""
+    return _name(call) == "resumable" or _text(call.func) in ("reft.data.loader", "reft.data.stream")
 
 
 def _name(call: ast.Call) -> str:

@@ -196,6 +196,33 @@ def resumable(life: Life) -> None:
         engine.train()
 
 
+def loader(life: Life) -> None:
+    """reft's own, with worker processes that draw numbers."""
+    engine = life.plain()
+    made = reft.data.loader(Samples(), MICRO_BATCH, shuffle=True, seed=2, num_workers=2)
+    life.load()
+    evaluation = reft.data.loader(Samples(), 2 * MICRO_BATCH, shuffle=True, name="evaluation")
+    for _ in range(made.epoch, 100):
+        for batch in made:
+            life.micro_step(batch)
+            if life.over:
+                return
+        engine.eval()
+        for x, _ in evaluation:
+            engine(x)
+        engine.train()
+
+
+def loader_repeating(life: Life) -> None:
+    samples = Samples()
+    data = iter(RepeatingLoader(reft.data.loader(samples, MICRO_BATCH, shuffle=True)))
+    life.pipeline()
+    life.load()
+    while not life.over:
+        life.batch(data)
+        life.loaded = life.loaded or samples.loaded
+
+
 # -- pipelines ------------------------------------------------------------------------------------------
 
 
@@ -283,6 +310,8 @@ SCRIPTS: tuple[Script, ...] = (
     skips_all,
     draws_without_a_loader,
     resumable,
+    loader,
+    loader_repeating,
     repeating,
     repeating_workers,
     repeating_made_before_the_engine,
@@ -307,10 +336,15 @@ def starts_anew(life: Life) -> None:
                 return
 
 
-def reads_ahead(life: Life) -> None:
+def loader_read_ahead(life: Life) -> None:
+    reads_ahead(life, lambda: reft.data.loader(Samples(), MICRO_BATCH, shuffle=True))
+
+
+def reads_ahead(life: Life, make: Callable[[], Any] | None = None) -> None:
     """A resumable loader of which a batch is taken before the last one is trained on."""
     life.plain()
-    loader = reft.resumable(DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True))
+    torchs = DataLoader(Samples(), batch_size=MICRO_BATCH, shuffle=True)
+    loader = reft.resumable(torchs) if make is None else make()
     life.load()
     data = iter(RepeatingLoader(loader))
     batch = next(data)
@@ -400,7 +434,7 @@ def main(root: Path) -> dict[str, Any]:
     logging.getLogger("reft").addHandler(heard)
     logging.getLogger("reft").setLevel(logging.INFO)
     out: dict[str, Any] = {}
-    for script in (*SCRIPTS, starts_anew, reads_ahead, mixes):
+    for script in (*SCRIPTS, starts_anew, reads_ahead, loader_read_ahead, mixes):
         name = script.__name__
         block = {"enabled": True, "job_id": name, "memory_dir": str(root / "memory")}
         undisturbed = live(script, None, STEPS, root / "none", heard)

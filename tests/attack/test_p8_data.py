@@ -28,13 +28,15 @@ def test_p8_every_micro_step_is_the_undisturbed_runs(result: dict, script: str) 
     assert [life["from"] for life in found["lives"]] == [0, *STOPS]
 
 
-@pytest.mark.parametrize("script", ["resumable", "repeating"])
+@pytest.mark.parametrize("script", ["resumable", "repeating", "loader_repeating"])
 def test_p8_nothing_that_was_taken_is_loaded_again(result: dict, script: str) -> None:
     lives = result[script]["lives"]
     assert lives[1]["loaded"] <= GAS * MICRO_BATCH, "seven steps had been taken, four samples are a batch"
 
 
-@pytest.mark.parametrize("script", ["resumable", "repeating", "repeating_workers", "own_loader"])
+@pytest.mark.parametrize(
+    "script", ["resumable", "loader", "loader_repeating", "repeating", "repeating_workers", "own_loader"]
+)
 def test_p12_nothing_is_said_of_data_that_comes_back(result: dict, script: str) -> None:
     assert not [line for life in result[script]["lives"] for line in life["heard"] if "the data" in line]
 
@@ -49,10 +51,13 @@ def test_p12_data_from_nowhere_is_told(result: dict) -> None:
     for script in ("mixes", "draws_without_a_loader"):
         first = result[script]["lives"][0]
         assert any("is not known" in line and "client_state" in line for line in first["heard"])
+        assert any("reft.data.loader(dataset, batch_size)" in line for line in first["heard"])
+    assert any("(generator mixes.<locals>.generate)" in line for line in result["mixes"]["lives"][0]["heard"])
 
 
-def test_p12_a_resumable_loader_that_is_read_ahead_is_told(result: dict) -> None:
-    assert any("read ahead of training" in line for line in result["reads_ahead"]["lives"][0]["heard"])
+@pytest.mark.parametrize("script", ["reads_ahead", "loader_read_ahead"])
+def test_p12_a_resumable_loader_that_is_read_ahead_is_told(result: dict, script: str) -> None:
+    assert any("read ahead of training" in line for line in result[script]["lives"][0]["heard"])
 
 
 def test_a_script_that_went_there_by_itself_is_not_warned_when_it_resumes(result: dict) -> None:

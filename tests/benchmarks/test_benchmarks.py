@@ -240,3 +240,19 @@ def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
     largest = result["computed"][-1]
     assert largest["ranks"] == 16384
     assert largest["most_connections_of_the_tree"] <= 64
+
+
+def test_to_resume_at_any_sample_one_batch_is_read(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "resume_data.py"), "--quick", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_SECS,
+    )
+    rows = json.loads(done.stdout)["rows"]
+    assert {(row["way"], row["sample"]) for row in rows} == {
+        (way, at) for way in ("reft.data.loader", "reft.resumable") for at in (10, 10_000)
+    }
+    assert {row["samples_read"] for row in rows} == {4}

@@ -130,6 +130,7 @@ engine = deepspeed.initialize(model=model)[0]
     engine.step()
 """
 PASSES = "engine.load_checkpoint(save_dir)\nloader = reft.resumable(DataLoader(data))"
+OWN = "engine.load_checkpoint(save_dir)\nloader = reft.data.loader(data, 4)"
 LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < steps:"
 
 
@@ -158,6 +159,7 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (f"_, state = {LOAD}\nstart = state['i'] + 1", LOOP, "client_state=lambda: {'i': ...}"),
         (f"path, state = {LOAD}\nif path: best = state.get('best', 0)", LOOP, "does not have it"),
         (PASSES, "for epoch in range(3):\n  for x in loader:", "Write for epoch in range(loader.epoch, 3)"),
+        (OWN, "for epoch in range(3):\n  for x in loader:", "Write for epoch in range(loader.epoch, 3)"),
         (PASSES, "for e in range(args.epochs):\n  for i, x in enumerate(loader):", "train N passes too many"),
     ],
 )
@@ -184,6 +186,8 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
         (LOAD, "for step in range(steps):\n  if step >= start:"),
         (LOAD, "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()"),
         (PASSES, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
+        (OWN, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
+        (f"{LOAD}\nloader = reft.data.stream('*.tar')\nevaluation = DataLoader(data)", LOOP),
         (PASSES, "while loader.epoch < 3:\n  for x in loader:"),
         (PASSES, "for epoch in range(3):\n  if epoch < loader.epoch: continue\n  for x in loader:"),
         (PASSES, "for x in loader:"),

@@ -206,10 +206,10 @@ def test_resumable_loaders_have_names_and_positions_that_wait_for_them() -> None
             pass
     iterator = iter(loader)
     behind = [next(iterator)[0].tolist() for _ in range(2)][1:]
-    saved = resumable.positions()["other"]
+    saved = resumable.LOADERS.positions()["other"]
     behind += [x[0].tolist() for x in iterator]
     del loader, iterator
-    resumable.restore({"other": saved})
+    resumable.LOADERS.restore({"other": saved})
     later = reft.resumable(LOADERS["shuffled"](), name="other")
     assert later.epoch == 2
     assert [x[0].tolist() for x in later] == behind[1:]

@@ -95,6 +95,15 @@ LOADERS = {
         "the same, the loader with worker processes",
         "goes on behind the last batch; random numbers drawn in workers begin anew",
     ),
+    "loader": (
+        "`loader = reft.data.loader(dataset, ...)`, with worker processes",
+        "goes on behind the last batch, at another data-parallel degree too; random numbers drawn in workers are "
+        "the undisturbed run's",
+    ),
+    "loader_repeating": (
+        "`train_batch(it)`, `it = iter(RepeatingLoader(reft.data.loader(...)))`",
+        "likewise",
+    ),
     "resumable": ("`loader = reft.resumable(loader)`, plain engine", "goes on behind the last batch"),
     "prepared": (
         "`loader = reft.resumable(accelerator.prepare(loader))`, which reads a batch ahead",
@@ -117,6 +126,7 @@ LOADERS = {
         "position unknown; a warning at the first step, unless client state is attached",
     ),
     "reads_ahead": ("`reft.resumable`, read ahead by the script", "a warning at the first step"),
+    "loader_read_ahead": ("`reft.data.loader`, read ahead by the script", "a warning at the first step"),
 }
 _ENGINES = {"pipe": "PipelineEngine", "plain": "DeepSpeedEngine"}
 

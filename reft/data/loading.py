@@ -1,0 +1,328 @@
+"""A ``DataLoader`` whose position is part of the version, at every data-parallel degree.
+
+    loader = reft.data.loader(dataset, batch_size=4, shuffle=True, seed=1, num_workers=3)
+    for epoch in range(loader.epoch, epochs):
+        for batch in loader:
+            ...
+
+torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads follows
+from :mod:`reft.data.order`, and random numbers of a sample from :mod:`reft.data.sample_rng`. The position
+counts what was handed out, not what was read ahead; to come back sets two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from reft.data import place
+from reft.data.order import Deal, JobPosition, Order, SampleOrder, decode, encode
+from reft.data.passes import raw_iterator
+from reft.data.registry import Registry
+from reft.data.sample_rng import SeededCollation, SeededDataset
+from reft.data.watch import WATCH
+from reft.errors import ConfigError
+
+LOADERS: Registry[dict[str, Any]] = Registry("reft.data.loader(dataset")
+_DECIDED = {
+    "sampler": "the order follows from shuffle and seed",
+    "batch_sampler": "the order follows from shuffle and seed",
+    "generator": "give seed=",
+}
+"""What ``DataLoader`` takes and a position of the whole job does not allow."""
+
+
+class _Batches:
+    """A batch sampler of one replica from a position on: lists of (epoch, sample)."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._deal: Deal | None = None
+        self._rank = 0
+        self._at = JobPosition()
+
+    def begin_at(self, at: JobPosition, deal: Deal, rank: int) -> None:
+        self._at, self._deal, self._rank = at, deal, rank
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        assert self._deal is not None
+        at, deal, rank = self._at, self._deal, self._rank
+        while count := deal.next(at):
+            yield self._order.part(at.consumed, count, deal.part(count, rank))
+            at = deal.behind(at)
+
+
+class Progress:
+    """Of one pass; it outlives the iterator, and does not keep the loader alive."""
+
+    def __init__(self, began: JobPosition) -> None:
+        self.moves = 0
+        """How often a version has taken it elsewhere."""
+        self.go_to(began)
+
+    def go_to(self, at: JobPosition) -> None:
+        self.began = self.at = at
+        self.taken = 0
+        self.counts = False
+        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.era = WATCH.resuming
+        self.moves += 1
+
+
+class Reading:
+    """The iterator of one pass."""
+
+    resumable = True
+
+    def __init__(self, owner: Loader, progress: Progress) -> None:
+        self._owner = owner
+        self._progress = progress
+        self._inner: Iterator[Any] = iter(())
+        self._moves = 0
+
+    @property
+    def loader(self) -> Any:
+        """torch's."""
+        return self._owner.inner
+
+    @property
+    def taken(self) -> int:
+        return self._progress.taken
+
+    @property
+    def counts(self) -> bool:
+        return self._progress.counts
+
+    @counts.setter
+    def counts(self, counts: bool) -> None:
+        self._progress.counts = counts
+
+    def __iter__(self) -> Reading:
+        return self
+
+    def __next__(self) -> Any:
+        WATCH.before_batch(self)
+        progress = self._progress
+        if self._moves != progress.moves:
+            # What was read ahead from elsewhere is dropped.
+            self._moves, self._deal = progress.moves, self._owner.deal
+            self._inner = self._owner.read_from(progress.at)
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            progress.counts = True
+            raise
+        progress.at = self._deal.behind(progress.at)
+        progress.taken += 1
+        progress.counts = progress.counts or not WATCH.is_watching
+        WATCH.after_batch(self)
+        return batch
+
+
+class Loader:
+    """Made by :func:`loader` and :func:`reft.data.stream`.
+
+    Attributes:
+        dataset: what is read.
+        batch_size: samples of a replica in a micro-batch.
+        drop_last: whether what does not fill a micro-batch is left out.
+        inner: torch's ``DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: Order,
+        *,
+        seed: int,
+        batch_size: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        replica: tuple[int, int] | None,
+        name: str,
+        options: dict[str, Any],
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
+        for option, instead in _DECIDED.items():
+            if options.get(option) is not None:
+                raise ConfigError(
+                    f"reft.data.loader takes no {option}: {instead}. For an order of your own write "
+                    f"loader = reft.resumable(DataLoader(...))"
+                )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._order = order
+        self._batches = _Batches(order)
+        self._given = replica
+        self._name = name
+        self.inner: DataLoader[Any] = DataLoader(
+            SeededDataset(dataset, seed),  # type: ignore[arg-type]
+            batch_sampler=self._batches,
+            collate_fn=SeededCollation(collate_fn or default_collate),  # type: ignore[arg-type]
+            # Beginning a pass draws nothing from the generator that training uses.
+            generator=torch.Generator(),
+            **options,
+        )
+        self._progress: Progress | None = None
+        self._restored: JobPosition | None = None
+        LOADERS.add(name, self)
+        if (saved := LOADERS.take_waiting(name)) is not None:
+            self._restored = decode(saved, order, name)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This rank's replica, and how many there are."""
+        return self._given or place.replica()
+
+    @property
+    def deal(self) -> Deal:
+        """How samples are dealt out at the degree of this start."""
+        return Deal(self._order.size, self.batch_size, self.replica[1], self.drop_last)
+
+    def __len__(self) -> int:
+        """Batches of a whole pass."""
+        return len(self.deal)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
+        restored = self._to_go_on_at()
+        if restored is not None:
+            return restored.epoch
+        return 0 if self._progress is None else self._progress.at.epoch
+
+    def __iter__(self) -> Reading:
+        LOADERS.require_named(self._name, self)
+        self._progress = Progress(self._beginning())
+        return Reading(self, self._progress)
+
+    def _beginning(self) -> JobPosition:
+        restored, progress = self._to_go_on_at(), self._progress
+        if progress is not None and progress.counts:
+            return self.deal.next_pass(progress.at)
+        return restored or (JobPosition() if progress is None else progress.began)
+
+    def read_from(self, at: JobPosition) -> Iterator[Any]:
+        """torch's iterator over what is left of a pass."""
+        self._batches.begin_at(at, self.deal, self.replica[0])
+        return raw_iterator(self.inner)
+
+    def _to_go_on_at(self) -> JobPosition | None:
+        """The restored position, until a step is trained from it, or its pass read to the end: passes begun
+        before begin there."""
+        one = self._progress
+        if one is not None and (one.counts or one.era is None or one.era is not WATCH.resuming):
+            self._restored = None
+        return self._restored
+
+    def position(self) -> dict[str, Any] | None:
+        """Plain values; None where no pass was begun."""
+        at = self._to_go_on_at()
+        if at is None and self._progress is not None:
+            at = self._progress.at
+        return None if at is None else encode(at, self._order)
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        """Go on behind ``position``, in a pass that is being read too.
+
+        Raises:
+            ConfigError: it belongs to other data or another order.
+        """
+        self._restored = decode(position, self._order, self._name)
+        if self._progress is not None:
+            self._progress.go_to(self._restored)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for checkpoints of one's own; reft needs no call of it."""
+        return self.position() or encode(JobPosition(), self._order)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the position of a :meth:`state_dict`, taken at any data-parallel degree.
+
+        Raises:
+            ConfigError: it belongs to other data or another order.
+        """
+        self.go_to(state)
+
+    def wrong(self) -> str | None:
+        """Why not every sample would be trained on once, and what to write; None: it would."""
+        known = place.replica()
+        if self._given is None or self._given == known:
+            return None
+        return (
+            f"the loader {self._name!r} deals out samples for replica {self._given[0]} of {self._given[1]}, "
+            f"but this rank trains replica {known[0]} of {known[1]}: samples are trained on twice, or not at "
+            f"all. Leave dp_rank and dp_size out: they are the engine's"
+        )
+
+
+def loader(
+    dataset: Any,
+    batch_size: int = 1,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    dp_rank: int | None = None,
+    dp_size: int | None = None,
+    name: str = "data",
+    **options: Any,
+) -> Loader:
+    """A loader in the place of torch's ``DataLoader``, which deals samples out to data-parallel replicas. Its
+    position is part of the version: after a failure, and at another data-parallel degree, every sample of an
+    epoch is trained on exactly once.
+
+    Args:
+        dataset: has a length, and gives a sample for an index.
+        batch_size: samples of a replica in a micro-batch.
+        shuffle: read in an order that follows from (seed, epoch).
+        seed: of the order, and of the samples' random numbers.
+        drop_last: leave out what does not fill a micro-batch; else the last one of a pass is smaller, its
+            samples spread evenly over the replicas.
+        collate_fn: makes a batch of a list of samples; None: torch's.
+        dp_rank: this rank's replica; None: the engine's, before there is one that of torch.distributed.
+        dp_size: number of replicas; None: likewise.
+        name: where a script has several, one for each; the same after a restart.
+        options: of ``DataLoader``: ``num_workers``, ``prefetch_factor``, ``pin_memory``,
+            ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``.
+
+    Raises:
+        ConfigError: the data set has no indices, or an option would decide the order.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"found {type(dataset).__module__}.{type(dataset).__qualname__}; expected a data set with a "
+            f"length and indices. Files of samples are read by reft.data.stream(paths, ...)"
+        )
+    return Loader(
+        dataset,
+        SampleOrder(len(dataset), seed, shuffle=shuffle),
+        seed=seed,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        replica=replica_of(dp_rank, dp_size),
+        name=name,
+        options=options,
+    )
+
+
+def replica_of(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None:
+    """What was given, checked; None where nothing was.
+
+    Raises:
+        ConfigError: one without the other, or no such replica.
+    """
+    if dp_rank is None and dp_size is None:
+        return None
+    if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:
+        raise ConfigError(
+            f"found dp_rank {dp_rank} and dp_size {dp_size}; expected 0 <= dp_rank < dp_size, or none"
+        )
+    return dp_rank, dp_size

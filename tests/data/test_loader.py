@@ -1,0 +1,415 @@
+"""reft.data.loader: every sample exactly once per epoch, whatever interrupts and at every degree (P8)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.utils import RepeatingLoader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import reft
+from reft.data.loading import LOADERS
+from reft.data.order import Deal, JobPosition, SampleOrder, decode, encode
+from reft.hook.data import DataPosition
+from reft.state.rng import capture_rng, restore_rng
+from tests.data.test_watch import Engine, Life, Pipeline
+
+Key = tuple[int, int]
+
+
+class Named:
+    """Samples that are their own number, with what the generators of all kinds say."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float, int]:
+        self.read.append(index)
+        seed = reft.data.sample_seed() >> 1
+        return index, random.random(), float(np.random.rand()), float(torch.rand(())), seed
+
+
+def noisy(samples: list[Any]) -> list[Any]:
+    """A collation that draws as well, as masking does."""
+    return [*samples, (random.random(), float(np.random.rand()), float(torch.rand(())), os.getpid() and 0)]
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+# -- which samples: pure ----------------------------------------------------------------------------------
+
+DEGREES = st.integers(1, 5)
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
+    """Per life the degree, the batch size, micro-batches that survive, and more that a failure undoes."""
+    one = st.tuples(DEGREES, st.integers(1, 4), st.integers(0, 9), st.integers(0, 4))
+    return draw(st.lists(one, min_size=1, max_size=6))
+
+
+def read(deal: Deal, order: SampleOrder, at: JobPosition) -> tuple[list[list[Key]], JobPosition]:
+    """What each replica gets of the next micro-batch, of the next pass where one is over."""
+    while not (count := deal.next(at)):
+        at = deal.next_pass(at)
+    parts = [order.part(at.consumed, count, deal.part(count, rank)) for rank in range(deal.dp_size)]
+    return parts, deal.behind(at)
+
+
+@given(st.integers(20, 70), lives(), st.booleans(), st.booleans())
+def test_every_sample_once_per_epoch_over_interruptions_and_degrees(
+    size: int, lived: list[tuple[int, int, int, int]], shuffle: bool, drop_last: bool
+) -> None:
+    order = SampleOrder(size, 3, shuffle=shuffle)
+    at, seen = JobPosition(), Counter[Key]()
+    for degree, batch_size, kept, lost in lived:
+        deal = Deal(size, batch_size, degree, drop_last)
+        version, survived = at, Counter(seen)
+        for number in range(kept + lost):
+            parts, at = read(deal, order, at)
+            assert all(parts), "a replica without a sample would leave a collective"
+            assert max(map(len, parts)) <= batch_size
+            seen.update(itertools.chain.from_iterable(parts))
+            if number < kept:
+                version, survived = at, Counter(seen)
+        at, seen = decode(encode(version, order), order, "data"), survived
+        assert set(seen.values()) <= {1}
+        if drop_last:
+            # What is missing of a pass that is over does not fill a micro-batch of any of the degrees.
+            gone = Counter(epoch for epoch, _ in seen)
+            assert all(size - gone[epoch] < 5 * 4 for epoch in range(at.epoch))
+        else:
+            places = np.arange(at.consumed)
+            wanted = order.part(0, len(places), slice(None))
+            assert seen == Counter(wanted)
+
+
+@given(st.integers(20, 300), DEGREES, st.integers(1, 4), st.booleans())
+def test_a_pass_is_as_long_as_the_loader_says(size: int, dp: int, batch: int, drop_last: bool) -> None:
+    deal, at, taken = Deal(size, batch, dp, drop_last), JobPosition(), 0
+    while deal.next(at):
+        at, taken = deal.behind(at), taken + 1
+    assert taken == len(deal)
+    left = deal.left(at)
+    assert left == (size % deal.full if drop_last else size % dp if batch == 1 else 0)
+
+
+def test_the_samples_of_a_step_are_those_of_every_degree() -> None:
+    """Twelve samples a step: as 4 x 3, 3 x 4, 2 x 3 x 2 and so on."""
+    order = SampleOrder(600, 1, shuffle=True)
+    found = set()
+    for degree, batch, micro_batches in ((4, 3, 1), (3, 4, 1), (2, 3, 2), (1, 4, 3), (12, 1, 1)):
+        deal, at, steps = Deal(600, batch, degree, True), JobPosition(), []
+        for _ in range(20):
+            step: list[Key] = []
+            for _ in range(micro_batches):
+                parts, at = read(deal, order, at)
+                step += itertools.chain.from_iterable(parts)
+            steps.append(tuple(step))
+        found.add(tuple(steps))
+    assert len(found) == 1
+
+
+# -- the loader -------------------------------------------------------------------------------------------
+
+
+def made(size: int = 23, rank: int = 0, dp: int = 1, **options: Any) -> Any:
+    return reft.data.loader(
+        options.pop("dataset", None) or Named(size),
+        options.pop("batch_size", 3),
+        **{"shuffle": True, "seed": 7, "dp_rank": rank, "dp_size": dp, "collate_fn": list} | options,
+    )
+
+
+def numbers(batch: list[Any]) -> list[int]:
+    return [sample[0] for sample in batch]
+
+
+@settings(max_examples=25)
+@given(st.integers(20, 60), lives(), st.booleans())
+def test_every_loader_of_a_job_goes_on_where_the_version_was(
+    size: int, lived: list[tuple[int, int, int, int]], drop_last: bool
+) -> None:
+    """The whole way: loaders of all ranks, states as they are in a version, prefetching aside."""
+    state, seen = None, Counter[int]()
+    total = 0
+    for degree, batch_size, kept, lost in lived:
+        options = {"batch_size": batch_size, "drop_last": drop_last}
+        ranks = [made(size, rank, degree, name=f"rank {rank}", **options) for rank in range(degree)]
+        for one in ranks:
+            if state is not None:
+                one.load_state_dict(state)
+        iterators = [RepeatingLoader(one) for one in ranks]
+        survived, state = Counter(seen), ranks[0].state_dict()
+        for number in range(kept + lost):
+            for one in iterators:
+                seen.update(numbers(next(one)))
+            assert len({str(one.state_dict()) for one in ranks}) == 1
+            if number < kept:
+                survived, state = Counter(seen), ranks[0].state_dict()
+        seen = survived
+        total = state["consumed"]
+    if not drop_last:
+        whole, rest = divmod(total, size)
+        assert set(seen.values()) <= {whole, whole + 1}
+        assert Counter(seen.values())[whole + 1] == rest
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched(persistent: bool) -> None:
+    seed(4)
+    here = capture_rng()
+    found = []
+    for workers in (0, 3):
+        options = {"num_workers": workers, "collate_fn": noisy}
+        one = made(persistent_workers=persistent and workers > 0, **options)
+        found.append([batch for _ in range(2) for batch in one])
+        assert str(capture_rng()) == str(here)
+    assert found[0] == found[1]
+    drawn = [sample[1:] for batch in found[0] for sample in batch]
+    assert len(set(drawn)) == len(drawn), "every sample of every epoch has numbers of its own"
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_p8_from_any_batch_on_it_is_the_undisturbed_pass_and_nothing_is_read_again(workers: int) -> None:
+    one = made(num_workers=workers, collate_fn=noisy)
+    wanted, states = [], []
+    for batch in itertools.chain(one, one):
+        wanted.append(batch)
+        states.append(one.state_dict())
+    for stop in range(0, len(wanted), 3 if workers else 1):
+        # What workers have read ahead by then is not consumed.
+        again = made(num_workers=workers, collate_fn=noisy)
+        again.load_state_dict(states[stop])
+        rest = [batch for _ in range(again.epoch, 2) for batch in again]
+        assert rest == wanted[stop + 1 :]
+        if not workers:
+            assert len(again.dataset.read) == sum(len(b) - 1 for b in rest), "a sample was replayed"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_that_is_loaded_moves_the_pass_that_is_being_read(workers: int) -> None:
+    one = made(num_workers=workers, persistent_workers=workers > 0)
+    iterator = iter(one)
+    next(iterator)
+    state = one.state_dict()
+    behind = [next(iterator) for _ in range(3)]
+    one.load_state_dict(state)
+    assert [next(iterator) for _ in range(3)] == behind
+
+
+@pytest.mark.parametrize("at", [10, 10_000_000])
+def test_nothing_is_read_or_drawn_on_the_way_to_a_sample(at: int) -> None:
+    """What is counted is what a replay would do: accesses of the data set, and of the order."""
+    one = made(20_000_000, collate_fn=list)
+    one.load_state_dict({**one.state_dict(), "consumed": at})
+    asked: list[int] = []
+    order = SampleOrder.part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleOrder, "part", lambda *args: asked.append(args[1]) or order(*args))
+        batch = next(iter(one))
+    assert asked == [at]
+    assert one.dataset.read == numbers(batch)
+    assert len(batch) == 3
+
+
+def test_epochs_are_other_orders_of_the_same_samples() -> None:
+    one = made()
+    orders = [[n for batch in one for n in numbers(batch)] for _ in range(3)]
+    assert all(sorted(order) == list(range(23)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert one.epoch == 2
+
+
+def test_without_shuffling_it_is_torchs_own_loader() -> None:
+    for drop_last in (False, True):
+        ours = reft.data.loader(range(23), 4, drop_last=drop_last, pin_memory=False)
+        theirs = DataLoader(range(23), 4, drop_last=drop_last)  # type: ignore[arg-type]
+        assert [b.tolist() for b in ours] == [b.tolist() for b in theirs]
+        assert len(ours) == len(theirs)
+
+
+def test_a_position_of_other_data_is_refused() -> None:
+    state = made(23).state_dict()
+    for other, what in (
+        (made(24), "samples 23"),
+        (made(23, seed=8), "seed 7"),
+        (made(shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(reft.ConfigError, match=f"was taken with {what}"):
+            other.load_state_dict(state)
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: reft.data.loader(Endless(), 4), r"reft\.data\.stream"),
+        (lambda: reft.data.loader(range(9), 4, sampler=range(9)), r"takes no sampler.*reft\.resumable"),
+        (lambda: reft.data.loader(range(9), 4, generator=torch.Generator()), "give seed="),
+        (lambda: reft.data.loader(range(9), 0), "batch_size 0"),
+        (lambda: reft.data.loader(range(9), 4, dp_rank=1), "dp_rank 1 and dp_size None"),
+        (lambda: len(reft.data.loader(range(9), 4, dp_rank=1, dp_size=10)), "9 samples for 10 replicas"),
+        (
+            lambda: len(reft.data.loader(range(9), 4, drop_last=True, dp_rank=1, dp_size=3)),
+            "expected at least 12",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(reft.ConfigError, match=said):
+        make()
+
+
+def test_a_seed_belongs_to_a_sample() -> None:
+    with pytest.raises(RuntimeError, match="__getitem__"):
+        reft.data.sample_seed()
+    assert get_worker_info() is None
+
+
+def test_it_is_resumable_already() -> None:
+    one = made(name="already")
+    assert reft.resumable(one) is one
+
+
+# -- under an engine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begin() -> Iterator[Any]:
+    begun: list[Life] = []
+
+    def make(engine: Engine | None = None) -> Life:
+        begun.append(Life(engine or Engine()))
+        return begun[-1]
+
+    yield make
+    for life in begun:
+        life.data.close()
+
+
+def tensors(rank: int = 0, dp: int = 1, **options: Any) -> Any:
+    return reft.data.loader(range(24), 4, shuffle=True, dp_rank=rank, dp_size=dp, name="engine", **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 6, 8])
+def test_p8_a_version_brings_the_loader_back(begin: Any, stop: int, workers: int) -> None:
+    torch.manual_seed(1)
+    life, one, saved = begin(), tensors(num_workers=workers), None
+    for _ in range(one.epoch, 2):
+        for batch in one:
+            assert life.train(batch) is None
+            if len(life.seen) == stop:
+                saved = life.data.state(), capture_rng()
+    assert saved is not None
+    assert life.data.advice() is None
+    wanted = life.seen
+    life.data.close()
+    del one, life
+
+    life = begin()
+    life.data.restore(*saved)  # before the script makes its loader
+    one = tensors(num_workers=workers)
+    torch.rand(3)
+    if stop != 6:
+        next(iter(one))  # a look takes nothing; the pass that is over has nothing to look at
+    assert life.data.state() == saved[0]
+    for _ in range(one.epoch, 2):
+        for batch in one:
+            assert life.train(batch) is None
+    assert life.seen == wanted[stop:]
+
+
+@pytest.mark.parametrize("stop", [2, 6, 9])
+def test_p8_a_pipelines_repeating_loader_comes_back(begin: Any, stop: int) -> None:
+    def run(life: Life, data: Any, until: int) -> None:
+        while len(life.seen) < until:
+            life.train_batch(data)
+
+    torch.manual_seed(1)
+    one = tensors()
+    data, life = iter(RepeatingLoader(one)), begin(Pipeline())
+    run(life, data, stop)
+    saved = life.data.state(), capture_rng()
+    assert life.data.advice() is None
+    assert "pass" not in saved[0]
+    run(life, data, 18)
+    wanted = life.seen
+    life.data.close()
+
+    one = tensors()
+    data, life = iter(RepeatingLoader(one)), begin(Pipeline())
+    life.data.restore(*saved)
+    restore_rng(saved[1])
+    run(life, data, 18 - stop)
+    assert life.seen == wanted[stop:]
+
+
+def test_a_look_counts_as_no_epoch(begin: Any) -> None:
+    life, one = begin(), tensors()
+    next(iter(one))
+    epochs = []
+    for _ in range(2):
+        for batch in one:
+            life.train(batch)
+        epochs.append(one.epoch)
+    assert epochs == [0, 1]
+    assert len(life.seen) == 12
+
+
+def test_a_pass_that_is_left_is_not_begun_again(begin: Any) -> None:
+    life, one = begin(), tensors()
+    for _ in range(2):
+        for batch in itertools.islice(one, 3):
+            life.train(batch)
+    assert one.epoch == 1
+    assert one.state_dict()["consumed"] == 24 + 3 * 4
+
+
+def test_p12_batches_that_are_read_ahead_by_the_script_are_told(begin: Any) -> None:
+    life, one = begin(), tensors()
+    iterator = iter(one)
+    batch = next(iterator)
+    for _ in range(2):
+        following = next(iterator)
+        life.train(batch)
+        batch = following
+    assert "read ahead of training" in life.data.advice()
+
+
+def test_p12_the_place_of_another_replica_is_told() -> None:
+    data = DataPosition(Engine(), lambda: (1, 2))
+    try:
+        mine = tensors()
+        next(iter(mine))
+        assert "replica 0 of 1" in str(data.advice())
+        mine = reft.data.loader(range(24), 4, name="engine")
+        assert mine.replica == (1, 2)
+        next(iter(mine))
+        assert data.advice() is None
+    finally:
+        data.close()
+    assert LOADERS.wrong() is None
