@@ -74,3 +74,7 @@ class AuthenticationError(ReftError, PermissionError):
 
 class PersistError(ReftError, OSError):
     """A checkpoint could not be written to or read from the persist directory."""
+
+
+class FencedError(PersistError):
+    """A newer start of the job has taken over: this process, or this node, was cut off and replaced."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 
 from reft.comm.control import ControlGroup
 from reft.config import ReftConfig
-from reft.env import ENV_SECRET
-from reft.errors import ReftError
+from reft.env import ENV_INCARNATION, ENV_SECRET
+from reft.errors import FencedError, ReftError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.hook.coordinates import Place, hosts_of
 from reft.hook.job import JobRecord
 from reft.state.codec import decode, encode
+from reft.store import fence
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, secret_of_environment
 from reft.store.persisted import job_directory, newest_incarnation
 
@@ -81,9 +83,37 @@ def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
 def agree_on_incarnation(
     config: ReftConfig, job_dir: JobDir, record: JobRecord, control: ControlGroup
 ) -> int:
-    """One more than every incarnation that any node, the store or the disk has seen (P7). Collective."""
-    seen = job_dir.newest_incarnation()
+    """One more than every incarnation that any node, the store or the disk has seen (P7): that of the round
+    from which the launchers started the trainers, unless the disk knows a later one. Older starts change
+    nothing on the disk any more. Collective.
+
+    Raises:
+        FencedError: on all ranks, if another start of the job has claimed the disk with the same number.
+    """
+    seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if control.rank == 0:
         seen = max(seen, record.next_incarnation() - 1)
         seen = max(seen, _newest_on_disk(config.persist.dir, job_dir.job_id))
-    return 1 + max(values[0] for values in control.gather_ints([seen]))
+    incarnation = 1 + max(values[0] for values in control.gather_ints([seen]))
+    told = b""
+    if control.rank == 0 and config.persist.dir is not None:
+        told = _claim_disk(config.persist.dir, job_dir.job_id, incarnation).encode()
+    refused = control.gather_bytes(told)[0].decode()
+    if refused:
+        raise FencedError(refused)
+    return incarnation
+
+
+def _claim_disk(persist_dir: Path, job_id: str, incarnation: int) -> str:
+    """Keep older starts from writing; why this one must not, or an empty text. Never raises: peers wait."""
+    try:
+        directory = job_directory(persist_dir, job_id)
+        for made in (persist_dir, directory):
+            with suppress(FileExistsError):
+                made.mkdir()
+        fence.claim(directory, job_id, incarnation, alone=True)
+    except FencedError as error:
+        return str(error)
+    except (ReftError, OSError) as error:
+        logger.warning("older starts of the job are not kept from %s: %s", persist_dir, error)
+    return ""

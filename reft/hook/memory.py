@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from reft.comm.control import ControlGroup
@@ -11,6 +12,8 @@ from reft.hook.identity import Identity, hold_memory
 from reft.hook.job import JobRecord
 from reft.hook.joining import agree_on_incarnation, open_job_dir
 from reft.store.jobdir import JobDir
+
+logger = logging.getLogger(__name__)
 
 
 class JobMemory:
@@ -42,9 +45,23 @@ class JobMemory:
             """What the rendezvous store knows of the job; for rank 0."""
             self.incarnation = agree_on_incarnation(config, self.job_dir, self.record, control)
             """Which start of the job this is; counted on where it goes back to an older version."""
+            self._note()
         except BaseException:
             self.close()
             raise
+
+    def count_on(self, incarnation: int) -> None:
+        """The versions to come belong to this incarnation, unless a later one runs already. On all ranks."""
+        self.incarnation = max(self.incarnation, incarnation)
+        self._note()
+
+    def _note(self) -> None:
+        if not self._writes:
+            return
+        try:
+            self.job_dir.note_incarnation(self.incarnation)
+        except OSError as error:
+            logger.warning("%s does not tell the number of this start: %s", self.job_dir.path, error)
 
     def record_identity(self) -> None:
         """Note what is trained, for the next start to compare with."""
@@ -56,6 +73,7 @@ class JobMemory:
         made = self.job_dir
         JobDir.open_or_create(made.path.parent, made.job_id, node=made.node, secret=made.secret)
         self.record_identity()
+        self._note()
 
     def close(self) -> None:
         """Let go of the memory; it stays."""

@@ -176,7 +176,7 @@ class Restorer:
         """The versions to come are newer than these (P3): a directory of the script's may know incarnations
         that memory, which was lost, does not. Equal on all ranks, as what was found is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
-        self._session.memory.incarnation = max(self._session.memory.incarnation, 1 + max(seen, default=0))
+        self._session.memory.count_on(1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session = self._session
@@ -226,7 +226,7 @@ class Restorer:
         assert session.worker is not None
         session.worker.drain(session.config.commit_timeout_secs)
         session.worker.fence()
-        session.memory.incarnation += 1
+        session.memory.count_on(session.memory.incarnation + 1)
 
     def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """A load in a running job, for example back to before a loss spike."""

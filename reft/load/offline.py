@@ -15,6 +15,7 @@ from reft.load.inventory import Inventory, take_inventory
 from reft.load.local import ArenaSet, offline_topology, opened_arenas, plan_verified, stored_bytes
 from reft.load.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.load.rebuild import rebuild_offline
+from reft.store import fence
 from reft.store.arena import Arena
 from reft.store.fingerprints import newest_record
 from reft.store.jobdir import JobDir
@@ -90,8 +91,12 @@ def persist_offline(
             raise plan.error()
         records = [newest_record(job.path, plan.label.incarnation) for job in jobs]
         _, fingerprint = max((r for r in records if r is not None), default=(0, None))
-        source = replace(_source(plan, inventories, arenas, job_id, secret), fingerprint=fingerprint)
-        options = PersistOptions(directory=job_directory(directory, job_id), keep=keep, progress=progress)
+        target = job_directory(directory, job_id)
+        # By a person's command: it stands for whatever start has claimed the directory.
+        writer = max(fence.claimed(target, job_id), *(job.noted_incarnation() for job in jobs))
+        found = _source(plan, inventories, arenas, job_id, secret)
+        source = replace(found, fingerprint=fingerprint, writer=writer)
+        options = PersistOptions(directory=target, keep=keep, progress=progress)
         return OfflineResult(write_version(source, options), plan, len(bad))
 
 

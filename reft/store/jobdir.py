@@ -40,6 +40,7 @@ SECRET_FILE = "secret"
 JOB_FILE = "job.json"
 DAEMON_FILE = "daemon.json"
 STATUS_FILE = "status.json"
+INCARNATION_FILE = "incarnation.json"
 SECRET_BYTES = 32
 _START_TIME_SLACK_SECS = 2.0
 """The kernel's boot time, from which start times are computed, may be adjusted by the clock."""
@@ -121,9 +122,25 @@ class JobDir:
         """Every arena, open for reading, or the reason why it cannot be read. The caller closes them."""
         return scan(self.path, self.secret, self.job_id)
 
+    def note_incarnation(self, number: int) -> None:
+        """Note that a start of the job with this number runs here. One process per node does it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if number > self.noted_incarnation():
+            write_json(self.path / INCARNATION_FILE, {"incarnation": number})
+
+    def noted_incarnation(self) -> int:
+        """The newest start of the job that has run here, also where it has not written an arena yet; 0 if
+        none is known."""
+        found = (read_json(self.path / INCARNATION_FILE) or {}).get("incarnation")
+        return found if isinstance(found, int) else 0
+
     def newest_incarnation(self) -> int:
-        """Highest incarnation that any arena names; 0 if there is none. Unreadable ones do not count."""
-        newest = 0
+        """Highest incarnation that any arena names, or that was noted; 0 if there is none. Unreadable arenas
+        do not count."""
+        newest = self.noted_incarnation()
         for _, arena in self.scan():
             if isinstance(arena, Arena):
                 with arena:

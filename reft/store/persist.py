@@ -32,6 +32,7 @@ from reft.config import FaultPoint, ReftConfig
 from reft.errors import PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees
+from reft.store import fence
 from reft.store.arena import Arena
 from reft.store.assemble import AssembleRequest, read_part
 from reft.store.assembler import Assembler
@@ -99,6 +100,7 @@ class VersionSource:
         secret: authenticates the records that the writing processes exchange.
         node: this node, for messages.
         fingerprint: of the job, encoded; None where it is not known.
+        writer: number of the start of the job that writes, if it is a later one than the version's.
     """
 
     job_id: str
@@ -109,6 +111,7 @@ class VersionSource:
     secret: bytes
     node: str
     fingerprint: str | None = None
+    writer: int = 0
 
     @property
     def leads(self) -> bool:
@@ -209,6 +212,7 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
         secret=job_dir.secret,
         node=job_dir.node,
         fingerprint=recorded_fingerprint(job_dir.path, label.incarnation),
+        writer=max(label.incarnation, job_dir.noted_incarnation()),
     )
 
 
@@ -249,14 +253,16 @@ def write_version(
         The finished checkpoint.
 
     Raises:
+        FencedError: a newer start of the job writes here.
         PersistError: if it was not written. A failing leader leaves no working directory behind;
             other nodes leave the reason in it.
     """
-    work = WorkDir.of(options.directory, source.job_id, source.label)
+    work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
     try:
         present = published(work)
         if present is not None:
             return present
+        fence.check(options.directory, source.job_id, max(source.writer, source.label.incarnation))
         refuse_stale(options.directory, source.job_id, source.label)
         return _write(work, source, options, unpin, reach)
     except OSError as error:
@@ -293,6 +299,7 @@ def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
         with suppress(FileExistsError):
             directory.mkdir()
     if source.leads:
+        fence.claim(work.root.parent, work.job_id, max(source.writer, source.label.incarnation))
         remove_debris(work)
     work.staging.mkdir(parents=True, exist_ok=True)
     work.failed(source.node).unlink(missing_ok=True)
@@ -392,7 +399,8 @@ def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> Pe
         files=files,
         fingerprint=source.fingerprint,
     )
-    publish(work, info, options.keep, lambda phase: options.progress(PersistProgress(phase)))
+    reached = lambda phase: options.progress(PersistProgress(phase))  # noqa: E731
+    publish(work, info, options.keep, reached, writer=source.writer)
     return info
 
 

@@ -22,6 +22,7 @@ import xxhash
 
 from reft.errors import PersistError
 from reft.grid import Degrees
+from reft.store import fence
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -230,13 +231,17 @@ def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
-    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not;
-    0 if there is none. Damaged ones count: what is written next must be newer than they are.
+    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not, or
+    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer.
 
     Raises:
         PersistError: if it cannot be listed.
     """
-    return max((info.label.incarnation for info in find_markers(directory, job_id)[0]), default=0)
+    try:
+        claimed = fence.claimed(directory, job_id)
+    except OSError as error:
+        raise PersistError(f"{directory}: cannot be listed: {error.strerror}; check persist.dir") from error
+    return max(claimed, *(info.label.incarnation for info in find_markers(directory, job_id)[0]), 0)
 
 
 def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInfo | None:

@@ -2,8 +2,9 @@
 
 The order is what keeps a checkpoint loadable whatever is killed: all files are on storage before the
 directory gets its name, the name is on storage before ``latest`` says it, and nothing older is removed
-before that. An incarnation older than the one that ``latest`` names is refused: a node that was cut off
-must not overwrite what its successors wrote.
+before that. A start of the job that was replaced is refused, wherever it was stopped
+(:mod:`reft.store.fence`), and so is a version older than the one that ``latest`` names: a node that was cut
+off must not overwrite what its successors wrote.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
 from reft.errors import PersistError
+from reft.store import fence
+from reft.store.fence import REMOVED_SUFFIX
 from reft.store.label import Label
 from reft.store.persisted import (
     LATEST_NAME,
@@ -44,7 +47,12 @@ _AT_FDCWD = -100
 
 
 def publish(
-    work: WorkDir, info: PersistedInfo, keep: int, reached: Callable[[str], None] = lambda phase: None
+    work: WorkDir,
+    info: PersistedInfo,
+    keep: int,
+    reached: Callable[[str], None] = lambda phase: None,
+    *,
+    writer: int = 0,
 ) -> None:
     """Make a finished working directory the checkpoint to resume from.
 
@@ -53,9 +61,11 @@ def publish(
         info: its marker.
         keep: newest checkpoints of the job to keep.
         reached: called with ``renaming``, ``renamed`` and ``latest`` as the steps are reached.
+        writer: the start of the job that writes, if it is a later one than the version's.
 
     Raises:
-        PersistError: if a newer incarnation has written here, or the name is taken by something that
+        FencedError: a newer start of the job has claimed the directory.
+        PersistError: if a newer version has been written here, or the name is taken by something that
             reft did not write.
         OSError: if it cannot be written.
     """
@@ -64,18 +74,26 @@ def publish(
     )
     if problems:
         raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")
+    writer = max(writer, info.label.incarnation)
     with _locked(info.directory):
-        refuse_stale(info.directory, info.job_id, info.label)
-        _place_scripts(work, info.directory)
-        pointers = _read_pointers(work)
-        shutil.rmtree(work.staging)
-        write_durably(work.root / MARKER_NAME, _marker(info))
-        reached("renaming")
-        _rename(work.root, info)
-        reached("renamed")
-        write_durably(info.directory / LATEST_NAME, info.tag.encode())
-        for name, content in pointers.items():
-            write_durably(info.directory / name, content)
+        pointers = {LATEST_NAME: info.tag.encode(), **_read_pointers(work)}
+        switch = fence.switch(info.directory, info.job_id, writer, info.label, pointers)
+        try:
+            # In this order: what is checked now holds for all that was made before, whenever it is renamed.
+            fence.check(info.directory, info.job_id, writer)
+            refuse_stale(info.directory, info.job_id, info.label)
+            _place_scripts(work, info.directory)
+            shutil.rmtree(work.staging)
+            write_durably(work.root / MARKER_NAME, _marker(info))
+            reached("renaming")
+            _rename(work.root, info)
+            reached("renamed")
+            switch.make()
+        except FileNotFoundError:
+            fence.check(info.directory, info.job_id, writer)
+            raise
+        finally:
+            switch.give_up()
         reached("latest")
         prune(info, keep)
 
@@ -119,10 +137,14 @@ def _rename(source: Path, info: PersistedInfo) -> None:
     if target.exists() or target.is_symlink():
         _check_replaceable(info)
         aside = info.directory / f".{info.tag}.{os.getpid()}.replaced"
-        if not _exchange(source, target):
+        if not exchange(source, target):
             # Without an atomic exchange the old one stays loadable under its name aside.
             target.rename(aside)
-            source.rename(target)
+            try:
+                source.rename(target)
+            except OSError:
+                aside.rename(target)
+                raise
         else:
             source.rename(aside)
         sync_directory(info.directory)
@@ -150,8 +172,8 @@ def _check_replaceable(info: PersistedInfo) -> None:
         )
 
 
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step; False where kernel or file system cannot."""
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two directories in one step; False where kernel or file system cannot, as with NFS."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -178,15 +200,24 @@ def prune(info: PersistedInfo, keep: int) -> None:
     for old in mine:
         if old.tag not in spared:
             logger.info("removing %s", old.path)
-            remove_checkpoint(old.path)
+            remove_checkpoint(old.path, old.label)
 
 
-def remove_checkpoint(path: Path) -> None:
+def remove_checkpoint(path: Path, label: Label | None = None) -> None:
     """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
-    removal is neither taken for a checkpoint nor left for good."""
+    removal is neither taken for a checkpoint nor left for good.
+
+    Args:
+        path: the directory.
+        label: of the version to remove: another one, which has taken its name meanwhile, gets it back.
+    """
     try:
-        doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.removed.tmp")
+        doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
         path.rename(doomed)
+        found = read_marker(doomed) if label is not None else None
+        if found is not None and found.label != label:
+            doomed.rename(path)
+            return
     except OSError as error:
         logger.warning("%s cannot be removed: %s", path, error)
         return
@@ -201,7 +232,8 @@ def remove_debris(work: WorkDir) -> None:
             shutil.rmtree(other.root, ignore_errors=True)
     for path in work.root.parent.glob(f".{LATEST_NAME}.*.new"):
         path.unlink(missing_ok=True)
-    for path in work.root.parent.glob(".*.removed.tmp"):
+    fence.remove_drafts(work.root.parent, work.job_id, lambda _, label: label < work.label)
+    for path in work.root.parent.glob(f".*{REMOVED_SUFFIX}"):
         with suppress(PersistError):
             info = read_marker(path)
             if info is None or info.job_id == work.job_id:

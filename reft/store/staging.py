@@ -1,6 +1,6 @@
 """The working directory of one checkpoint that is being written, shared by all nodes.
 
-    <dir>/.global_step40.2-1f0c9ab3.tmp/     tag, incarnation, job
+    <dir>/.global_step40.2.3-1f0c9ab3.tmp/   tag, incarnation, the start that writes it, job
         .staging/image-<coordinate>          blocks of that coordinate, one after the other
         .staging/part-<coordinate>.json      which blocks, and their checksums: the image is complete
         .staging/done-<coordinate>.json      which checkpoint files were made of it: they are complete
@@ -32,6 +32,7 @@ from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.grid import Coordinate, Degrees
 from reft.mac import mac
+from reft.store.fence import short_name
 from reft.store.header import checksum
 from reft.store.label import Label
 from reft.store.persisted import tag_of
@@ -53,9 +54,11 @@ class WorkDir:
     label: Label
 
     @classmethod
-    def of(cls, directory: Path, job_id: str, label: Label) -> WorkDir:
-        job = hashlib.sha256(job_id.encode()).hexdigest()[:8]
-        return cls(directory / f".{tag_of(label)}.{label.incarnation}-{job}.tmp", job_id, label)
+    def of(cls, directory: Path, job_id: str, label: Label, writer: int = 0) -> WorkDir:
+        """Of a version that a start of the job writes: its own, or an earlier one's that memory holds."""
+        writer = max(writer, label.incarnation)
+        name = f".{tag_of(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
+        return cls(directory / name, job_id, label)
 
     @property
     def staging(self) -> Path:
@@ -87,8 +90,8 @@ class WorkDir:
         """Working directories of other versions of the same job."""
         suffix = self.root.name.rsplit("-", 1)[1]
         found = []
-        for path in self.root.parent.glob(f".global_step*.*-{suffix}"):
-            step, incarnation = path.name.split("-")[0].removeprefix(".global_step").split(".")
+        for path in self.root.parent.glob(f".global_step*.*.*-{suffix}"):
+            step, incarnation, _ = path.name.split("-")[0].removeprefix(".global_step").split(".")
             if path != self.root and step.isdecimal() and incarnation.isdecimal():
                 label = Label(int(incarnation), int(step))
                 found.append((WorkDir(path, self.job_id, label), label))

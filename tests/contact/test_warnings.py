@@ -35,7 +35,9 @@ WITHOUT_STRICT = {
     "hook/job.py:_add": LATER,
     "hook/job.py:_connect": LATER,
     "hook/job.py:note_commit": LATER,
+    "hook/joining.py:_claim_disk": CHECKED,  # persist.dir
     "hook/joining.py:_newest_on_disk": CHECKED,  # persist.dir
+    "hook/memory.py:_note": LATER,
     "hook/memory_rung.py:protect": RESTART,
     "hook/memory_rung.py:report": NO_FAULT,
     "hook/memory_rung.py:restore": RESTART,

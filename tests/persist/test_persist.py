@@ -84,7 +84,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def no_debris(directory: Path) -> bool:
-    return not list(directory.glob("**/.*"))
+    return all(p.name.startswith(".incarnation-") for p in directory.glob("**/.*"))
 
 
 def flip(memory: Memory, node: str, arena: str, section: Section, owner: bool) -> None:
