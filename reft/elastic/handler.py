@@ -46,8 +46,8 @@ from reft.elastic.rendezvous_executor import RendezvousExecutor, look_secs
 from reft.errors import AuthenticationError
 from reft.store.keyvalue import KeyValueStore, StoreError
 
-_GRACE_SECS = 0.2
-"""Beyond a heartbeat's interval, in which a node that lives connects again."""
+_GRACE_SECS = 0.5
+"""In which a node that lives, and has lost its connection, connects again."""
 _ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
 """Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
@@ -140,7 +140,7 @@ class StateHolder(_RendezvousStateHolder):
         self._key = f"rendezvous/{settings.run_id}"
         self._here = f"{self._key}/here/"
         self._look_secs = look_secs(settings.max_nodes)
-        self.grace_secs = settings.keep_alive_interval.total_seconds() + _GRACE_SECS
+        self.grace_secs = _GRACE_SECS
         self._holds = False
         self._alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._state = _RendezvousState()
@@ -212,8 +212,7 @@ class StateHolder(_RendezvousStateHolder):
             _remove_participant_epilogue(state, self._settings)
 
     def _ended(self) -> set[str]:
-        """Names of launchers that have ended. One that lives, and has lost its connection, connects again
-        with its next heartbeat."""
+        """Names of launchers that have ended."""
         try:
             left = self.store.left(self._here)
         except StoreError as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 from reft.errors import AuthenticationError
 from reft.store.door import Door, knock
+from reft.store.presence import Presence
 from reft.store.wire import Channel
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ PURPOSE = "rendezvous"
 _SLICE_SECS = 0.5
 """A wait at the server lasts so long at most: the client's other threads share the connection."""
 _RETRY_SECS = 1.0
-_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "hold", "left")
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0
 """Whose connection has ended is known for so long."""
@@ -69,6 +70,11 @@ class KeyValueServer:
     def close(self) -> None:
         """Stop serving; every connection ends."""
         self._door.close()
+
+    def holders(self) -> set[str]:
+        """Names of those who are connected."""
+        with self._changed:
+            return set(self._holders)
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -217,7 +223,8 @@ class KeyValueStore:
         return bool(done), held
 
     def hold(self, name: str) -> None:
-        """Be known by ``name`` for as long as this process is connected: see :meth:`left`."""
+        """Be known by ``name`` for as long as this process lives and is connected: see :meth:`left`. Does not
+        wait for the store."""
         self._line.hold(self._prefix + name)
 
     def left(self, prefix: str) -> dict[str, float]:
@@ -257,12 +264,11 @@ class _Line:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._refused_until = 0.0
-        self._held: set[str] = set()
+        self._presences: list[Presence] = []
         self.local_address = ""
 
     def hold(self, name: str) -> None:
-        self._held.add(name)
-        self.ask("hold", name)
+        self._presences.append(Presence(self._dial, name))
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         with self._lock:
@@ -297,6 +303,8 @@ class _Line:
         return result
 
     def close(self) -> None:
+        for presence in self._presences:
+            presence.close()
         # Without the lock: a request under way, to a store that stands still, is not waited for.
         channel = self._channel
         if channel is not None:
@@ -310,12 +318,12 @@ class _Line:
 
     def _connected(self) -> Channel:
         if self._channel is None:
-            self._channel = knock(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
+            self._channel = self._dial()
             self.local_address = self._channel.local_address
-            for name in list(self._held):
-                self._channel.send(["hold", name])
-                self._channel.receive()
         return self._channel
+
+    def _dial(self) -> Channel:
+        return knock(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
 
     def _drop(self) -> None:
         if self._channel is not None:

@@ -300,45 +300,25 @@ def disconnect(handler: StoreRendezvous) -> None:
 
 
 def test_the_place_of_a_launcher_that_has_ended_is_free_before_it_is_silent(
-    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
+    joined: list[StoreRendezvous], spare: StoreRendezvous, server: KeyValueServer, port: int
 ) -> None:
     """Its kernel has ended its connection; it would be silent for five minutes first."""
     ended, left = joined
     for handler in (left, spare):
         without_grace(handler)
+    wait_until(lambda: len(server.holders()) == 3)
     disconnect(ended)
     go_on(left).join(WAIT_SECS)
     assert shared(port).participants.keys() == {left._this_node, spare._this_node}
     left._stop_heartbeats()
 
 
-def test_p3_a_launcher_that_connects_again_keeps_its_place(
-    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
-) -> None:
-    cut, left = joined
-    for handler in (left, spare):
-        without_grace(handler)
-    disconnect(cut)
-    beat(cut)
-    first = go_on(left)
-    wait_until(lambda: left._this_node in shared(port).wait_list)
-    for _ in range(2):
-        looked: float = spare._state_holder.synced_at  # type: ignore[attr-defined]
-        wait_until(lambda at=looked: spare._state_holder.synced_at > at)  # type: ignore[attr-defined]
-    second = go_on(cut)
-    for thread in (first, second):
-        thread.join(WAIT_SECS)
-    assert shared(port).participants.keys() == {cut._this_node, left._this_node}
-    for handler in joined:
-        handler._stop_heartbeats()
-    left.shutdown()
-
-
 def test_p3_while_nobody_has_left_the_round_a_lost_connection_strikes_nobody_out(
-    joined: list[StoreRendezvous], port: int
+    joined: list[StoreRendezvous], server: KeyValueServer, port: int
 ) -> None:
     cut, other = joined
     without_grace(other)
+    wait_until(lambda: len(server.holders()) == 2)
     disconnect(cut)
     wait_until(lambda: client(port).left("rendezvous/job/here/"))
     beat(other)
