@@ -18,7 +18,7 @@ from reft.naming import BLOCK_NAME
 if TYPE_CHECKING:
     from reft.hook.engine_state import ClientState
 
-_INSTALLED = "_reft_installed"
+_INSTALLED, _TIMED = "_reft_installed", "_reft_timed"
 _MOST_BYTES = 4 * 2**20
 """Files larger than this are no configuration."""
 
@@ -36,7 +36,6 @@ def install() -> None:
         return _initialize(original, args, kwargs)
 
     deepspeed.initialize = initialize
-    deepspeed.init_distributed = deepspeed.comm.init_distributed = _timed(deepspeed.init_distributed)
     setattr(deepspeed, _INSTALLED, True)
     if _is_likely_wanted():
         _prepare()
@@ -95,7 +94,16 @@ def _initialize(
     return result
 
 
-def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _time_groups() -> None:
+    """Note when process groups are made, which ``reft history`` tells apart. They may be there already, where
+    the block was not known before."""
+    import deepspeed
+    import torch.distributed as dist
+
+    if getattr(deepspeed, _TIMED, False) or dist.is_initialized():
+        return
+    original = deepspeed.init_distributed
+
     @functools.wraps(original)
     def init_distributed(*args: Any, **kwargs: Any) -> Any:
         marks.mark(marks.GROUPS)
@@ -104,7 +112,8 @@ def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             marks.mark(marks.GROUPED)
 
-    return init_distributed
+    deepspeed.init_distributed = deepspeed.comm.init_distributed = init_distributed
+    setattr(deepspeed, _TIMED, True)
 
 
 def _has_block(config: Any) -> bool:
@@ -122,6 +131,7 @@ def _prepare() -> None:
     end_in_words()
     tell_of_abandoned_builds()
     avoid_build_at_start()
+    _time_groups()
 
 
 def _config_among(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

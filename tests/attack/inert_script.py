@@ -39,6 +39,10 @@ for _ in range(3):
 facts = {
     "tables": [before, dict(deepspeed.ops.__compatible_ops__)],
     "engine": sorted(vars(engine)),
+    "init_distributed": [
+        found is sys.modules["deepspeed.comm.comm"].init_distributed  # type: ignore[attr-defined]
+        for found in (deepspeed.init_distributed, deepspeed.comm.init_distributed)
+    ],
     "modules": sorted(name for name in sys.modules if name.split(".")[0] == PACKAGE),
     "done": True,
 }

@@ -49,6 +49,7 @@ def test_p10_without_the_block_deepspeed_and_engine_are_untouched(
     plain, ours = found["plain"], found[how]
     assert ours["tables"] == plain["tables"]
     assert ours["engine"] == plain["engine"]
+    assert ours["init_distributed"] == plain["init_distributed"] == [True, True]
 
 
 def test_p10_without_the_block_next_to_nothing_is_imported(found: dict[str, dict[str, Any]]) -> None:
