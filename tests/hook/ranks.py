@@ -8,10 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.machine import free_port
 from tests.prefork import Popen
+
+if TYPE_CHECKING:
+    import torch
 
 
 def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) -> list[dict[str, Any]]:
@@ -49,6 +52,11 @@ def run_ranks(job: Path, root: Path, world: int = 2, timeout_secs: float = 500) 
     for r, log in zip(ranks, logs, strict=True):
         assert r.returncode == 0, log[-4000:]
     return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+def mse(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Mean squared error, in fp32: torch 2.4 has none in bf16 on a CPU."""
+    return (found.float() - wanted.float()).square().mean()
 
 
 def be_a_rank(main: Callable[[Path], dict[str, Any]]) -> None:

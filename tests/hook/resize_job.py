@@ -28,7 +28,7 @@ from reft.hook.deepspeed import session_of
 from reft.hook.memory_rung import MemoryRung
 from reft.load.inventory import take_inventory
 from reft.state.adapters import adapter_for
-from tests.hook.ranks import be_a_rank
+from tests.hook.ranks import be_a_rank, mse
 
 avoid_build_at_start()
 
@@ -60,7 +60,7 @@ class Model(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, 301), nn.Linear(301, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.second(self.first(x).relu()), x)
+        return mse(self.second(self.first(x).relu()), x)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def make(settings: dict[str, Any]) -> Any:
         more = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)]
         layers = [model.first, nn.ReLU(), model.second, *more]
         topology = reft.topology(STAGES, dist.get_world_size() // STAGES)
-        model = PipelineModule(layers, topology=topology, loss_fn=nn.functional.mse_loss)
+        model = PipelineModule(layers, topology=topology, loss_fn=mse)
     return reft.initialize(model=model, model_parameters=groups(model), config=settings)[0]
 
 
