@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from tests.hook.ranks import run_ranks
+from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
 
 JOB = Path(__file__).with_name("auto_job.py")
+recomputing = pytest.mark.skipif(
+    GRADIENTS_ARE_NOT_AVERAGED, reason="this DeepSpeed averages no gradients that could be captured"
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("tight", "none", 0),
         ("versions", "aec", 1),
         ("by_hand", "arc", 1),
-        ("recomputed", "aec+aor", 1),
+        pytest.param("recomputed", "aec+aor", 1, marks=recomputing),
         ("unpartitioned", "rs:2+aor", 2),
         ("no-room", "none", 0),
     ],
@@ -43,12 +47,12 @@ def test_all_ranks_choose_alike_and_keep_what_was_chosen(
         assert found["committed"] == 3
 
 
+@recomputing
 def test_auto_recomputes_partitions_where_the_block_asks_for_it_and_only_there(
     results: list[dict[str, Any]],
 ) -> None:
     for result in results:
-        recomputing = [name for name, found in result.items() if found["gradients"]]
-        assert recomputing == ["recomputed"]
+        assert [name for name, found in result.items() if found["gradients"]] == ["recomputed"]
         assert result["recomputed"]["losses"] == result["zero1"]["losses"]
         assert "fixed at the start" in result["zero1"]["ordered"]
     said = {name: " ".join(results[0][name]["said"]) for name in ("zero1", "recomputed", "one")}

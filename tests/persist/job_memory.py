@@ -29,6 +29,8 @@ from reft.store.label import Label
 SECRET = bytes(range(32))
 JOB = "job-a"
 DEGREES = Degrees(2, 2, 1)
+PEER_SECS = 150.0
+"""How long a node waits for a peer, which may have to start and to import torch on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Memory:
             enabled=True,
             job_id=self.job_id,
             memory_dir=self.root / "n0",
-            persist=PersistConfig(dir=directory, **{"timeout_secs": 30.0, **persist}),
+            persist=PersistConfig(dir=directory, **{"timeout_secs": PEER_SECS, **persist}),
         )
 
     def write(self, label: Label, images: Mapping[Coordinate, RankImages], slot: int = 0) -> None:

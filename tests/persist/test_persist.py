@@ -131,7 +131,7 @@ def test_killed_while_writing_the_previous_checkpoint_stays(
         check_checkpoint(directory, V4)
         for process in started[1:]:
             process.kill()
-            process.wait(10)
+            process.wait(LIMIT_SECS)
     # Another attempt on the same nodes succeeds, over what the killed ones left.
     assert not no_debris(directory)
     persist_on_all(memory, V8, config, NODES)
@@ -146,12 +146,12 @@ def test_the_assembling_process_dies_with_the_daemon(memory: Memory, tmp_path: P
     daemon = psutil.Process(process.pid)
     children = wait_for(daemon.children)
     process.kill()
-    assert process.wait(10) == -signal.SIGKILL
-    children[0].wait(10)
+    assert process.wait(LIMIT_SECS) == -signal.SIGKILL
+    children[0].wait(LIMIT_SECS)
     assert latest_persisted(tmp_path / "checkpoints" / JOB) is None
 
 
-def wait_for(look: Any, limit_secs: float = 60.0) -> Any:
+def wait_for(look: Any, limit_secs: float = LIMIT_SECS) -> Any:
     deadline = time.monotonic() + limit_secs
     while not (found := look()):
         assert time.monotonic() < deadline
@@ -162,13 +162,11 @@ def wait_for(look: Any, limit_secs: float = 60.0) -> Any:
 def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     flip(memory, "n1", "rank0-slot0.arena", Section.OWNED, owner=True)
-    began = time.monotonic()
-    results = persist_on_all(memory, V4, memory.config(directory, timeout_secs=100.0), NODES)
+    results = persist_on_all(memory, V4, memory.config(directory), NODES)
     assert "owned block 0 of member 1" in str(results["n1"])
     assert "rank0-slot0.arena does not match the checksum" in str(results["n1"])
     assert isinstance(results["n0"], PersistError)
     assert "node n1 gave up: PersistError: owned block 0" in str(results["n0"])
-    assert time.monotonic() - began < 60
     assert latest_persisted(directory / JOB) is None
     assert no_debris(directory)
 
@@ -203,7 +201,7 @@ def test_arenas_are_free_while_a_node_waits_for_others_and_it_can_be_stopped(
         finally:
             stop.set()
         with pytest.raises(PersistError, match="was stopped"):
-            waiting.result(60)
+            waiting.result(LIMIT_SECS)
     assert no_debris(directory)
 
 
@@ -288,7 +286,7 @@ def test_a_file_size_limit_is_an_error(memory: Memory, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     process = spawn_node(memory, "n0", V4, memory.config(directory))
     psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=LIMIT_SECS)
     assert process.returncode == 1
     assert "PersistError" in stderr
     assert "File too large" in stderr
