@@ -1,0 +1,295 @@
+"""How often state belongs on storage: from what a checkpoint costs and how often memory fails. Pure.
+
+A job that is protected in memory goes back to storage only when it loses more than memory survives. For a
+constant rate r of such losses, a checkpoint that costs c seconds and an interval of t seconds of training,
+the part of all time that is training that lasts is (:func:`effective_part`)
+
+    t exp(-r L) / ((exp(r (t + c)) - 1) (1/r + R))
+
+with L seconds until a checkpoint is on storage and R seconds to come back. The best t depends on neither L
+nor R. Young (CACM 1974) and Daly (FGCS 2006) approximate it; :func:`best_interval_secs` is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, comb, exp, expm1, inf, sqrt
+
+from reft.errors import ConfigError
+from reft.policy.frequency import most_lost_steps
+from reft.store.history import Round
+
+DAY_SECS = 86400.0
+DEFAULT_NODE_MTBF_DAYS = 150.0
+"""Near the 6.5 failures in 1,000 node-days of Kokolis et al. 2025."""
+_PRECISION = 1e-12
+_SHORT = 1e-9
+
+
+# -- how often memory fails -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeLosses:
+    """How often a node is lost.
+
+    Attributes:
+        per_sec: of one node.
+        seen: losses that this was learned from.
+        node_secs: time of all nodes together in which they were seen.
+    """
+
+    per_sec: float
+    seen: int = 0
+    node_secs: float = 0.0
+
+    @property
+    def mtbf_days(self) -> float:
+        """Of one node."""
+        return 1 / (self.per_sec * DAY_SECS)
+
+
+def learned_losses(rounds: Iterable[Round], now_unix_secs: float, mtbf_days: float) -> NodeLosses:
+    """The rate at which this job loses nodes: what is configured counts as one loss that was seen, so that a
+    job without any keeps to it, and one with many to its own.
+
+    Args:
+        rounds: the job's history, in its order.
+        now_unix_secs: until when it is known.
+        mtbf_days: of a node, as configured.
+
+    Raises:
+        ConfigError: the configured time is not above 0.
+    """
+    if not mtbf_days > 0:
+        raise ConfigError(f"found a mean time between failures of {mtbf_days} days; expected more than 0")
+    starts = list(rounds)
+    ends = [r.unix_secs for r in starts[1:]] + [now_unix_secs]
+    seen = sum(len(r.lost) for r in starts)
+    node_secs = sum(len(r.nodes) * max(0.0, end - r.unix_secs) for r, end in zip(starts, ends, strict=False))
+    return NodeLosses((1 + seen) / (mtbf_days * DAY_SECS + node_secs), seen, node_secs)
+
+
+def memory_losses_per_sec(
+    node_losses_per_sec: float, nodes: int, survived: Sequence[int], repair_secs: float
+) -> float:
+    """How often a job loses more nodes than its memory survives: one is lost, and before it is replaced and
+    protected again so many others of its group that the placement does not survive it.
+
+    Args:
+        node_losses_per_sec: of one node.
+        nodes: of the job; a multiple of the group's size.
+        survived: of every number of lost nodes, how many sets a group survives; see
+            :func:`reft.protect.survival.losses_within`.
+        repair_secs: from a loss to the version that is protected again.
+
+    Raises:
+        ConfigError: if the nodes cannot be cut into groups of that size.
+    """
+    size = len(survived) - 1
+    if size < 1 or nodes % size:
+        raise ConfigError(f"found {nodes} nodes in groups of {size}; expected a multiple")
+    lost = -expm1(-node_losses_per_sec * repair_secs)
+    fatal = sum(
+        comb(size - 1, others)
+        * lost**others
+        * (1 - lost) ** (size - 1 - others)
+        * (1 - survived[others + 1] / comb(size, others + 1))
+        for others in range(size)
+    )
+    return nodes * node_losses_per_sec * fatal
+
+
+# -- how long an interval -------------------------------------------------------------------------------
+
+
+def young_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
+    """sqrt(2 c M): Young 1974, equation 2."""
+    return sqrt(2 * cost_secs * mtbf_secs)
+
+
+def daly_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
+    """sqrt(2 c M) (1 + sqrt(c / 2M) / 3 + (c / 2M) / 9) - c, and M from c = 2M on: Daly 2006, equation 37."""
+    ratio = cost_secs / (2 * mtbf_secs)
+    if ratio >= 1:
+        return mtbf_secs
+    return sqrt(2 * cost_secs * mtbf_secs) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost_secs
+
+
+def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
+    """The interval, in seconds of training, that maximises :func:`effective_part`: 1 - t/M = exp(-(t + c)/M).
+
+    Args:
+        cost_secs: c, above 0.
+        mtbf_secs: M, of what needs storage.
+    """
+    if not cost_secs > 0 or not mtbf_secs > 0:
+        raise ConfigError(f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0")
+    if cost_secs < _SHORT * mtbf_secs:  # where 1 - t/M has no digits left, Daly's error is beyond a float's
+        return daly_interval_secs(cost_secs, mtbf_secs)
+    cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        # -expm1(-(t + c)) > t below the optimum
+        low, high = (middle, high) if -expm1(-(middle + cost)) > middle else (low, middle)
+    return high * mtbf_secs
+
+
+def effective_part(
+    interval_secs: float,
+    cost_secs: float,
+    mtbf_secs: float,
+    *,
+    write_secs: float = 0.0,
+    restart_secs: float = 0.0,
+) -> float:
+    """Training that lasts, as a part of all time, for a constant rate of failures.
+
+    Args:
+        interval_secs: t, training between two checkpoints.
+        cost_secs: c, by which one makes it longer.
+        mtbf_secs: 1/r, of failures that go back to storage.
+        write_secs: L, from the moment of a checkpoint until it is on storage, at most t + c.
+        restart_secs: R, from a failure until training goes on; none happens meanwhile.
+    """
+    rate = 1 / mtbf_secs
+    cycle = rate * (interval_secs + cost_secs)
+    if cycle > _MOST_EXPONENT:
+        return 0.0
+    return interval_secs * exp(-rate * write_secs) / (expm1(cycle) * (mtbf_secs + restart_secs))
+
+
+class Because(StrEnum):
+    """What an interval follows from."""
+
+    FAILURES = "the best for how often memory fails and what a checkpoint costs"
+    OVERHEAD = "more often would cost more than the allowed overhead"
+    WRITING = "a checkpoint has to be on storage before the next one is taken"
+    SURVIVAL = "until then memory alone carries the job with the wished probability"
+    BOUND = "no more steps than this may be lost"
+
+
+@dataclass(frozen=True)
+class StorageCosts:
+    """What was measured.
+
+    Attributes:
+        step_secs: of a step without a checkpoint on its way.
+        cost_secs: by which one on its way makes training longer.
+        write_secs: from the moment of a checkpoint until it is on storage.
+    """
+
+    step_secs: float
+    cost_secs: float
+    write_secs: float
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the interval has to keep to.
+
+    Attributes:
+        max_overhead: part of the training time; None: whatever the failures make best.
+        survival_secs: time after which memory alone no longer carries the job with the wished probability
+            (:func:`reft.protect.survival.persist_interval_secs`).
+        most_lost_steps: bound on the steps that are made again; None: none.
+    """
+
+    max_overhead: float | None = None
+    survival_secs: float = inf
+    most_lost_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class StorageInterval:
+    """How often a version goes to storage, and why.
+
+    Attributes:
+        steps: k.
+        because: what decided.
+        best_steps: without the wishes.
+        overhead: part of the training time that it costs.
+        most_lost_steps: when memory fails, at most.
+        kept: whether every wish is kept; where two exclude each other the bound on lost steps wins over the
+            overhead, and what writing takes over both.
+    """
+
+    steps: int
+    because: Because
+    best_steps: int
+    overhead: float
+    most_lost_steps: int
+    kept: bool
+
+    def __str__(self) -> str:
+        return (
+            f"every {self.steps} steps: {self.because}. It costs {self.overhead:.2%} of the training time; "
+            f"at most {self.most_lost_steps} steps are lost when memory fails"
+        )
+
+
+def storage_interval(costs: StorageCosts, mtbf_secs: float, wishes: Wishes | None = None) -> StorageInterval:
+    """The interval between two checkpoints on storage.
+
+    The best for the failures, but no longer than survival and the bound on lost steps allow, no shorter than
+    the overhead, and never shorter than writing takes.
+
+    Args:
+        costs: as measured.
+        mtbf_secs: of what memory does not survive; infinite: never.
+        wishes: to keep to.
+    """
+    wishes = wishes or Wishes()
+    step = costs.step_secs
+    writing = _up((costs.write_secs - costs.cost_secs) / step)
+    best = _best_steps(costs, mtbf_secs)
+    steps, because = best, Because.FAILURES
+    for limit, reason in (
+        (wishes.survival_secs / step, Because.SURVIVAL),
+        ((wishes.most_lost_steps or inf) / 2, Because.BOUND),
+    ):
+        if limit < steps:
+            steps, because = max(1, int(limit)), reason
+    if wishes.max_overhead is not None:
+        least = _up(costs.cost_secs / (wishes.max_overhead * step))
+        if least > steps and because is not Because.BOUND:
+            steps, because = least, Because.OVERHEAD
+            if wishes.most_lost_steps and most_lost_steps(steps) > wishes.most_lost_steps:
+                steps, because = max(1, wishes.most_lost_steps // 2), Because.BOUND
+    if writing > steps:
+        steps, because = writing, Because.WRITING
+    steps = int(min(steps, _MOST_STEPS))
+    overhead = costs.cost_secs / (steps * step)
+    kept = (
+        (wishes.max_overhead is None or overhead <= wishes.max_overhead * (1 + _PRECISION))
+        and (wishes.most_lost_steps is None or most_lost_steps(steps) <= wishes.most_lost_steps)
+        and (steps * step <= max(step, wishes.survival_secs))
+    )
+    return StorageInterval(
+        steps, because, int(min(best, _MOST_STEPS)), overhead, most_lost_steps(steps), kept
+    )
+
+
+_MOST_EXPONENT = 700.0
+_MOST_STEPS = 10**9
+
+
+def _best_steps(costs: StorageCosts, mtbf_secs: float) -> float:
+    """Whole steps on either side of the optimum: the better one."""
+    if mtbf_secs == inf:
+        return inf
+    if costs.cost_secs <= 0:
+        return 1
+    exact = best_interval_secs(costs.cost_secs, mtbf_secs) / costs.step_secs
+    around = {max(1, int(exact)), max(1, ceil(exact))}
+
+    def effective(steps: int) -> float:
+        return effective_part(steps * costs.step_secs, costs.cost_secs, mtbf_secs)
+
+    return max(sorted(around), key=effective)
+
+
+def _up(value: float) -> int:
+    return max(1, ceil(value - _PRECISION * max(1.0, abs(value))))

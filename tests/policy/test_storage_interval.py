@@ -1,0 +1,188 @@
+"""How often state belongs on storage: the formulas against each other, against draws, and the wishes kept."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.errors import ConfigError
+from reft.policy.storage_interval import (
+    DAY_SECS,
+    Because,
+    StorageCosts,
+    Wishes,
+    best_interval_secs,
+    daly_interval_secs,
+    effective_part,
+    learned_losses,
+    memory_losses_per_sec,
+    storage_interval,
+    young_interval_secs,
+)
+from reft.protect.codes import Scheme, make_code
+from reft.protect.survival import losses_within, survived_losses
+from reft.store.history import Round
+
+mtbfs = st.floats(600.0, 864_000.0)
+measured = st.builds(
+    StorageCosts,
+    step_secs=st.floats(0.05, 60.0),
+    cost_secs=st.floats(0.0, 60.0),
+    write_secs=st.floats(0.0, 2000.0),
+)
+
+
+# -- the optimum ----------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.01, 600.0), mtbfs)
+def test_no_interval_is_better_than_the_best(cost: float, mtbf: float) -> None:
+    best = best_interval_secs(cost, mtbf)
+    top = effective_part(best, cost, mtbf)
+    around = best * np.geomspace(0.01, 100.0, 400)
+    assert max(effective_part(float(t), cost, mtbf) for t in around) <= top * (1 + 1e-9)
+
+
+@given(st.floats(0.01, 600.0), mtbfs)
+def test_young_and_daly_are_near_the_best_while_a_checkpoint_is_short(cost: float, mtbf: float) -> None:
+    best = best_interval_secs(cost, mtbf)
+    if cost > mtbf / 20:
+        return
+    assert daly_interval_secs(cost, mtbf) == pytest.approx(best, rel=0.002)
+    assert young_interval_secs(cost, mtbf) == pytest.approx(best, rel=0.25)
+    # Daly's first figure: an interval some way off costs little.
+    top = effective_part(best, cost, mtbf)
+    assert effective_part(young_interval_secs(cost, mtbf), cost, mtbf) > 0.99 * top
+
+
+def test_dalys_interval_ends_at_the_mtbf() -> None:
+    assert daly_interval_secs(2000.0, 1000.0) == 1000.0
+    assert daly_interval_secs(2001.0, 1000.0) == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("interval", "cost", "mtbf", "write", "restart"),
+    [(60.0, 1.0, 600.0, 30.0, 0.0), (600.0, 20.0, 3600.0, 500.0, 120.0), (3000.0, 5.0, 900.0, 0.0, 60.0)],
+)
+def test_effective_part_is_what_draws_give_simulated(
+    interval: float, cost: float, mtbf: float, write: float, restart: float
+) -> None:
+    lives = np.random.default_rng(0).exponential(mtbf, 400_000)
+    kept = interval * np.maximum(0.0, np.floor((lives - write) / (interval + cost)))
+    drawn = kept.sum() / (lives.sum() + restart * len(lives))
+    formula = effective_part(interval, cost, mtbf, write_secs=write, restart_secs=restart)
+    assert formula == pytest.approx(drawn, rel=0.02)
+
+
+# -- how often memory fails -----------------------------------------------------------------------------
+
+
+def test_without_protection_every_lost_node_needs_storage() -> None:
+    assert memory_losses_per_sec(1e-6, 16, losses_within(4, 0), 3600.0) == pytest.approx(16e-6)
+
+
+def test_what_memory_survives_needs_none() -> None:
+    assert memory_losses_per_sec(1e-6, 16, losses_within(4, 1), 0.0) == 0.0
+    once = memory_losses_per_sec(1e-6, 16, losses_within(4, 1), 600.0)
+    assert once == pytest.approx(16e-6 * 3 * 600e-6, rel=0.01)  # one of three others within the repair
+    assert memory_losses_per_sec(1e-6, 16, losses_within(4, 2), 600.0) < once / 500
+
+
+@pytest.mark.parametrize(("text", "size"), [("arc", 4), ("aec", 5), ("rs:2", 6)])
+def test_memory_losses_are_what_draws_give_simulated(text: str, size: int) -> None:
+    """Losses of a group's nodes, one after the other; each is repaired after a fixed time."""
+    survived = survived_losses(make_code(Scheme.parse(text), range(size)))
+    rate, repair, rng = 1e-4, 1000.0, np.random.default_rng(1)
+    draws = 200_000
+    others = rng.random((draws, size - 1)) < -math.expm1(-rate * repair)
+    lost = 1 + others.sum(axis=1)
+    fatal = np.array([1 - survived[j] / math.comb(size, j) for j in range(1, size + 1)])
+    drawn = size * rate * fatal[lost - 1].mean()
+    assert memory_losses_per_sec(rate, size, survived, repair) == pytest.approx(drawn, rel=0.03)
+
+
+def test_groups_must_fill_the_nodes() -> None:
+    with pytest.raises(ConfigError, match="groups of 4"):
+        memory_losses_per_sec(1e-6, 6, losses_within(4, 1), 1.0)
+
+
+def _rounds(*losses: int) -> list[Round]:
+    return [
+        Round(i + 1, i * DAY_SECS, [f"n{j}" for j in range(4)], lost=["x"] * count)
+        for i, count in enumerate(losses)
+    ]
+
+
+def test_the_rate_is_learned_from_the_jobs_own_losses() -> None:
+    new = learned_losses([], 0.0, 100.0)
+    assert (new.mtbf_days, new.seen) == (pytest.approx(100.0), 0)
+    young = learned_losses(_rounds(0), DAY_SECS, 100.0)
+    assert young.mtbf_days == pytest.approx(104.0)  # four node-days without a loss
+    bad = learned_losses(_rounds(0, *[1] * 29), 30 * DAY_SECS, 100.0)
+    assert (bad.seen, bad.node_secs) == (29, 120 * DAY_SECS)
+    assert bad.mtbf_days == pytest.approx(220 / 30)
+    # A trainer that failed lost no node: memory has it all.
+    crashed = _rounds(0, 0)
+    crashed[1].failures = ["rank 1: SIGSEGV"]
+    assert learned_losses(crashed, 2 * DAY_SECS, 100.0).seen == 0
+
+
+def test_a_clock_that_went_back_makes_no_negative_time() -> None:
+    assert learned_losses(_rounds(0, 0), 0.0, 100.0).node_secs == 4 * DAY_SECS
+
+
+# -- the choice -----------------------------------------------------------------------------------------
+
+
+@given(measured, mtbfs, st.none() | st.floats(0.005, 0.5), st.none() | st.integers(2, 5000))
+def test_wishes_are_kept_or_it_is_said(
+    costs: StorageCosts, mtbf: float, overhead: float | None, bound: int | None
+) -> None:
+    found = storage_interval(costs, mtbf, Wishes(overhead, most_lost_steps=bound))
+    assert found.steps >= 1
+    assert found.most_lost_steps == 2 * found.steps
+    # Never more often than storage can take it.
+    slack = 1e-9 * max(1.0, costs.write_secs)
+    assert found.steps * costs.step_secs + costs.cost_secs >= costs.write_secs - slack
+    if found.kept:
+        assert overhead is None or found.overhead <= overhead * (1 + 1e-9)
+        assert bound is None or found.most_lost_steps <= bound
+    elif bound is not None and found.most_lost_steps > bound:
+        assert found.because is Because.WRITING
+    else:
+        assert overhead is not None
+        assert found.because in (Because.BOUND, Because.WRITING)
+
+
+@given(measured, mtbfs)
+def test_without_wishes_no_whole_number_of_steps_is_better(costs: StorageCosts, mtbf: float) -> None:
+    found = storage_interval(costs, mtbf)
+
+    def effective(steps: int) -> float:
+        return effective_part(steps * costs.step_secs, costs.cost_secs, mtbf, write_secs=costs.write_secs)
+
+    least = max(1, math.ceil((costs.write_secs - costs.cost_secs) / costs.step_secs - 1e-9))
+    near = {max(least, round(found.steps * f)) for f in (0.25, 0.5, 0.9, 1.1, 2, 4)}
+    near |= {found.steps + 1, max(least, found.steps - 1)}
+    assert max(map(effective, near)) <= effective(found.steps) * (1 + 1e-9)
+
+
+def test_why_an_interval_is_what_it_is() -> None:
+    costs = StorageCosts(step_secs=1.0, cost_secs=2.0, write_secs=20.0)
+
+    def because(mtbf: float = 10_000.0, **wishes: float) -> tuple[int, Because]:
+        found = storage_interval(costs, mtbf, Wishes(**wishes))
+        return found.steps, found.because
+
+    assert because() == (199, Because.FAILURES)
+    assert because(max_overhead=0.005) == (400, Because.OVERHEAD)
+    assert because(survival_secs=100.0) == (100, Because.SURVIVAL)
+    assert because(most_lost_steps=60) == (30, Because.BOUND)
+    assert because(most_lost_steps=60, max_overhead=0.035) == (30, Because.BOUND)
+    assert because(most_lost_steps=10) == (18, Because.WRITING)
+    assert because(math.inf, survival_secs=5000.0) == (5000, Because.SURVIVAL)
+    assert "at most 398 steps are lost" in str(storage_interval(costs, 10_000.0))
