@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv mpi-libraries wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron slurm mpi clean
+.PHONY: venv mpi-libraries etcd wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(MAKE) -s mpi-libraries
+	$(MAKE) -s mpi-libraries etcd
 	@touch $@
 
 # Both have an mpiexec: in one prefix they would overwrite each other's. Tests look here (tests/mpi.py), and are
@@ -24,6 +24,15 @@ mpi-libraries:  ## Open MPI and MPICH beside each other, for the tests
 	  test -e $(VENV)/mpi/$$name/bin/mpiexec || $(BIN)/python -m pip install -q -c constraints.txt --no-deps \
 	    --ignore-installed --prefix $(VENV)/mpi/$$name $$name || echo "no $$name: its tests will be skipped"; \
 	done
+
+# Debian's packages are unpacked, not installed: that needs no root. Tests look here (tests/etcd.py), and are skipped
+# where there is no etcd.
+ETCD := $(VENV)/etcd
+etcd:  ## etcd and etcdctl, for the tests
+	@test -x $(ETCD)/usr/bin/etcd || command -v etcd >/dev/null || \
+	  { mkdir -p $(ETCD)/debs && cd $(ETCD)/debs && apt-get download -q etcd-server etcd-client >/dev/null 2>&1 && \
+	    for deb in *.deb; do dpkg -x $$deb ..; done && cd .. && rm -r debs; } || \
+	  echo "no etcd (apt-get install etcd-server etcd-client): its tests will be skipped"
 
 # Without a compiler it is a pure one, whose copies and parities are slower.
 wheel: venv  ## dist/*.whl, one for every Python from 3.11 on

@@ -49,7 +49,7 @@ from reft.elastic.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExi
 from reft.elastic.trainer_store import LOOPBACK, TrainerStore
 from reft.env import ENV_EXIT_DIR
 from reft.errors import ReftError
-from reft.store.keyvalue import KeyValueStore, StoreError
+from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class ReftAgent(LocalElasticAgent):
         self._observer.round_formed(agreement)
 
     def _assign_worker_ranks(
-        self, store: KeyValueStore, group_rank: int, group_world_size: int, spec: WorkerSpec
+        self, store: RendezvousStore, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Exchange node infos with the other agents, number the trainers, and say where they meet."""
         # A static rendezvous gives every round the same store; its agents restart in step.

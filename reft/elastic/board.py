@@ -25,8 +25,8 @@ from reft.elastic.rendezvous_client import RendezvousClient
 from reft.errors import ReftError
 from reft.hook.coordinates import kernel_id
 from reft.store.jobdir import write_json
-from reft.store.keyvalue import KeyValueStore, StoreError
 from reft.store.observe import Doing, NodeObserver
+from reft.store.rendezvous_store import RendezvousStore, StoreError
 from reft.store.signals import BOARD_FILE, Board, NodeReport, Row, Signal, place, updated_row
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class StatusBoard:
 
     def __init__(
         self,
-        connect: Callable[[], KeyValueStore],
+        connect: Callable[[], RendezvousStore],
         observer: NodeObserver,
         is_spare: Callable[[], bool],
         *,
@@ -84,7 +84,7 @@ class StatusBoard:
         self._job_id = job_id
         self._node = node
         self._path = path
-        self._store: KeyValueStore | None = None
+        self._store: RendezvousStore | None = None
         self._doing = Doing()
         self._wake = threading.Event()
         self._ending = threading.Event()
@@ -184,7 +184,7 @@ class StatusBoard:
         if self._is_keeper():
             self._keep(store, report, elapsed)
 
-    def _enlist(self, store: KeyValueStore) -> None:
+    def _enlist(self, store: RendezvousStore) -> None:
         """Let the keeper know that there is this node."""
         held = store.peek("nodes")
         names = [] if held is None else json.loads(held)
@@ -201,7 +201,7 @@ class StatusBoard:
         patience = 0 if not self._board.keeper else _KEEPER_PERIODS + min(turn, 8)
         return self._still_periods >= patience
 
-    def _keep(self, store: KeyValueStore, mine: NodeReport, elapsed_secs: float) -> None:
+    def _keep(self, store: RendezvousStore, mine: NodeReport, elapsed_secs: float) -> None:
         """Put the reports together."""
         period, now = self._period_secs(), time.time()
         # The keeper may have stood still itself: that is nobody else's silence.
@@ -267,7 +267,7 @@ def domain_of(node: str, *, declared: bool) -> str:
     return node if declared else f"host {socket.gethostname()} {kernel_id()[:8]}"
 
 
-def _report(store: KeyValueStore, node: str) -> NodeReport | None:
+def _report(store: RendezvousStore, node: str) -> NodeReport | None:
     data = store.peek(f"node/{node}")
     if data is None:
         return None

@@ -19,6 +19,7 @@ _SECONDS = (
     "close_timeout",
     "heartbeat_timeout",
     "read_timeout",
+    "connect_timeout",
     "keep_alive_interval",
     "keep_alive_max_attempt",
 )

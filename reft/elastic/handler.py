@@ -44,10 +44,11 @@ from torch.distributed.elastic.rendezvous.utils import _delay
 
 from reft.elastic.rendezvous_executor import RendezvousExecutor, look_secs
 from reft.errors import AuthenticationError
-from reft.store.keyvalue import KeyValueStore, StoreError
+from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 _GRACE_SECS = 0.5
-"""In which a node that lives, and has lost its connection, connects again."""
+"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with the
+next heartbeat."""
 _ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
 """Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
@@ -125,7 +126,9 @@ class StateHolder(_RendezvousStateHolder):
     """This node's view of the shared state; strikes out nodes that fell silent, but never itself.
 
     After a gap in its own view (this process or the store stood still) it gives the others the time
-    again in which a living node beats: their silence may have been its own.
+    again in which a living node beats: their silence may have been its own. In a store that keeps leases, a
+    lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time, too,
+    to show itself again.
 
     Args:
         store: of the job.
@@ -133,21 +136,24 @@ class StateHolder(_RendezvousStateHolder):
         settings: of the rendezvous.
     """
 
-    def __init__(self, store: KeyValueStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
+    def __init__(self, store: RendezvousStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
         self.store = store
         self._node = node
         self._settings = settings
         self._key = f"rendezvous/{settings.run_id}"
         self._here = f"{self._key}/here/"
         self._look_secs = look_secs(settings.max_nodes)
-        self.grace_secs = _GRACE_SECS
-        self._holds = False
         self._alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._state = _RendezvousState()
         self._held: bytes | None = None
         self._dirty = False
         self.synced_at = float("-inf")
         self._trusts_after = float("-inf")
+        self._seen: dict[str, datetime] = {}
+        # Longer than the time between two looks.
+        interval = settings.keep_alive_interval.total_seconds()
+        self._lease_secs = max(self._alive_secs / 2, interval + 1.0)
+        self.grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
 
     @property
     def state(self) -> _RendezvousState:
@@ -166,18 +172,18 @@ class StateHolder(_RendezvousStateHolder):
         now = time.monotonic()
         written = None
         try:
-            if not self._holds:
-                self.store.hold(self._name_of(self._node))
-                self._holds = True
+            if not self._dirty and now - self.synced_at < self._look_secs:
+                return None
+            self.store.hold(self._name_of(self._node), self._lease_secs)
             if self._dirty:
                 written, self._held = self.store.compare_set(self._key, self._held, encode_state(self._state))
-            elif now - self.synced_at < self._look_secs:
-                return None
             else:
                 self._held = self.store.peek(self._key)
+            alive = self.store.alive(self._here)
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         self._state = _RendezvousState() if self._held is None else decode_state(self._held)
+        self._note_alive(alive)
         self._dirty = False
         now = time.monotonic()
         if self._alive_secs < now - self.synced_at < float("inf"):
@@ -191,6 +197,13 @@ class StateHolder(_RendezvousStateHolder):
         if now >= self._trusts_after:
             self._strike_out()
         return written
+
+    def _note_alive(self, names: Iterable[str]) -> None:
+        """Whoever has a lease lives now, whatever was written of it."""
+        now = _time(time.time())
+        self._seen.update(dict.fromkeys(names, now))
+        for times in (self._state.last_heartbeats, seats_of(self._state)):
+            times.update({n: max(at, self._seen.get(self._name_of(n), at)) for n, at in times.items()})
 
     def _strike_out(self) -> None:
         """Those that are silent, and while a round is left for the next one those whose launchers have ended:
@@ -234,7 +247,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         ValueError: a parameter cannot be used.
     """
 
-    def __init__(self, store: KeyValueStore, parameters: RendezvousParameters) -> None:
+    def __init__(self, store: RendezvousStore, parameters: RendezvousParameters) -> None:
         node = self._node_desc_generator.generate(parameters.local_addr)
         settings = RendezvousSettings(
             parameters.run_id,
@@ -249,7 +262,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._place: tuple[int, int] | None = None
         self._lost: str | None = None
         holder = StateHolder(store, node, settings)
-        super().__init__(node, settings, "c10d", store, holder)  # type: ignore[arg-type]
+        super().__init__(node, settings, parameters.backend, store, holder)  # type: ignore[arg-type]
         self._op_executor = RendezvousExecutor(node, holder, settings)
 
     @property
@@ -358,7 +371,7 @@ class StaticRendezvous(RendezvousHandler):
         run_id: of the job.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, run_id: str) -> None:
+    def __init__(self, store: RendezvousStore, rank: int, size: int, run_id: str) -> None:
         self._store = store
         self._rank = rank
         self._size = size

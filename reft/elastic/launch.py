@@ -288,8 +288,8 @@ class Launcher(Observer):
                 return 0
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
-                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or restart "
-                f"`reft rendezvous`"
+                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
+                f"{self._rendezvous.reopens}"
             ) from error
         except RendezvousGracefulExitError:
             return 0

@@ -29,6 +29,8 @@ from reft.elastic.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.elastic.warm import DEFAULT_MODULES, has_device, imports_of
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
+from reft.store.etcd.settings import BACKEND as ETCD
+from reft.store.etcd.settings import EtcdSettings
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,10 @@ class LaunchOptions:
     @property
     def is_static(self) -> bool:
         return bool(self.config.rdzv_backend == "static")
+
+    @property
+    def meets_at_etcd(self) -> bool:
+        return bool(self.config.rdzv_backend == ETCD)
 
     @property
     def join_timeout_secs(self) -> float:
@@ -203,15 +209,17 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 
 
 def _check_rendezvous(config: LaunchConfig) -> None:
-    """Refuse what would serve strangers (P11): only reft's own store asks for the secret."""
+    """Refuse what would serve strangers (P11): only reft's own stores ask for the secret."""
     backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
-    if backend not in ("c10d", "static") or store != "tcp":
+    if backend not in ("c10d", "static", ETCD) or store != "tcp":
         found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
         raise ConfigError(
             f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote it. Leave it "
             f"out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not train and "
-            f"give its address as --rdzv-endpoint HOST:PORT"
+            f"give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write --rdzv-backend {ETCD}"
         )
+    if backend == ETCD:
+        EtcdSettings.of(config.rdzv_endpoint, config.rdzv_configs, os.environ)
 
 
 def _check_program(args: argparse.Namespace) -> None:
@@ -248,7 +256,7 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     # heartbeat rewrites the whole state, so large jobs keep torch's pace.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
-    if config.rdzv_backend == "c10d":
+    if config.rdzv_backend in ("c10d", ETCD):
         # Bounds the wait for a node that dies between joining and introducing itself.
         conf.setdefault("read_timeout", 30)
     if config.min_nodes < config.max_nodes:

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from reft.arguments import Parser
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
-from reft.store.keyvalue import KeyValueServer, KeyValueStore
+from reft.store.keyvalue import KeyValueServer
+from reft.store.rendezvous_store import RendezvousStore
 from reft.store.user_secret import user_secret
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def is_reachable(endpoint: str, timeout_secs: float = 1.0) -> bool:
         return False
 
 
-def is_served_by_reft(store: KeyValueStore) -> bool:
+def is_served_by_reft(store: RendezvousStore) -> bool:
     """Whether ``store`` belongs to ``reft rendezvous``, so that no node's death takes it along."""
     return store.check([_SERVED_KEY])
 

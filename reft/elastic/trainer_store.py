@@ -16,7 +16,7 @@ from typing import Any
 
 from reft.errors import ConfigError
 from reft.store.door import Door, format_endpoint, is_loopback, knock, listen, parse_endpoint
-from reft.store.keyvalue import KeyValueStore
+from reft.store.rendezvous_store import RendezvousStore
 from reft.store.wire import Channel
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class TrainerStore:
 
     @classmethod
     def open(
-        cls, store: KeyValueStore, secret: bytes, group_rank: int, nodes: int, local_addr: str | None
+        cls, store: RendezvousStore, secret: bytes, group_rank: int, nodes: int, local_addr: str | None
     ) -> TrainerStore:
         """Serve the store on the first node, and relay to it on the others.
 
@@ -124,7 +124,7 @@ class TrainerStore:
         self._store = None
 
 
-def _own_address(store: KeyValueStore) -> str:
+def _own_address(store: RendezvousStore) -> str:
     """An address under which the other nodes reach this one: what the rendezvous sees."""
     address = store.local_address()
     rendezvous, _ = parse_endpoint(store.endpoint)

@@ -11,6 +11,12 @@ from reft.arguments import Parser
 from reft.config import parse_block
 from reft.env import (
     ENV_CONFIG,
+    ENV_ETCD_CACERT,
+    ENV_ETCD_CERT,
+    ENV_ETCD_KEY,
+    ENV_ETCD_PASSWORD,
+    ENV_ETCD_PASSWORD_FILE,
+    ENV_ETCD_USER,
     ENV_EVENTS,
     ENV_JOB_ID,
     ENV_LOG_LEVEL,
@@ -34,7 +40,9 @@ _ENVIRONMENT = (
     f"Environment: {ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR, what launchers, daemons and trainers log to "
     "stderr (without it: INFO, and in trainers what the script's logging lets through); "
     f"{ENV_EVENTS}=DIRECTORY, "
-    "where every process of reft appends what happens as lines of JSON."
+    "where every process of reft appends what happens as lines of JSON; for an etcd cluster "
+    f"{ENV_ETCD_USER} with {ENV_ETCD_PASSWORD} or {ENV_ETCD_PASSWORD_FILE}, and {ENV_ETCD_CACERT}, "
+    f"{ENV_ETCD_CERT}, {ENV_ETCD_KEY} (or --rdzv-conf user=NAME,cacert=FILE,cert=FILE,key=FILE)."
 )
 
 
@@ -188,7 +196,17 @@ def make_short_parser() -> argparse.ArgumentParser:
     common = parser.add_argument_group("torchrun, the usual options")
     common.add_argument("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX to go on with fewer")
     common.add_argument("--nproc-per-node", metavar="N", help="trainers per node, or gpu")
-    common.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where `reft rendezvous` runs")
+    common.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where `reft rendezvous` runs; of an etcd cluster its members, H1:P1,H2:P2,H3:P3",
+    )
+    common.add_argument(
+        "--rdzv-backend",
+        metavar="NAME",
+        help="c10d: `reft rendezvous`, or a launcher that serves the store (default); etcd-v3: an etcd "
+        "cluster, any minority of whose hosts may die (extra `etcd`)",
+    )
     common.add_argument("--rdzv-id", metavar="ID", help="the run; the same on every node")
     common.add_argument("--max-restarts", metavar="N", help="failures of trainers over the job's life")
     common.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")

@@ -8,8 +8,9 @@ import time
 
 from reft.comm.control import ControlGroup
 from reft.errors import AuthenticationError, TransferError, UnrecoverableError
-from reft.store.keyvalue import KeyValueStore, StoreError
+from reft.store.keyvalue import KeyValueStore
 from reft.store.label import Label, committed_key
+from reft.store.rendezvous_store import StoreError
 from reft.store.user_secret import user_secret
 
 logger = logging.getLogger(__name__)

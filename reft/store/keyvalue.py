@@ -1,8 +1,9 @@
 """The rendezvous store: a table of bytes behind a door (P11).
 
 It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to ask for a
-secret. etcd would do, but is one more server to install and to keep; this one lives in a launcher. One
-request, one answer: ``[operation, arguments...]`` and ``[True, result]`` or ``[False, why not]``.
+secret. etcd (:mod:`reft.store.etcd`) outlives its host, but is one more server to install and to keep; this
+one lives in a launcher. One request, one answer: ``[operation, arguments...]`` and ``[True, result]`` or
+``[False, why not]``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from reft.errors import AuthenticationError
 from reft.store.door import Door, knock
 from reft.store.presence import Presence
+from reft.store.rendezvous_store import RendezvousStore, StoreError
 from reft.store.wire import Channel
 
 logger = logging.getLogger(__name__)
@@ -28,14 +30,11 @@ PURPOSE = "rendezvous"
 _SLICE_SECS = 0.5
 """A wait at the server lasts so long at most: the client's other threads share the connection."""
 _RETRY_SECS = 1.0
+_LOOK_SECS = 0.05
 _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "left")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0
 """Whose connection has ended is known for so long."""
-
-
-class StoreError(RuntimeError):
-    """The store does not answer, or refuses an operation."""
 
 
 class KeyValueServer:
@@ -64,7 +63,7 @@ class KeyValueServer:
             "wait": self._wait,
             "left": self._left_for,
         }
-        self._door = Door(listener, secret, PURPOSE, self._serve)
+        self._door = Door(listener, secret, PURPOSE, self._serve_until_it_ends)
         self.host, self.port = self._door.host, self._door.port
 
     def close(self) -> None:
@@ -76,17 +75,9 @@ class KeyValueServer:
         with self._changed:
             return set(self._holders)
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve_until_it_ends(self, channel: Channel) -> None:
         try:
-            while True:
-                request = channel.receive()
-                try:
-                    name, *arguments = request
-                    operation = partial(self._hold, channel) if name == "hold" else self._operations[name]
-                    answer = [True, operation(*arguments)]
-                except (KeyError, TypeError, ValueError) as error:
-                    answer = [False, f"{type(error).__name__}: {error}"]
-                channel.send(answer)
+            _serve(channel, {**self._operations, "hold": partial(self._hold, channel)})
         finally:
             self._release(channel)
 
@@ -161,9 +152,56 @@ def _bytes(value: Any) -> bytes:
     return value
 
 
-class KeyValueStore:
-    """A client; what TorchElastic and reft need of a ``torch.distributed.Store``. Connects at the first
-    request and again at the next one after the connection broke. Safe to use from several threads.
+class StoreRelay:
+    """Another store, for those on this host who speak to a :class:`KeyValueServer`.
+
+    Args:
+        listener: listening socket; closed with the relay.
+        secret: the user's secret.
+        store: that answers.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
+        self._store = store
+        self._operations: dict[str, Callable[..., Any]] = {
+            "get": store.peek,
+            "set": store.set,
+            "add": store.add,
+            "check": store.check,
+            "delete": store.delete,
+            "compare_set": store.compare_set,
+            "wait": self._wait,
+        }
+        self._door = Door(listener, secret, PURPOSE, lambda channel: _serve(channel, self._operations))
+        self.port = self._door.port
+
+    def close(self) -> None:
+        """Stop serving; every connection ends."""
+        self._door.close()
+
+    def _wait(self, keys: list[str], timeout_secs: float) -> bool:
+        deadline = time.monotonic() + min(float(timeout_secs), _SLICE_SECS)
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECS)
+        return True
+
+
+def _serve(channel: Channel, operations: Mapping[str, Callable[..., Any]]) -> None:
+    while True:
+        request = channel.receive()
+        try:
+            name, *arguments = request
+            answer = [True, operations[name](*arguments)]
+        except (KeyError, TypeError, ValueError, StoreError, AuthenticationError) as error:
+            answer = [False, f"{type(error).__name__}: {error}"]
+        channel.send(answer)
+
+
+class KeyValueStore(RendezvousStore):
+    """A client of :class:`KeyValueServer`. Connects at the first request and again at the next one after the
+    connection broke.
 
     Args:
         endpoint: ``host:port`` of the server.
@@ -173,84 +211,58 @@ class KeyValueStore:
     """
 
     def __init__(self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = "") -> None:
-        self.endpoint = endpoint
+        self.prefix = prefix
+        self._endpoint = endpoint
         self._line = _Line(endpoint, secret, timeout_secs)
         self._timeout_secs = timeout_secs
-        self._prefix = prefix
 
-    def with_prefix(self, prefix: str) -> KeyValueStore:
-        """The same store over the same connection, with ``prefix/`` before every key."""
-        view = KeyValueStore.__new__(KeyValueStore)
-        view.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
-        return view
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Raises StoreError if the store does not answer, as every method does."""
-        self._line.ask("set", self._prefix + key, value.encode() if isinstance(value, str) else value)
-
-    def get(self, key: str) -> bytes:
-        """The value of ``key``, once there is one; raises TimeoutError if none comes."""
-        value = self.peek(key)
-        if value is None:
-            self.wait([key])
-            value = self.peek(key)
-        if value is None:
-            raise StoreError(f"the rendezvous store has lost {key!r}")
-        return value
+        self._line.ask("set", self.prefix + key, value.encode() if isinstance(value, str) else value)
 
     def peek(self, key: str) -> bytes | None:
-        """The value of ``key``, or None."""
-        value: bytes | None = self._line.ask("get", self._prefix + key)
+        value: bytes | None = self._line.ask("get", self.prefix + key)
         return value
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._line.ask("add", self._prefix + key, amount))
+        return int(self._line.ask("add", self.prefix + key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._line.ask("check", [self._prefix + k for k in keys]))
+        return bool(self._line.ask("check", [self.prefix + k for k in keys]))
 
     def delete(self, key: str) -> bool:
-        """Whether it was there."""
-        return bool(self._line.ask("delete", self._prefix + key))
+        return bool(self._line.ask("delete", self.prefix + key))
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
-        """Set ``key`` if it holds ``expected`` (None: nothing).
-
-        Returns:
-            Whether it was set, and what the key holds now.
-        """
-        done, held = self._line.ask("compare_set", self._prefix + key, expected, value)
+        done, held = self._line.ask("compare_set", self.prefix + key, expected, value)
         return bool(done), held
 
-    def hold(self, name: str) -> None:
-        """Be known by ``name`` for as long as this process lives and is connected: see :meth:`left`. Does not
-        wait for the store."""
-        self._line.hold(self._prefix + name)
+    def hold(self, name: str, secs: float = 0.0) -> None:
+        """Does not wait for the store."""
+        self._line.hold(self.prefix + name)
+
 
     def left(self, prefix: str) -> dict[str, float]:
-        """Who held a name that begins with ``prefix`` and is not connected any more: seconds by name.
-
-        The kernel ends the connection of a process that dies; that of a host which dies stays.
-        """
-        found: dict[str, float] = self._line.ask("left", self._prefix + prefix)
-        return {name.removeprefix(self._prefix): secs for name, secs in found.items()}
+        """The kernel ends the connection of a process that dies; that of a host which dies stays."""
+        found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
+        return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; raises TimeoutError."""
         secs = self._timeout_secs if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + secs
-        wanted = [self._prefix + k for k in keys]
+        wanted = [self.prefix + k for k in keys]
         while not self._line.ask("wait", wanted, max(0.0, deadline - time.monotonic())):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
 
     def local_address(self) -> str:
-        """The address of this host that the store's host sees."""
         self.check([])
         return self._line.local_address
 
     def close(self) -> None:
-        """End the connection, also for all views of this store; a request under way fails."""
         self._line.close()
 
 
@@ -264,11 +276,13 @@ class _Line:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._refused_until = 0.0
-        self._presences: list[Presence] = []
+        self._presences: dict[str, Presence] = {}
         self.local_address = ""
 
     def hold(self, name: str) -> None:
-        self._presences.append(Presence(self._dial, name))
+        """Once: it is said again with every new connection."""
+        if name not in self._presences:
+            self._presences[name] = Presence(self._dial, name)
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         with self._lock:
@@ -303,7 +317,7 @@ class _Line:
         return result
 
     def close(self) -> None:
-        for presence in self._presences:
+        for presence in self._presences.values():
             presence.close()
         # Without the lock: a request under way, to a store that stands still, is not waited for.
         channel = self._channel

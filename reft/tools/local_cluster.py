@@ -97,6 +97,7 @@ class LocalCluster:
         job_id: of the memory.
         memory_root: where the nodes' memory directories are made; None: in tmpfs if there is one.
         external_rendezvous: serve the store as a process of its own; otherwise node 0's launcher does.
+        etcd: ``host:port,...`` of an etcd cluster in which the nodes meet instead.
     """
 
     command: Sequence[str]
@@ -108,6 +109,7 @@ class LocalCluster:
     job_id: str = "local"
     memory_root: Path | None = None
     external_rendezvous: bool = True
+    etcd: str | None = None
     popen: ClassVar[type[subprocess.Popen[Any]]] = subprocess.Popen
     """Starts its processes."""
 
@@ -141,6 +143,9 @@ class LocalCluster:
 
     def start_rendezvous(self, port: int = 0) -> None:
         """Serve the store; without ``external_rendezvous`` only choose its address."""
+        if self.etcd is not None:
+            self.endpoint = self.etcd
+            return
         if not self.external_rendezvous:
             self.endpoint = f"127.0.0.1:{port or _free_port()}"
             return
@@ -189,7 +194,8 @@ class LocalCluster:
         return [
             *("-m", "reft.elastic.launch"),
             *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.procs_per_node)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint, "--rdzv-id", self.job_id),
+            *("--rdzv-backend", "etcd-v3" if self.etcd else "c10d", "--rdzv-endpoint", self.endpoint),
+            *("--rdzv-id", self.job_id),
             *("--local-addr", "127.0.0.1", "--node-id", name, "--memory-dir", str(memory_dir)),
             *self.options,
             *self.command,

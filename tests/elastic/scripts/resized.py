@@ -1,4 +1,5 @@
-"""A plain DeepSpeed job of as many replicas as there are nodes. Every rank says the steps that it makes.
+"""A plain DeepSpeed job of as many replicas as there are nodes. Every rank says the steps that it makes, and their
+losses.
 
 ARGS: DeepSpeed's JSON.
 """
@@ -17,6 +18,7 @@ from torch import nn
 CONFIG = json.loads(Path(sys.argv[1]).read_text())
 BATCH, MICRO = CONFIG["train_batch_size"], CONFIG["train_micro_batch_size_per_gpu"]
 WIDTH = 8
+PAUSE_SECS = float(os.environ.get("TEST_PAUSE_SECS", "0.1"))
 OUT, RANK, WORLD = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -40,12 +42,15 @@ def main() -> None:
             break
         step = engine.global_steps
         samples = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+        losses = []
         for first in range(MICRO * RANK, BATCH, MICRO * WORLD):
             x = samples[first : first + MICRO]
-            engine.backward(nn.functional.mse_loss(engine(x), x.flip(1)))
+            loss = nn.functional.mse_loss(engine(x), x.flip(1))
+            losses.append(loss.item().hex())
+            engine.backward(loss)
             engine.step()
-        record("trained", step=engine.global_steps)
-        time.sleep(0.1)
+        record("trained", step=engine.global_steps, rank=RANK, losses=losses)
+        time.sleep(PAUSE_SECS)
 
 
 main()

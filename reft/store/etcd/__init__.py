@@ -1,0 +1,1 @@
+"""An etcd cluster as the rendezvous store (extra ``etcd``)."""
