@@ -47,7 +47,7 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def connect(self, timeout_secs: float) -> RendezvousStore:
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
         """Another connection to the store; does not wait for it."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class ServedPlace(Place):
     def open(self) -> RendezvousStore:
         if self._has_to_serve():
             self._serve()
-        store = self.connect(read_secs(self._config.rdzv_configs))
+        store = self.make_client(read_secs(self._config.rdzv_configs))
         try:
             store.check([])
         except StoreError as error:
@@ -100,7 +100,7 @@ class ServedPlace(Place):
             ) from error
         return store
 
-    def connect(self, timeout_secs: float) -> RendezvousStore:
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
         return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
 
     def trainers_endpoint(self) -> str:
@@ -199,7 +199,7 @@ class EtcdPlace(Place):
         self._relay = StoreRelay(listen(_LOOPBACK, 0), self._secret, store.lasting())
         return store
 
-    def connect(self, timeout_secs: float) -> RendezvousStore:
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
         return EtcdStore.of(self._settings, self._secret, self._config.run_id, timeout_secs=timeout_secs)
 
     def trainers_endpoint(self) -> str:

@@ -100,7 +100,7 @@ class RendezvousClient:
 
     def connect_for_status(self) -> RendezvousStore:
         """A connection of its own to the store, for what nobody has to wait for."""
-        store = self._place.connect(_STATUS_SECS)
+        store = self._place.make_client(_STATUS_SECS)
         return store.with_prefix(f"reft/{self._config.run_id}/status")
 
     def is_spare(self) -> bool:
