@@ -47,8 +47,8 @@ from reft.errors import AuthenticationError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 _GRACE_SECS = 0.5
-"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with the
-next heartbeat."""
+"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with
+the next heartbeat."""
 _ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
 """Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)

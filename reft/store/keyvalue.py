@@ -244,7 +244,6 @@ class KeyValueStore(RendezvousStore):
         """Does not wait for the store."""
         self._line.hold(self.prefix + name)
 
-
     def left(self, prefix: str) -> dict[str, float]:
         """The kernel ends the connection of a process that dies; that of a host which dies stays."""
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
