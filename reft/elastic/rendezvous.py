@@ -15,10 +15,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from reft.arguments import Parser
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
+from reft.store.journal import Journal
 from reft.store.keyvalue import KeyValueServer
 from reft.store.rendezvous_store import RendezvousStore
 from reft.store.user_secret import user_secret
@@ -52,18 +54,26 @@ class RendezvousServer:
             None: its full host name.
         port: port to listen on; 0 takes a free one.
         secret: the user's; None: as :func:`reft.store.user_secret.user_secret` finds it.
+        state_dir: directory that keeps what is stored, for a server that takes this one's place; None: memory
+            alone.
 
     Raises:
-        ConfigError: the address cannot be listened on.
-        AuthenticationError: the user's secret cannot be used.
+        ConfigError: the address cannot be listened on, or the directory not be used.
+        AuthenticationError: the user's secret cannot be used, or is not that of the directory.
     """
 
     def __init__(
-        self, host: str | None = None, port: int = DEFAULT_PORT, secret: bytes | None = None
+        self,
+        host: str | None = None,
+        port: int = DEFAULT_PORT,
+        secret: bytes | None = None,
+        state_dir: Path | None = None,
     ) -> None:
         name = host or socket.getfqdn()
         secret = secret or user_secret()
-        self._server = KeyValueServer(listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()})
+        journal = Journal(state_dir, secret) if state_dir is not None else None
+        served = {_SERVED_KEY: str(os.getpid()).encode()}
+        self._server = KeyValueServer(listen(name, port), secret, served, journal)
         endpoint = format_endpoint(name, self._server.port)
         self.info = RendezvousInfo(endpoint, name, self._server.port, os.getpid(), self._server.host)
 
@@ -103,6 +113,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)"
     )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep what is stored there, so that a rendezvous that is started again with the same port and "
+        "directory knows all that this one knew (default: memory alone; the job goes on all the same, and "
+        "what it had committed is known to its nodes alone)",
+    )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))
     # A pipe: a lock could be held by the very thread that the handler interrupts.
@@ -110,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: os.write(tell, b"."))
     try:
-        server = RendezvousServer(options.host, options.port)
+        server = RendezvousServer(options.host, options.port, state_dir=options.state_dir)
     except (ConfigError, AuthenticationError) as error:
         print(f"reft rendezvous: {error}", file=sys.stderr)
         return 2

@@ -20,6 +20,7 @@ from typing import Any
 
 from reft.errors import AuthenticationError
 from reft.store.door import Door, knock
+from reft.store.journal import Journal
 from reft.store.presence import Presence
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 from reft.store.wire import Channel
@@ -44,12 +45,18 @@ class KeyValueServer:
         listener: listening socket; closed with the server.
         secret: the user's secret.
         table: what it holds from the start.
+        journal: keeps the table on disk, and has that of an earlier server.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, table: Mapping[str, bytes] | None = None
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        table: Mapping[str, bytes] | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        self._table: dict[str, bytes] = dict(table or {})
+        self._journal = journal
+        self._table: dict[str, bytes] = {**(journal.table if journal else {}), **(table or {})}
         self._changed = threading.Condition()
         self._holders: dict[str, Channel] = {}
         self._left: dict[str, float] = {}
@@ -69,6 +76,9 @@ class KeyValueServer:
     def close(self) -> None:
         """Stop serving; every connection ends."""
         self._door.close()
+        with self._changed:
+            if self._journal is not None:
+                self._journal.close()
 
     def holders(self) -> set[str]:
         """Names of those who are connected."""
@@ -105,14 +115,18 @@ class KeyValueServer:
 
     def _set(self, key: str, value: bytes) -> None:
         with self._changed:
-            self._table[_text(key)] = _bytes(value)
-            self._changed.notify_all()
+            self._put(_text(key), _bytes(value))
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._table[key] = value
+        if self._journal is not None:
+            self._journal.note(self._table, key)
+        self._changed.notify_all()
 
     def _add(self, key: str, amount: int) -> int:
         with self._changed:
             total = int(self._table.get(key, b"0")) + int(amount)
-            self._table[_text(key)] = str(total).encode()
-            self._changed.notify_all()
+            self._put(_text(key), str(total).encode())
             return total
 
     def _check(self, keys: list[str]) -> bool:
@@ -121,7 +135,10 @@ class KeyValueServer:
 
     def _delete(self, key: str) -> bool:
         with self._changed:
-            return self._table.pop(key, None) is not None
+            was_there = self._table.pop(key, None) is not None
+            if was_there and self._journal is not None:
+                self._journal.note(self._table, key)
+            return was_there
 
     def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
         """Set ``key`` if it holds ``expected`` (None: nothing): [whether it was set, what it holds]."""
@@ -129,8 +146,7 @@ class KeyValueServer:
             held = self._table.get(_text(key))
             if held != expected:
                 return [False, held]
-            self._table[key] = _bytes(value)
-            self._changed.notify_all()
+            self._put(key, _bytes(value))
             return [True, value]
 
     def _wait(self, keys: list[str], timeout_secs: float) -> bool:

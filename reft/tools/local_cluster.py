@@ -97,6 +97,7 @@ class LocalCluster:
         job_id: of the memory.
         memory_root: where the nodes' memory directories are made; None: in tmpfs if there is one.
         external_rendezvous: serve the store as a process of its own; otherwise node 0's launcher does.
+        rendezvous_options: further options of ``reft rendezvous``.
         etcd: ``host:port,...`` of an etcd cluster in which the nodes meet instead.
     """
 
@@ -109,6 +110,7 @@ class LocalCluster:
     job_id: str = "local"
     memory_root: Path | None = None
     external_rendezvous: bool = True
+    rendezvous_options: Sequence[str] = ()
     etcd: str | None = None
     popen: ClassVar[type[subprocess.Popen[Any]]] = subprocess.Popen
     """Starts its processes."""
@@ -187,7 +189,16 @@ class LocalCluster:
 
     def _rendezvous_arguments(self, port: int) -> list[str]:
         """Of the interpreter: it prints one line of JSON with the ``endpoint``."""
-        return ["-m", "reft.elastic.rendezvous", "--host", "127.0.0.1", "--port", str(port), "--json"]
+        return [
+            "-m",
+            "reft.elastic.rendezvous",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--json",
+            *self.rendezvous_options,
+        ]
 
     def _arguments(self, name: str, memory_dir: Path) -> list[str]:
         """Of the interpreter: a node's launcher."""

@@ -1,0 +1,79 @@
+"""`reft rendezvous --state-dir`: what the next server finds of the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reft.elastic.rendezvous import RendezvousServer
+from reft.errors import AuthenticationError, ConfigError
+from reft.store.journal import Journal
+from reft.store.keyvalue import KeyValueStore
+
+SECRET = b"s" * 32
+
+
+def journal_of(directory: Path) -> Path:
+    return next(p for p in directory.iterdir() if p.suffix == ".journal")
+
+
+def test_what_was_stored_is_there_again(tmp_path: Path) -> None:
+    for life in range(3):
+        server = RendezvousServer("127.0.0.1", 0, SECRET, tmp_path / "state")
+        store = KeyValueStore(server.info.endpoint, SECRET)
+        assert store.add("lives", 1) == life + 1
+        store.set("gone", "x")
+        store.delete("gone")
+        assert store.compare_set("k", str(life).encode() if life else None, str(life + 1).encode())[0]
+        store.close()
+        server.close()
+    assert Journal(tmp_path / "state", SECRET).table.keys() - {"reft/rendezvous"} == {"lives", "k"}
+
+
+def test_p3_a_record_that_was_cut_off_is_left_out_and_those_before_it_are_not(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SECRET)
+    table = {"a": b"1"}
+    journal.note(table, "a")
+    whole = journal_of(tmp_path).stat().st_size
+    journal.note(table | {"b": b"2"}, "b")
+    journal.close()
+    data = journal_of(tmp_path).read_bytes()
+    for kept in range(whole, len(data)):
+        journal_of(tmp_path).write_bytes(data[:kept])
+        again = Journal(tmp_path, SECRET)
+        assert again.table == {"a": b"1"}
+        again.close()
+
+
+def test_p11_what_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SECRET)
+    journal.note({"a": b"1"}, "a")
+    journal.close()
+    with pytest.raises(AuthenticationError, match="secret"):
+        Journal(tmp_path, b"t" * 32)
+    data = bytearray(journal_of(tmp_path).read_bytes())
+    data[-1] ^= 1
+    journal_of(tmp_path).write_bytes(data)
+    with pytest.raises(AuthenticationError, match="changed"):
+        Journal(tmp_path, SECRET)
+
+
+def test_one_server_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--state-dir"):
+        Journal(Path("/proc/none"), SECRET)
+    first = Journal(tmp_path, SECRET)
+    with pytest.raises(ConfigError, match="another `reft rendezvous`"):
+        Journal(tmp_path, SECRET)
+    first.close()
+    Journal(tmp_path, SECRET).close()
+
+
+def test_p9_a_journal_does_not_grow_without_end(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SECRET)
+    for number in range(300):
+        table = {"state": bytes([number % 256]) * 20_000}
+        journal.note(table, "state")
+    journal.close()
+    assert journal_of(tmp_path).stat().st_size < 2 * 2**20
+    assert Journal(tmp_path, SECRET).table == table
