@@ -26,6 +26,7 @@ from reft.comm.silence import OnSilence
 from reft.comm.transport import Buffers, Bytes, Carrier, Inflow, Transport, no_silence
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.mac import authenticate, check_authentic
+from reft.store.label import Label
 
 SOCKETS, MPI = "sockets", "mpi"
 """What can carry the control plane: ``transport`` of the block."""
@@ -285,12 +286,12 @@ class WorkerControl(ControlGroup):
         self.leave()
         self._connect(go_on)
 
-    def vote(self, ballot: Ballot, version: int) -> Ballot:
+    def vote(self, ballot: Ballot, version: Label) -> Ballot:
         """All-reduce a ballot over all ranks; everybody gets the same result.
 
         Args:
             ballot: this rank's word.
-            version: the step voted on; all ranks must vote on the same one.
+            version: voted on; all ranks must vote on the same one, of the same incarnation.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
@@ -303,14 +304,21 @@ class WorkerControl(ControlGroup):
             -ballot.order,
             -int(ballot.late),
             -ballot.rung,
-            version,
-            -version,
+            version.step,
+            -version.step,
+            version.incarnation,
+            -version.incarnation,
         ]
         result = self._connections.reduce_min(word)
-        ok, stop, relayout, interval, order, late, rung, lowest, highest = result
+        ok, stop, relayout, interval, order, late, rung, lowest, highest, oldest, newest = result
+        if oldest != -newest:
+            raise TransferError(
+                f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); this rank "
+                f"is of {version.incarnation}. Nothing is committed: the older was replaced and has to end"
+            )
         if lowest != -highest:
             raise TransferError(
-                f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version}. "
+                f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version.step}. "
                 f"Every rank must take the same optimizer steps"
             )
         return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late), -rung)

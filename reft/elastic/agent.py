@@ -46,9 +46,11 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
 from reft.elastic.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.elastic.handler import replaced
+from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.trainer_store import LOOPBACK, TrainerStore
 from reft.env import ENV_EXIT_DIR
-from reft.errors import ReftError
+from reft.errors import FencedError, ReftError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,14 @@ class Observer:
     def newest_step(self) -> int:
         """Step of the newest committed version; -1 if none is known of."""
         return -1
+
+    def newest_incarnation(self) -> int:
+        """Number of the newest start of the job that this node knows of; 0 if there was none."""
+        return 0
+
+    def fenced(self) -> str:
+        """Why this node has to end, as its daemon was told by shared storage; empty if it goes on."""
+        return ""
 
 
 class ReftAgent(LocalElasticAgent):
@@ -157,6 +167,8 @@ class ReftAgent(LocalElasticAgent):
         self._without_progress = 0
         self.agreement: Agreement | None = None
         self.failure: Failure | None = None
+        self.incarnations: IncarnationRecord | None = None
+        """What the store knows of the starts of the job."""
         self.all_ended_well = False
         self.told_to_stop = False
         self.hurry = False
@@ -168,6 +180,7 @@ class ReftAgent(LocalElasticAgent):
         self._initialize_workers(group)
         while True:
             time.sleep(self._spec.monitor_interval)
+            self._end_if_replaced()
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state is WorkerState.SUCCEEDED:
@@ -182,6 +195,7 @@ class ReftAgent(LocalElasticAgent):
                 self._observer.round_over()
                 if not self._may_restart():
                     self._stop_workers(group)
+                    self._end_if_replaced(ask=True)
                     group.state = WorkerState.FAILED
                     return result
                 self._restart_workers(group)
@@ -189,6 +203,32 @@ class ReftAgent(LocalElasticAgent):
                 logger.warning("a node joins; the trainers restart with it")
                 self._observer.round_over()
                 self._restart_workers(group)
+
+    def _end_if_replaced(self, *, ask: bool = False) -> None:
+        """Raises FencedError where the job goes on without this node, as far as the last heartbeat knows, or
+        with ``ask`` the store."""
+        handler: Any = self._spec.rdzv_handler
+        mine = self.agreement.incarnation if self.agreement is not None else 0
+        newest = handler.newest_incarnation
+        if ask:
+            with suppress(StoreError):
+                newest = self._read_incarnation()
+        if newest > mine > 0:
+            raise replaced(mine, newest)
+        if why := self._observer.fenced():
+            raise FencedError(why)
+
+    def run(self, role: str = "default") -> Any:
+        """As TorchElastic's; a node that was replaced ends its trainers first, without any grace.
+
+        Raises:
+            FencedError: it was.
+        """
+        try:
+            return super().run(role)
+        except FencedError:
+            self._end_workers(signal.SIGKILL, 0.0)
+            raise
 
     def _may_restart(self) -> bool:
         """Judge the failure of this round's trainers; whether another round is worth it."""
@@ -263,7 +303,7 @@ class ReftAgent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError):
+            except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError, FencedError):
                 raise
             except DuplicateNodeError as error:
                 if self._info.agent in error.refused or attempt == _FORM_ATTEMPTS:
@@ -296,17 +336,27 @@ class ReftAgent(LocalElasticAgent):
         # A static rendezvous gives every round the same store; its agents restart in step.
         is_static = spec.rdzv_handler.get_backend() == "static"
         table = store.with_prefix(f"reft/round/{self._joined if is_static else 0}")
-        self._info = replace(self._info, newest_step=self._observer.newest_step())
+        known = self._info.incarnation, self._observer.newest_incarnation(), self._read_incarnation()
+        self._info = replace(self._info, newest_step=self._observer.newest_step(), incarnation=max(known))
         table.set(f"node/{group_rank}", self._info.to_json())
         keys = [f"node/{i}" for i in range(group_world_size)]
         table.wait(keys, timedelta(seconds=_EXCHANGE_SECS))
         agreement = agree([NodeInfo.from_json(table.get(k)) for k in keys], renews=self._renews)
         self._close_trainer_store()
         self._trainer_store = TrainerStore.open(
-            table, self._secret, group_rank, group_world_size, spec.local_addr
+            table,
+            self._secret,
+            group_rank,
+            group_world_size,
+            spec.local_addr,
+            incarnation=agreement.incarnation,
         )
         self._joined += 1
         self.agreement = agreement
+        handler: Any = spec.rdzv_handler
+        handler.incarnation = agreement.incarnation
+        if self.incarnations is not None:
+            self.incarnations.raise_to(agreement.incarnation)
         self._info = self._info.after(agreement)
         return [
             Worker(
@@ -318,6 +368,9 @@ class ReftAgent(LocalElasticAgent):
             )
             for i, rank in enumerate(agreement.ranks[group_rank])
         ]
+
+    def _read_incarnation(self) -> int:
+        return 0 if self.incarnations is None else self.incarnations.read()
 
     # -- trainers ----------------------------------------------------------------------------------
 

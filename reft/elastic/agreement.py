@@ -45,6 +45,7 @@ class NodeInfo:
         restarts_used: restarts the job had used up at that round.
         known_step: newest committed step that any node of that round knew of; -1: none.
         newest_step: the one that this node knows of now.
+        incarnation: number of the newest start of the job that this node knows of.
         cause: why the agent's trainers of that round ended; None if they did not fail.
         failure: the same for people, with the rank.
     """
@@ -58,6 +59,7 @@ class NodeInfo:
     restarts_used: int = 0
     known_step: int = -1
     newest_step: int = -1
+    incarnation: int = 0
     cause: Cause | None = None
     failure: str = ""
 
@@ -80,6 +82,7 @@ class NodeInfo:
             members=agreement.members,
             restarts_used=agreement.restarts_used,
             known_step=agreement.known_step,
+            incarnation=agreement.incarnation,
             cause=None,
             failure="",
         )
@@ -96,6 +99,8 @@ class Agreement:
         ranks: global rank of every trainer of each node, by local rank.
         restarts_used: of ``--max-restarts``, by the whole job.
         known_step: newest committed step that any of the nodes knows of; -1: none.
+        incarnation: number of this start of the job, greater than that of every start that any of the nodes,
+            or the store, knows of. Whoever carries a lower one was replaced and is refused.
         failures: why trainers of the round before ended, on the nodes that are still there.
     """
 
@@ -105,6 +110,7 @@ class Agreement:
     ranks: tuple[tuple[int, ...], ...]
     restarts_used: int
     known_step: int
+    incarnation: int = 1
     failures: tuple[str, ...] = ()
 
     @property
@@ -144,6 +150,7 @@ def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
         ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
         restarts_used=used + _uses_restart(last),
         known_step=max(newest, known),
+        incarnation=1 + max(c.incarnation for c in infos),
         failures=_failures(last),
     )
 

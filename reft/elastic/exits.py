@@ -25,6 +25,9 @@ EXITS_PREFIX = "exits-"
 EX_PEER_FAILED = 75
 """Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)."""
 
+EX_FENCED = 76
+"""Exit code of a launcher that was cut off while another node took its place: the job goes on without it."""
+
 STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a trainer that was told to stop and did so in good order."""
 

@@ -42,8 +42,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _delay
 
+from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.rendezvous_executor import RendezvousExecutor, look_secs
-from reft.errors import AuthenticationError
+from reft.errors import AuthenticationError, FencedError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 _GRACE_SECS = 0.5
@@ -261,6 +262,12 @@ class StoreRendezvous(DynamicRendezvousHandler):
         )
         self._place: tuple[int, int] | None = None
         self._lost: str | None = None
+        self.incarnations: IncarnationRecord | None = None
+        """What the store knows of the starts of the job; None: nobody asks."""
+        self.incarnation = 0
+        """Number of the start that this node took part in last; 0: none."""
+        self.newest_incarnation = 0
+        """The newest one, as the last heartbeat found it in the store."""
         holder = StateHolder(store, node, settings)
         super().__init__(node, settings, parameters.backend, store, holder)  # type: ignore[arg-type]
         self._op_executor = RendezvousExecutor(node, holder, settings)
@@ -277,6 +284,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
         self._op_executor.run(_RendezvousExitOp(), deadline)
+        self._refuse_if_replaced()
         self._op_executor.run(self._join, deadline, self._get_deadline)
         rank, size = self._get_world()
         current = self._state_holder.state.round
@@ -285,6 +293,19 @@ class StoreRendezvous(DynamicRendezvousHandler):
         store: Any = self._store
         prefix = f"run/{self._settings.run_id}/{current}"
         return RendezvousInfo(store.with_prefix(prefix), rank, size, _LOOPBACK)
+
+    def _refuse_if_replaced(self) -> None:
+        """End where a round goes on that another node has joined in this one's place."""
+        if self.incarnations is None or not self.incarnation:
+            return
+        try:
+            newest = self.incarnations.read()
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        state = self._state_holder.state
+        has_place = self._this_node in state.participants or self._this_node in seats_of(state)
+        if newest > self.incarnation and state.complete and not has_place:
+            raise replaced(self.incarnation, newest)
 
     def _join(self, context: _RendezvousContext, deadline: float) -> _Action:
         """Join where there is a place: a spare waits until a node is struck out, as long as that takes."""
@@ -334,10 +355,12 @@ class StoreRendezvous(DynamicRendezvousHandler):
         with self._heartbeat_lock:
             try:
                 self._op_executor.run(self._beat, self._get_deadline(self._settings.timeout.heartbeat))
+                if self.incarnations is not None:
+                    self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
                 self._lost = None
             except RendezvousTimeoutError:
                 pass  # the store stood still and goes on: the next beat is in time
-            except (RendezvousError, AuthenticationError) as error:
+            except (RendezvousError, AuthenticationError, StoreError) as error:
                 self._lost = str(error)
 
     def _beat(self, context: _RendezvousContext, deadline: float) -> _Action:
@@ -350,6 +373,15 @@ class StoreRendezvous(DynamicRendezvousHandler):
             state.complete = True
             return _Action.KEEP_ALIVE
         return _RendezvousKeepAliveOp()(context, deadline)
+
+
+def replaced(mine: int, newest: int) -> FencedError:
+    """Why this node ends: it was cut off, and the job has been started anew without it."""
+    return FencedError(
+        f"this node was cut off and another one has taken its place: the job runs as start {newest}, this "
+        f"node as start {mine}. It ends, with its trainers and its daemon; start `reft launch` here again "
+        f"for it to be a spare"
+    )
 
 
 def _is_empty(state: _RendezvousState) -> bool:
@@ -397,6 +429,8 @@ class StaticRendezvous(RendezvousHandler):
         return 0
 
     is_spare = False
+    newest_incarnation = 0
+    incarnation = 0
 
     def get_run_id(self) -> str:
         return self._run_id

@@ -34,7 +34,7 @@ from reft.config import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.board import make_board
-from reft.elastic.exits import Cause, Failure
+from reft.elastic.exits import EX_FENCED, Cause, Failure
 from reft.elastic.hostfile import show_devices
 from reft.elastic.hung import Hangs
 from reft.elastic.node import DaemonKeeper, NodeMemory
@@ -44,6 +44,7 @@ from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
     ENV_CONFIG,
     ENV_DRY_RUN,
+    ENV_INCARNATION,
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,
     ENV_MEMORY_DIR,
@@ -53,7 +54,7 @@ from reft.env import (
     ENV_SECRET,
     ENV_STORE,
 )
-from reft.errors import AuthenticationError, ConfigError, ReftError
+from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.events import EventLog
 from reft.store import history
 from reft.store.daemon import CONFIG_FILE
@@ -130,7 +131,7 @@ class Launcher(Observer):
         self._agent: ReftAgent | None = None
         self._warm: WarmTrainers | None = None
         self._board = make_board(options, self._rendezvous, self._memory.path)
-        self._ended_well = False
+        self._ended_well = self._was_replaced = False
         self._before: Agreement | None = None
         self._failed_at: float | None = None
         self._over_at: float | None = None
@@ -139,14 +140,23 @@ class Launcher(Observer):
 
     def round_formed(self, agreement: Agreement) -> None:
         self._memory.make_again(self._secret)
-        os.environ.update({ENV_STORE: self._rendezvous.store_endpoint(), ENV_ROUND: str(agreement.round)})
+        os.environ.update(
+            {
+                ENV_STORE: self._rendezvous.store_endpoint(),
+                ENV_ROUND: str(agreement.round),
+                ENV_INCARNATION: str(agreement.incarnation),
+            }
+        )
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
             self._daemon = DaemonKeeper(self._memory.job_dir, self._hangs.take)
             self._daemon.start()
+        if self._daemon is not None:
+            self._daemon.incarnation = agreement.incarnation
         logger.info(
-            "round %d: %d trainers on %s; restarts used: %d of %d",
+            "round %d, start %d of the job: %d trainers on %s; restarts used: %d of %d",
             agreement.round,
+            agreement.incarnation,
             agreement.world_size,
             ", ".join(agreement.nodes),
             agreement.restarts_used,
@@ -220,6 +230,16 @@ class Launcher(Observer):
             newest = None
         return -1 if newest is None else newest.step
 
+    def newest_incarnation(self) -> int:
+        try:
+            return 0 if self._memory.job_dir is None else self._memory.job_dir.newest_incarnation()
+        except (OSError, ReftError) as error:
+            logger.warning("the starts noted in %s cannot be read: %s", self._memory.path, error)
+            return 0
+
+    def fenced(self) -> str:
+        return "" if self._daemon is None else self._daemon.fenced
+
     # -- life --------------------------------------------------------------------------------------
 
     def run(self) -> int:
@@ -231,6 +251,10 @@ class Launcher(Observer):
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
             return 128 + int(stop.sigval)
+        except FencedError as error:
+            self._was_replaced = True
+            history.note(self._memory.path, history.ENDED, reason=str(error))
+            return self._end_replaced(error)
         except JobEndedError as error:
             history.note(self._memory.path, history.ENDED, reason=str(error))
             raise
@@ -267,6 +291,7 @@ class Launcher(Observer):
             turn=options.rank_turn,
         )
         agent = self._agent = self._make_agent(handler, info)
+        agent.incarnations = self._rendezvous.incarnations
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())
@@ -296,6 +321,14 @@ class Launcher(Observer):
         except JobEndedError as error:
             self._rendezvous.close(str(error))
             raise
+
+    def _end_replaced(self, error: FencedError) -> int:
+        """This node is of an older start of the job than the one that runs."""
+        if self._rendezvous.outcome() == _ENDED_WELL:
+            self._ended_well = True
+            return 0
+        logger.error("%s (exit code %d)", error, EX_FENCED)
+        return EX_FENCED
 
     @property
     def rendezvous(self) -> RendezvousClient:
@@ -372,7 +405,7 @@ class Launcher(Observer):
         if self._warm is not None:
             self._warm.close()
         if self._daemon is not None:
-            self._daemon.end(0.0 if self._ended_well else self._flush_secs())
+            self._daemon.end(0.0 if self._ended_well or self._was_replaced else self._flush_secs())
         self._memory.write_state(state="ended well" if self._ended_well else "ended")
         if self._ended_well and not self._options.keep_memory:
             self._memory.remove()
@@ -392,7 +425,7 @@ def _between(began: float | None, ended: float | None) -> float | None:
 
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's, 128 + n
-    when told to stop by signal n, 2 for wrong use."""
+    when told to stop by signal n, 2 for wrong use, 76 where another node has taken this one's place."""
     _log_to_stderr("", "launcher")
     try:
         options = parse_options(argv)

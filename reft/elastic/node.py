@@ -220,6 +220,10 @@ class DaemonKeeper:
         self._silence = _Silence()
         self._process: subprocess.Popen[bytes] | None = None
         self.workers: tuple[int, ...] = ()
+        self.incarnation = 0
+        """Of the trainers; the daemon refuses who is older."""
+        self.fenced = ""
+        """Why this node has to end, as the daemon was told by shared storage."""
         self._told: tuple[int, ...] = ()
         self._ending = threading.Event()
         self._started = threading.Event()
@@ -296,10 +300,14 @@ class DaemonKeeper:
             if code is not None:
                 return code
             workers = self.workers
-            if workers != self._told and self.tell("workers", pids=list(workers)) is not None:
+            if workers != self._told and self._order(workers) is not None:
                 self._told = workers
             self._ask()
         return None
+
+    def _order(self, workers: Sequence[int]) -> Any:
+        """Tell the daemon which trainers there are."""
+        return self.tell("workers", pids=list(workers), incarnation=self.incarnation)
 
     def _ask(self) -> None:
         """What the trainers are at; a daemon that does not answer for long is killed, and started anew."""
@@ -308,6 +316,7 @@ class DaemonKeeper:
         answer = self.tell("trainers")
         if answer is not None:
             self._told_of_trainers(answer)
+            self.fenced = self.fenced or str(self.tell("fenced") or "")
         process = self._process
         if process is not None and self._silence.too_long(answer is not None, process_state(process.pid)):
             logger.warning(

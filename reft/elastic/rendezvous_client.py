@@ -12,6 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft.elastic.agent import JobEndedError
 from reft.elastic.handler import StaticRendezvous, StoreRendezvous
+from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.options import LaunchOptions
 from reft.elastic.places import place_of
 from reft.errors import ConfigError
@@ -42,6 +43,8 @@ class RendezvousClient:
         self._place = place_of(options, secret)
         self._store: RendezvousStore | None = None
         self.handler: RendezvousHandler | None = None
+        self.incarnations: IncarnationRecord | None = None
+        """What the store knows of the starts of the job, once it is connected."""
 
     @property
     def endpoint(self) -> str:
@@ -63,6 +66,7 @@ class RendezvousClient:
         """
         config = self._config
         self._store = self._place.open()
+        self.incarnations = IncarnationRecord(self._store, self._options.job_id)
         self.handler = self._make_handler(self._store)
         if (
             not self._options.is_static
@@ -108,8 +112,13 @@ class RendezvousClient:
         return bool(getattr(self.handler, "is_spare", False))
 
     def close(self, outcome: str) -> None:
-        """Tell all nodes, also those yet to come, that the job has ended."""
+        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
+        without."""
         if self.handler is None or self._store is None:
+            return
+        mine, newest = self._incarnations()
+        if newest > mine > 0:
+            logger.error("the job goes on as start %d without this node, which is of start %d", newest, mine)
             return
         with suppress(StoreError):
             self._store.set(self._outcome_key, outcome)
@@ -117,6 +126,14 @@ class RendezvousClient:
             self.handler.shutdown()
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
+
+    def _incarnations(self) -> tuple[int, int]:
+        """This node's start of the job, and the newest one that the store knows of."""
+        newest = 0
+        if self.incarnations is not None:
+            with suppress(StoreError):
+                newest = self.incarnations.read()
+        return int(getattr(self.handler, "incarnation", 0)), newest
 
     def forget_commits(self) -> None:
         """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
@@ -153,7 +170,9 @@ class RendezvousClient:
                 local_addr=config.local_addr,
                 **config.rdzv_configs,
             )
-            return StoreRendezvous(store, parameters)
+            handler = StoreRendezvous(store, parameters)
+            handler.incarnations = self.incarnations
+            return handler
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
 

@@ -11,6 +11,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -34,10 +35,12 @@ class TrainerStore:
 
     Args:
         port: where this node's trainers connect, on loopback.
+        incarnation: number of the start of the job whose trainers meet here.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, incarnation: int = 0) -> None:
         self.port = port
+        self._incarnation = incarnation
         self._store: Any = None
         self._door: Door | None = None
         self._listener: socket.socket | None = None
@@ -45,7 +48,14 @@ class TrainerStore:
 
     @classmethod
     def open(
-        cls, store: RendezvousStore, secret: bytes, group_rank: int, nodes: int, local_addr: str | None
+        cls,
+        store: RendezvousStore,
+        secret: bytes,
+        group_rank: int,
+        nodes: int,
+        local_addr: str | None,
+        *,
+        incarnation: int = 0,
     ) -> TrainerStore:
         """Serve the store on the first node, and relay to it on the others.
 
@@ -55,14 +65,15 @@ class TrainerStore:
             group_rank: of this node; 0 serves.
             nodes: of this round; a single one opens no door.
             local_addr: ``--local-addr``; None: the address that the rendezvous sees.
+            incarnation: number of this start of the job: those of another one are refused.
 
         Raises:
             ConfigError: the address cannot be listened on.
             TimeoutError, StoreError: the first node did not say where it serves.
         """
         if group_rank:
-            return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret)
-        served = cls.serve()
+            return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
+        served = cls.serve(incarnation)
         if nodes > 1:
             host = local_addr or _own_address(store)
             port = served.open_door(listen(host, 0, "--local-addr"), secret)
@@ -75,12 +86,12 @@ class TrainerStore:
         return self._door.port
 
     @classmethod
-    def serve(cls) -> TrainerStore:
+    def serve(cls, incarnation: int = 0) -> TrainerStore:
         """Serve it to this host alone."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         listener = listen(LOOPBACK, 0)
-        served = cls(int(listener.getsockname()[1]))
+        served = cls(int(listener.getsockname()[1]), incarnation)
         # The store takes over the descriptor: torch would listen on all interfaces.
         options: dict[str, Any] = {
             "is_master": True,
@@ -95,20 +106,28 @@ class TrainerStore:
         return served
 
     @classmethod
-    def relay(cls, endpoint: str, secret: bytes) -> TrainerStore:
+    def relay(cls, endpoint: str, secret: bytes, incarnation: int = 0) -> TrainerStore:
         """Relay this node's trainers to the node that serves it."""
         listener = listen(LOOPBACK, 0)
-        relay = cls(int(listener.getsockname()[1]))
+        relay = cls(int(listener.getsockname()[1]), incarnation)
         relay._listener = listener
         threading.Thread(
             target=_accept,
-            args=(listener, endpoint, secret, relay._closed),
+            args=(listener, relay._closed, lambda trainer: _carry(trainer, endpoint, secret, incarnation)),
             name="trainers' relay",
             daemon=True,
         ).start()
         return relay
 
     def _pass_on(self, channel: Channel) -> None:
+        theirs = channel.receive()
+        if theirs != self._incarnation:
+            channel.send(
+                f"it is that of start {self._incarnation} of the job, and this is start {theirs}, which is "
+                f"another one and is refused"
+            )
+            return
+        channel.send("")
         with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as trainer:
             _join(trainer, channel)
 
@@ -136,15 +155,13 @@ def _own_address(store: RendezvousStore) -> str:
     return address
 
 
-def _accept(listener: socket.socket, endpoint: str, secret: bytes, closed: threading.Event) -> None:
+def _accept(listener: socket.socket, closed: threading.Event, carry: Callable[[socket.socket], None]) -> None:
     troubled = False
     while True:
         trainer = None
         try:
             trainer, _ = listener.accept()
-            threading.Thread(
-                target=_carry, args=(trainer, endpoint, secret), name="trainer's store", daemon=True
-            ).start()
+            threading.Thread(target=carry, args=(trainer,), name="trainer's store", daemon=True).start()
             troubled = False
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             if trainer is not None:
@@ -157,7 +174,7 @@ def _accept(listener: socket.socket, endpoint: str, secret: bytes, closed: threa
             time.sleep(_TROUBLE_SECS)
 
 
-def _carry(trainer: socket.socket, endpoint: str, secret: bytes) -> None:
+def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:
     with trainer:
         try:
             channel = knock(endpoint, secret, PURPOSE, _CONNECT_SECS)
@@ -165,7 +182,14 @@ def _carry(trainer: socket.socket, endpoint: str, secret: bytes) -> None:
             logger.warning("the trainers' store at %s cannot be reached: %s", endpoint, error)
             return
         try:
+            channel.send(incarnation)
+            refused = channel.receive()
+            if refused:
+                logger.warning("the trainers' store at %s refuses this node: %s", endpoint, refused)
+                return
             _join(trainer, channel)
+        except (EOFError, OSError) as error:
+            logger.warning("the trainers' store at %s has ended: %s", endpoint, error)
         finally:
             channel.close()
 

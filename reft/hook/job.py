@@ -1,4 +1,4 @@
-"""What is known about a job beyond any single node: its incarnation and its newest commit."""
+"""What is known about a job beyond any single node: its newest commit."""
 
 from __future__ import annotations
 
@@ -32,31 +32,44 @@ class JobRecord:
     """
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
-        self._prefix = f"reft/{job_id}"
         self._committed_key = committed_key(job_id)
         self._store = store
         self._lost_until = 0.0
+        self._noted: bytes | None = None
 
     @classmethod
     def at(cls, endpoint: str | None, job_id: str) -> JobRecord:
         """The record in the store at ``host:port``, if there is one and it answers."""
         return cls(_connect(endpoint) if endpoint else None, job_id)
 
-    def next_incarnation(self) -> int:
-        """Count this start of the job; 0 where no store can tell."""
-        return self._add(f"{self._prefix}/incarnation", 1)
-
     def note_commit(self, label: Label) -> None:
-        """Remember that ``label`` was committed."""
+        """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
         if self._store is None or time.monotonic() < self._lost_until:
             return
         try:
-            self._store.set(self._committed_key, f"{label.incarnation}:{label.step}")
+            self._replace_note(self._store, label)
             self._lost_until = 0.0
         except (StoreError, AuthenticationError) as error:
             if not self._lost_until:
                 logger.warning("commits are not noted until the rendezvous store answers again: %s", error)
             self._lost_until = time.monotonic() + _SILENT_SECS
+
+    def _replace_note(self, store: KeyValueStore, label: Label) -> None:
+        note = f"{label.incarnation}:{label.step}".encode()
+        while True:
+            done, held = store.compare_set(self._committed_key, self._noted, note)
+            if done:
+                self._noted = note
+                return
+            self._noted = held
+            if held is not None and _label(held).incarnation > label.incarnation:
+                logger.error(
+                    "the commit of %s is not noted: %s was committed by a newer start of the job. This one "
+                    "was cut off and replaced",
+                    *(label, _label(held)),
+                )
+                self._store = None
+                return
 
     def newest_commit(self) -> Label | None:
         """The newest commit noted, or None if there was none (or no store).
@@ -68,23 +81,17 @@ class JobRecord:
         try:
             if self._store is None or not self._store.check([key]):
                 return None
-            incarnation, step = self._store.get(key).decode().split(":")
-            return Label(int(incarnation), int(step))
+            return _label(self._store.get(key))
         except Exception as error:  # whatever it is, peers wait for an answer
             raise TransferError(
                 "the rendezvous store does not say what the job had committed: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _add(self, key: str, amount: int) -> int:
-        if self._store is None:
-            return 0
-        try:
-            return int(self._store.add(key, amount))
-        except Exception as error:
-            # Memory and disk tell the incarnation too; what cannot be counted is not lost silently.
-            logger.warning("the rendezvous store does not answer: %s", error)
-            return 0
+
+def _label(note: bytes) -> Label:
+    incarnation, step = note.decode().split(":")
+    return Label(int(incarnation), int(step))
 
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:

@@ -15,7 +15,6 @@ from reft.env import ENV_INCARNATION, ENV_SECRET
 from reft.errors import FencedError, ReftError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.hook.coordinates import Place, hosts_of
-from reft.hook.job import JobRecord
 from reft.state.codec import decode, encode
 from reft.store import fence
 from reft.store.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, secret_of_environment
@@ -80,19 +79,16 @@ def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
         return 0
 
 
-def agree_on_incarnation(
-    config: ReftConfig, job_dir: JobDir, record: JobRecord, control: ControlGroup
-) -> int:
-    """One more than every incarnation that any node, the store or the disk has seen (P7): that of the round
-    from which the launchers started the trainers, unless the disk knows a later one. Older starts change
-    nothing on the disk any more. Collective.
+def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
+    """One more than every incarnation that any node or the disk has seen (P7): that on which the launchers
+    agreed when they started the trainers, unless the disk knows a later one. Older starts change nothing on
+    the disk any more. Collective.
 
     Raises:
         FencedError: on all ranks, if another start of the job has claimed the disk with the same number.
     """
     seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if control.rank == 0:
-        seen = max(seen, record.next_incarnation() - 1)
         seen = max(seen, _newest_on_disk(config.persist.dir, job_dir.job_id))
     incarnation = 1 + max(values[0] for values in control.gather_ints([seen]))
     told = b""

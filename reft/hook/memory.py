@@ -43,7 +43,7 @@ class JobMemory:
             store = os.environ.get(ENV_STORE) if control.rank == 0 else None
             self.record = JobRecord.at(store, config.job_id)
             """What the rendezvous store knows of the job; for rank 0."""
-            self.incarnation = agree_on_incarnation(config, self.job_dir, self.record, control)
+            self.incarnation = agree_on_incarnation(config, self.job_dir, control)
             """Which start of the job this is; counted on where it goes back to an older version."""
             self._note()
         except BaseException:

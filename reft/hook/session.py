@@ -124,7 +124,8 @@ class Session:
             fence=self.fence.hold,
         )
         self.state = EngineState(self.engine, recomputing, client_state, strict=self.config.strict)
-        self.daemon = DaemonClient(self.memory.job_dir.path, self.memory.job_dir.secret)
+        memory = self.memory
+        self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
         self.stopping = Stopping(self.config.grace_secs, Preemption())
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps

@@ -48,7 +48,7 @@ class Voter:
         """
         ballot = self._ballot(state)
         verdict = self._votes.cast(
-            label.step,
+            label,
             ok=ballot.ok,
             relayout=ballot.relayout,
             holds_up=ballot.late,

@@ -67,11 +67,13 @@ class DaemonClient:
     Args:
         job_dir: the job's memory directory on this node.
         secret: the job's secret.
+        incarnation: number of this start of the job; the daemon refuses older ones than its launcher's.
     """
 
-    def __init__(self, job_dir: Path, secret: bytes) -> None:
+    def __init__(self, job_dir: Path, secret: bytes, incarnation: int = 0) -> None:
         self._job_dir = job_dir
         self._secret = secret
+        self._incarnation = incarnation
         self._hello: dict[str, Any] = {
             "op": "hello",
             "pid": os.getpid(),
@@ -130,11 +132,10 @@ class DaemonClient:
                 return None
             try:
                 if self._config is not None:
-                    request(self._job_dir, self._secret, "configure", config=self._config["config"])
+                    config = self._config["config"]
+                    self._request("configure", config=config)
                 wanted = [label.incarnation, label.step]
-                answer = request(
-                    self._job_dir,
-                    self._secret,
+                answer = self._request(
                     "persist",
                     label=wanted,
                     wait_secs=left,
@@ -148,6 +149,9 @@ class DaemonClient:
                 # The launcher starts a new daemon; it may still be in time.
                 self._note_cause(error)
                 time.sleep(min(0.2, left))
+
+    def _request(self, operation: str, **fields: Any) -> Any:
+        return request(self._job_dir, self._secret, operation, incarnation=self._incarnation, **fields)
 
     def close(self, timeout_secs: float = 2.0) -> None:
         """Send what is queued, for at most ``timeout_secs``, and end the thread."""
@@ -179,7 +183,7 @@ class DaemonClient:
             try:
                 if channel is None:
                     channel = self._connect()
-                _ask(channel, note)
+                _ask(channel, {**note, "incarnation": self._incarnation})
                 self._cause = None
             except DaemonError as error:
                 self._note_cause(error)
@@ -199,9 +203,8 @@ class DaemonClient:
     def _connect(self) -> Channel:
         channel = connect(self._job_dir, self._secret, _ANSWER_SECS)
         try:
-            _ask(channel, self._hello)
-            if self._config is not None:
-                _ask(channel, self._config)
+            for message in (self._hello, *([] if self._config is None else [self._config])):
+                _ask(channel, {**message, "incarnation": self._incarnation})
         except BaseException:
             channel.close()
             raise

@@ -29,7 +29,7 @@ import psutil
 
 from reft import log
 from reft.config import ReftConfig
-from reft.errors import AuthenticationError, PersistError, ReftError
+from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
 from reft.store.hangs import STOPPED, Stillness, Waiting, Watch
 from reft.store.jobdir import JobDir, write_json
 from reft.store.joblock import holder
@@ -94,6 +94,7 @@ class Daemon:
         self._waiting: list[Waiting] = []
         self._launcher_still, self._persist_still = Stillness(), Stillness()
         self._incarnation = 0
+        self._ordered = 0
         self._ended = threading.Event()
         self._look = threading.Event()
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -101,6 +102,7 @@ class Daemon:
             "status": lambda _: self.status.snapshot(),
             "hello": self._hello,
             "workers": self._set_workers,
+            "fenced": lambda _: self.persister.fenced,
             "trainers": lambda _: [w.to_json() for w in self._waiting],
             "configure": self._configure,
             "committed": self._committed,
@@ -120,12 +122,14 @@ class Daemon:
         threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
         self.persister.start()
         while not self._ended.wait(_STATUS_SECS):
-            self._listen_again()
-            self.status.write_if_changed()
+            # First: another launcher, and its daemon, may have the memory by now.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
                 self._kill_orphans()
-                break
+                self.persister.close()
+                return 0
+            self._listen_again()
+            self.status.write_if_changed()
             if self._linger_secs and self._is_forsaken():
                 break
         self.persister.close()
@@ -282,15 +286,26 @@ class Daemon:
         if operation is None:
             return {"ok": False, "error": f"unknown operation {name!r}; known: {sorted(self._operations)}"}
         try:
+            self._refuse_the_older(message)
             return {"ok": True, "result": operation(message)}
         except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    def _refuse_the_older(self, message: Mapping[str, Any]) -> None:
+        """Who speaks for an older start of the job than the launcher's newest order is not listened to."""
+        theirs = int(message.get("incarnation", 0))
+        if 0 < theirs < self._ordered:
+            raise FencedError(
+                f"this node's trainers are of start {self._ordered} of the job; what start {theirs} says is "
+                f"refused, as it was replaced"
+            )
 
     def _hello(self, message: Mapping[str, Any]) -> None:
         self.status.trainer(int(message["local_rank"]), pid=int(message["pid"]))
 
     def _set_workers(self, message: Mapping[str, Any]) -> int:
         """The launcher's trainers: process groups to end if it is killed."""
+        self._ordered = max(self._ordered, int(message.get("incarnation", 0)))
         self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
         self._trainers.clear()
         self.status.update(workers=sorted(self._workers))

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from reft.backoff import Backoff
 from reft.config import ReftConfig
-from reft.errors import PersistError, ReftError
+from reft.errors import FencedError, PersistError, ReftError
 from reft.store.arena import Arena, ArenaState
 from reft.store.assembler import Assembler
 from reft.store.jobdir import JobDir
@@ -113,6 +113,8 @@ class Persister:
         self._lag = Lag()
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
+        self.fenced = ""
+        """Why nothing is written any more: a newer start of the job writes where this one did."""
         self.progress: PersistProgress | None = None
         """Of what is being written, as it was told last."""
 
@@ -300,6 +302,8 @@ class Persister:
 
     def _failed(self, label: Label, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"
+        if isinstance(error, FencedError):
+            self.fenced = str(error)
         persist = self._status.persist
         if message != persist.error:
             logger.warning(

@@ -32,9 +32,9 @@ WITHOUT_STRICT = {
     "hook/identity.py:record": VERSION,
     "hook/identity.py:require_same": RESTART,
     "hook/identity.py:tell_of_siblings": NO_FAULT,
-    "hook/job.py:_add": LATER,
     "hook/job.py:_connect": LATER,
     "hook/job.py:note_commit": LATER,
+    "hook/job.py:_replace_note": LATER,
     "hook/joining.py:_claim_disk": CHECKED,  # persist.dir
     "hook/joining.py:_newest_on_disk": CHECKED,  # persist.dir
     "hook/memory.py:_note": LATER,

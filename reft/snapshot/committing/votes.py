@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from reft.comm.control import Ballot, WorkerControl
+from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Votes:
 
     def cast(
         self,
-        step: int,
+        version: Label,
         *,
         ok: bool,
         relayout: bool = False,
@@ -53,10 +54,10 @@ class Votes:
         order: int = 0,
         rung: int = 0,
     ) -> Ballot:
-        """Vote on the version of ``step``. Collective.
+        """Vote on a version. Collective.
 
         Args:
-            step: of the version.
+            version: which.
             ok: it is in order here.
             relayout: its state has another shape than planned.
             holds_up: before the next vote, this rank has more to do than seal the version.
@@ -66,6 +67,7 @@ class Votes:
         Raises:
             TransferError: a peer is gone, or votes on another version.
         """
+        step = version.step
         verdict = self._control.vote(
             Ballot(
                 ok=ok,
@@ -76,7 +78,7 @@ class Votes:
                 late=holds_up or (self.late and step < self.newest_step),
                 rung=rung,
             ),
-            step,
+            version,
         )
         if verdict.stop_after_step and self.stop_step is None:
             self.stop_step = verdict.stop_after_step

@@ -1,0 +1,215 @@
+"""A node that was cut off, replaced, and comes back changes nothing, and ends itself: launcher, daemon, trainers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from reft.comm.control import Ballot, ControlGroup
+from reft.elastic.exits import EX_FENCED
+from reft.elastic.incarnation import IncarnationRecord
+from reft.elastic.trainer_store import TrainerStore
+from reft.env import ENV_CLUSTER
+from reft.errors import TransferError
+from reft.grid import Degrees
+from reft.hook.job import JobRecord
+from reft.store import fence
+from reft.store.client import DaemonError, request
+from reft.store.door import listen, parse_endpoint
+from reft.store.jobdir import JobDir
+from reft.store.keyvalue import KeyValueServer, KeyValueStore
+from reft.store.label import Label
+from reft.store.persisted import job_directory, latest_persisted, latest_tag, read_marker
+from reft.tools.local_cluster import KillKind, LocalCluster
+from tests.attack.workers import DEADLINE_SECS, Results
+from tests.elastic.cluster import cluster
+from tests.elastic.daemons import answers, wait_for
+from tests.elastic.test_nodes import trains
+from tests.faults.cases import OPTIMIZERS, Shape
+from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
+
+pytestmark = pytest.mark.timeout(900)
+
+DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
+QUICK = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=200")
+OPTIMIZER = OPTIMIZERS[2]
+STEPS = 100_000
+REFERENCE_STEPS = 200
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    return Scratch(tmp_path_factory.mktemp("fencing"))
+
+
+@pytest.mark.long
+def test_a_stopped_node_that_was_replaced_ends_itself(scratch: Scratch) -> None:
+    """Stopped while versions are taken, committed and persisted, replaced, and continued."""
+    persist_dir = scratch.root / "stopped-persisted"
+    directory = job_directory(persist_dir, "stopped")
+    block = {"enabled": True, "block_bytes": 16384, "persist": {"dir": str(persist_dir), "interval_steps": 5}}
+    reference = scratch.reference(DP2, OPTIMIZER, REFERENCE_STEPS)
+    job = FaultJob(
+        scratch, "stopped", DP2, OPTIMIZER, steps=STEPS, block=block, options=QUICK, job_id="stopped"
+    )
+    with job:
+        job.wait_for("a checkpoint", lambda: latest_persisted(directory) is not None)
+        stopped = job.cluster.kill_node(0, KillKind.STOP)
+        job.cluster.replace_node(0)
+        job.wait_for("a newer one", lambda: persisted_by(directory) == 2)
+        job.cluster.resume_node(0)
+        assert stopped.process.wait(60) == EX_FENCED
+        log = job.cluster.log(0, 0)
+        assert "another one has taken its place: the job runs as start 2, this node as start 1" in log
+        job.wait_for("the end of its processes", lambda: not alive(job.cluster, stopped.node_id))
+        before = latest_persisted(directory)
+        assert before is not None
+        job.wait_for("yet another", lambda: before.label < (latest_persisted(directory) or before).label)
+        assert persisted_by(directory) == 2
+        assert wrong_losses(job.history, reference) == []
+        assert broken_promises(job.history) == []
+        assert sorted(job.history.incarnations) == [1, 2]
+
+
+@pytest.mark.long
+def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(scratch: Scratch) -> None:
+    """As a side does that is cut off from the rendezvous store and trains on."""
+    persist_dir = scratch.root / "told-persisted"
+    directory = job_directory(persist_dir, "told")
+    block = {"enabled": True, "block_bytes": 16384, "persist": {"dir": str(persist_dir), "interval_steps": 5}}
+    job = FaultJob(scratch, "told", DP2, OPTIMIZER, steps=STEPS, block=block, options=QUICK, job_id="told")
+    with job:
+        job.wait_for("a checkpoint", lambda: latest_persisted(directory) is not None)
+        fence.claim(directory, "told", 7)
+        before = latest_tag(directory)
+        assert set(job.cluster.wait(120).values()) == {EX_FENCED}
+        assert "start 7 of job told writes here; this is start 1, which was replaced" in job.logs
+        assert latest_tag(directory) == before
+        assert job.left_over() == []
+
+
+def persisted_by(directory: Path) -> int:
+    """Which start of the job has written what ``latest`` names."""
+    tag = latest_tag(directory)
+    info = read_marker(directory / tag) if tag is not None else None
+    return 0 if info is None else info.label.incarnation
+
+
+def alive(cluster: LocalCluster, node: str) -> list[int]:
+    """Processes of a node that still run."""
+    return [p.pid for p in cluster.survivors() if p.environ().get(ENV_CLUSTER, "").endswith(f":{node}")]
+
+
+def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
+    """It comes back with a failure of its own that would end its job: its trainer was killed while it was cut
+    off. The job goes on, and recovers from the next failure."""
+    options = (*QUICK, "--max-restarts", "1")
+    with cluster(tmp_path, "allreduce.py", "100000", "exit@2:0:0", nodes=2, options=options) as job:
+        trains(job, 1, 2)
+        trainer = job.trainers(0)[0]
+        stopped = job.kill_node(0, KillKind.STOP)
+        job.replace_node(0)
+        trains(job, 2, 2)
+        trainer.kill()
+        job.resume_node(0)
+        assert stopped.process.wait(120) == EX_FENCED
+        assert "another one has taken its place" in job.log(0, 0)
+        job.kill_node(1)
+        job.replace_node(1)
+        trains(job, 3, 2)
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0}
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+def test_the_trainers_of_another_start_do_not_reach_the_store(tmp_path: Path) -> None:
+    """A relay of a replaced start may find the port of its old store in use by the new one."""
+    secret = b"s" * 32
+    served = TrainerStore.serve(2)
+    port = served.open_door(listen("127.0.0.1", 0), secret)
+    relays = [TrainerStore.relay(f"127.0.0.1:{port}", secret, start) for start in (1, 2)]
+    try:
+        old, new = (f"127.0.0.1:{relay.port}" for relay in relays)
+        assert talks(*parse_endpoint(new))
+        assert not talks(*parse_endpoint(old))
+    finally:
+        for each in (*relays, served):
+            each.close()
+
+
+def talks(host: str, port: int) -> bool:
+    """Whether a torch store answers there."""
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+        store.set("key", "value")
+        return bool(store.get("key") == b"value")
+    except (RuntimeError, OSError):
+        return False
+
+
+def test_an_older_commit_is_not_noted_over_a_newer_one() -> None:
+    """Rank 0 of a replaced start is still connected with the rendezvous store."""
+    secret = b"s" * 32
+    server = KeyValueServer(listen("127.0.0.1", 0), secret)
+    try:
+        old, new = (JobRecord(KeyValueStore(f"127.0.0.1:{server.port}", secret), "job") for _ in range(2))
+        old.note_commit(Label(1, 50))
+        new.note_commit(Label(2, 48))
+        old.note_commit(Label(1, 51))
+        assert new.newest_commit() == Label(2, 48)
+        new.note_commit(Label(2, 49))
+        assert new.newest_commit() == Label(2, 49)
+    finally:
+        server.close()
+
+
+def test_the_store_knows_the_newest_start_whoever_writes_last() -> None:
+    secret = b"s" * 32
+    server = KeyValueServer(listen("127.0.0.1", 0), secret)
+    try:
+        store = KeyValueStore(f"127.0.0.1:{server.port}", secret)
+        record = IncarnationRecord(store, "job")
+        assert record.read() == 0
+        assert [record.raise_to(number) for number in (3, 2, 5, 0)] == [3, 3, 5, 5]
+    finally:
+        server.close()
+
+
+def test_the_daemon_refuses_orders_of_an_older_start(tmp_path: Path) -> None:
+    job_dir = JobDir.open_or_create(tmp_path, "job", "node0", secret=b"s" * 32)
+    daemon = subprocess.Popen([sys.executable, "-m", "reft.store.daemon", str(job_dir.path)])
+    try:
+        wait_for(lambda: answers(job_dir), "the daemon")
+        ask = partial(request, job_dir.path, job_dir.secret)
+        assert ask("workers", pids=[], incarnation=2) == 0
+        for operation in ("workers", "committed", "flush"):
+            with pytest.raises(DaemonError, match="what start 1 says is refused"):
+                ask(operation, pids=[os.getpid()], label=[1, 50], incarnation=1)
+        assert ask("workers", pids=[], incarnation=3) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def vote_as_two_starts(rank: int, root: Path) -> dict[str, Any]:
+    """Rank 0 is of an older start, and votes on the same step."""
+    control = ControlGroup(DEADLINE_SECS).for_worker()
+    assert control.vote(Ballot(ok=True), Label(2, 7)).ok
+    try:
+        control.vote(Ballot(ok=True), Label(1 + rank, 8))
+    except TransferError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def test_ranks_of_different_starts_commit_nothing(tmp_path: Path) -> None:
+    for said in Results(tmp_path, vote_as_two_starts).of(vote_as_two_starts):
+        assert "ranks of different starts of the job vote (incarnations 1 and 2)" in said["error"]

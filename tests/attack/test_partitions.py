@@ -1,0 +1,135 @@
+"""Partitions: at most one side goes on, nothing older is ever read, the losses are the undisturbed run's, and who
+was cut off and replaced ends itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from reft.elastic.exits import EX_FENCED
+from reft.grid import Degrees
+from reft.store.persisted import job_directory, latest_tag, read_marker
+from tests.elastic.netns import STORE, NetCluster, needs_namespaces
+from tests.faults.cases import OPTIMIZERS, Shape
+from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900), needs_namespaces]
+
+DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
+DP4 = Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1)
+OPTIMIZER = OPTIMIZERS[2]
+QUICK = (
+    "--rdzv-conf",
+    "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=400,read_timeout=5",
+)
+STEPS, REFERENCE_STEPS = 100_000, 200
+SECS = 240.0
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    return Scratch(tmp_path_factory.mktemp("partitions"))
+
+
+class Partitioned(FaultJob):
+    """A job whose nodes have a network between them that can be cut."""
+
+    cluster: NetCluster
+    persist_dir: Path
+
+    def latest(self) -> tuple[int, int]:
+        """Start and step that ``latest`` on shared storage names."""
+        directory = job_directory(self.persist_dir, self.cluster.job_id)
+        tag = latest_tag(directory)
+        info = read_marker(directory / tag) if tag is not None else None
+        return (0, 0) if info is None else (info.label.incarnation, info.label.step)
+
+
+@contextmanager
+def started(scratch: Scratch, name: str, shape: Shape) -> Iterator[Partitioned]:
+    """The job trains and has a checkpoint; in the end its losses are the undisturbed run's, and it never went
+    back behind a commit."""
+    reference = scratch.reference(shape, OPTIMIZER, REFERENCE_STEPS)
+    persist_dir = scratch.root / f"{name}-persisted"
+    block = {
+        "enabled": True,
+        "block_bytes": 16384,
+        "commit_timeout_secs": 20.0,
+        "persist": {"dir": str(persist_dir), "interval_steps": 5},
+    }
+    job = Partitioned(
+        *(scratch, name, shape, OPTIMIZER),
+        steps=STEPS,
+        block=block,
+        options=QUICK,
+        job_id=name,
+        cluster_type=NetCluster,
+    )
+    job.persist_dir = persist_dir
+    with job:
+        job.wait_for("a checkpoint", lambda: job.latest() > (0, 0), SECS)
+        yield job
+        assert wrong_losses(job.history, reference) == []
+        assert broken_promises(job.history) == []
+
+
+def goes_on(job: Partitioned, life: int) -> None:
+    """Wait until the running start of the job, or a later one, has written a checkpoint."""
+    job.wait_for(f"a checkpoint of start {life}", lambda: job.latest()[0] >= life, SECS)
+
+
+CUTS = {
+    "node from store": ([STORE], True),
+    "node from store and peers": ([STORE, "node0"], True),
+    "node does not reach the store": ([STORE], False),
+    "node does not reach store and peers": ([STORE, "node0"], False),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_node_that_is_cut_off_and_replaced_ends_itself(scratch: Scratch, cut: str) -> None:
+    targets, both_ways = CUTS[cut]
+    with started(scratch, cut.replace(" ", "-"), DP2) as job:
+        network = job.cluster.network
+        lone = job.cluster.current[1]
+        network.cut([lone.node_id], targets, both_ways=both_ways)
+        job.cluster.replace_node(1)
+        goes_on(job, 2)
+        before = job.latest()
+        network.heal()
+        assert lone.process.wait(SECS) == EX_FENCED
+        assert "another one has taken its place" in job.cluster.log(1, 0)
+        job.wait_for("the next checkpoint", lambda: job.latest() > before, SECS)
+        assert sorted(job.history.incarnations) == [1, 2], "who came back disturbed nobody"
+
+
+@pytest.mark.parametrize("both_ways", [True, False], ids=["both ways", "one way"])
+def test_peers_that_cannot_reach_each_other_wait_and_go_on_when_they_can(
+    scratch: Scratch, both_ways: bool
+) -> None:
+    """Both reach the store: nobody is replaced, and nobody goes on alone."""
+    with started(scratch, f"peers-{both_ways}", DP2) as job:
+        network = job.cluster.network
+        network.cut(["node1"], ["node0"], both_ways=both_ways)
+        job.wait_for("the verdict", lambda: "trainers ended" in job.logs, SECS)
+        network.heal()
+        goes_on(job, 2)
+        assert [node.process.poll() for node in job.cluster.history] == [None, None]
+
+
+def test_of_two_halves_the_one_with_the_store_goes_on(scratch: Scratch) -> None:
+    with started(scratch, "halves", DP4) as job:
+        network = job.cluster.network
+        lone = [job.cluster.current[i] for i in (2, 3)]
+        network.cut([n.node_id for n in lone], [STORE, "node0", "node1"])
+        for index in (2, 3):
+            job.cluster.replace_node(index)
+        goes_on(job, 2)
+        before = job.latest()
+        network.heal()
+        assert [node.process.wait(SECS) for node in lone] == [EX_FENCED, EX_FENCED]
+        job.wait_for("the next checkpoint", lambda: job.latest() > before, SECS)
+        assert sorted(job.history.incarnations) == [1, 2]
