@@ -11,6 +11,7 @@ script's own.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -20,10 +21,12 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
 
 from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
@@ -172,6 +175,22 @@ def main(argv: list[str]) -> int:
     return run(argv)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process. After the loss of a peer the interpreter is not taken apart: with torch loaded that
+    takes a second, in which all nodes wait for the next round. Threads and exit handlers have their turn."""
+    if code == EX_PEER_FAILED:
+        of_python: Any = threading
+        try:
+            of_python._shutdown()
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+        finally:
+            os._exit(code)
+    sys.exit(code)
+
+
 def run(argv: list[str]) -> int:
     """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does."""
     marks.mark(marks.BEGAN)
@@ -185,4 +204,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

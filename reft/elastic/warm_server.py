@@ -284,7 +284,7 @@ def main(argv: Sequence[str]) -> None:
     program = become(request, fds, path)
     hidden.in_trainer(request.env, _command(request))
     assert program[:2] == ["-m", "reft.elastic.script"], program
-    sys.exit(script.main(program[2:]))
+    script.leave(script.main(program[2:]))
 
 
 def _command(request: ForkRequest) -> list[str]:

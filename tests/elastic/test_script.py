@@ -222,3 +222,25 @@ def test_a_trainer_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
     done = run("t.py", cwd=tmp_path, REFT_LAUNCHER_PID="1")  # the launcher is gone already
     assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(("message", "torn_down"), [("Connection reset by peer", False), ("mine", True)])
+def test_who_lost_a_peer_ends_in_good_order_but_does_not_take_the_interpreter_apart(
+    tmp_path: Path, message: str, torn_down: bool
+) -> None:
+    (tmp_path / "t.py").write_text(
+        "import atexit, os, sys, tempfile, threading, time\n"
+        "class Last:\n"
+        "    def __del__(self):\n"
+        "        os.write(1, b'taken apart\\n')\n"
+        "last = Last()\n"
+        "folder = tempfile.TemporaryDirectory(dir='.')\n"
+        "atexit.register(print, 'handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        f"raise RuntimeError({message!r})\n"
+    )
+    done = run("t.py", cwd=tmp_path)
+    said = ["thread", "handler", *(["taken apart"] if torn_down else [])]
+    assert done.stdout.splitlines() == said
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert "RuntimeError" in done.stderr
