@@ -77,7 +77,8 @@ class Server:
     """
 
     def __init__(self, connection: socket.socket, environ: Mapping[str, str], *, of_the_suite: bool) -> None:
-        self.client = ForkClient(connection)
+        # The first answer waits for the imports, and a machine that runs several suites is slow.
+        self.client = ForkClient(connection, answer_secs=300.0 if of_the_suite else 30.0)
         self.of_the_suite = of_the_suite
         self._environ = {name: environ.get(name) for name in _AT_IMPORT}
 

@@ -74,12 +74,13 @@ class ForkClient:
 
     Args:
         connection: a socket pair's end, of type SOCK_SEQPACKET.
+        answer_secs: for an answer; the first one waits for the server's imports.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, answer_secs: float = _ANSWER_SECS) -> None:
         self.owner = os.getpid()
         self._connection = connection
-        self._connection.settimeout(_ANSWER_SECS)
+        self._connection.settimeout(answer_secs)
         self._lock = threading.Lock()
 
     def start(self, request: ForkRequest, fds: Sequence[int]) -> int:
