@@ -61,10 +61,11 @@ def _generators_kept() -> Iterator[None]:
 
 def _seed_generators(seed: int) -> None:
     _current[:] = [seed]
-    random.seed(seed)
+    # Python's and NumPy's generators are of one kind: of one seed they would say the same.
+    random.seed(mix(seed, 1))
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-    # Not torch.manual_seed: devices are not read on.
-    torch.default_generator.manual_seed(seed)
+    # Not torch.manual_seed, which seeds devices too.
+    torch.default_generator.manual_seed(mix(seed, 2))
 
 
 @dataclass(frozen=True)

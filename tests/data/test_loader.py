@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import reft
 from reft.data.loading import LOADERS
 from reft.data.order import Deal, JobPosition, SampleOrder, decode, encode
 from reft.hook.data import DataPosition
-from reft.state.rng import capture_rng, restore_rng
+from reft.state.rng import capture_host_rng, capture_rng, restore_rng, same_host_rng
 from tests.data.test_watch import Engine, Life, Pipeline
 
 Key = tuple[int, int]
@@ -45,7 +44,7 @@ class Named:
 
 def noisy(samples: list[Any]) -> list[Any]:
     """A collation that draws as well, as masking does."""
-    return [*samples, (random.random(), float(np.random.rand()), float(torch.rand(())), os.getpid() and 0)]
+    return [*samples, (0, random.random(), float(np.random.rand()), float(torch.rand(())), 0)]
 
 
 def seed(value: int) -> None:
@@ -176,16 +175,18 @@ def test_every_loader_of_a_job_goes_on_where_the_version_was(
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched(persistent: bool) -> None:
     seed(4)
-    here = capture_rng()
+    here = capture_host_rng()
     found = []
     for workers in (0, 3):
         options = {"num_workers": workers, "collate_fn": noisy}
         one = made(persistent_workers=persistent and workers > 0, **options)
         found.append([batch for _ in range(2) for batch in one])
-        assert str(capture_rng()) == str(here)
+        assert same_host_rng(capture_host_rng(), here)
     assert found[0] == found[1]
     drawn = [sample[1:] for batch in found[0] for sample in batch]
     assert len(set(drawn)) == len(drawn), "every sample of every epoch has numbers of its own"
+    values = [value for batch in found[0] for sample in batch for value in sample[1:4]]
+    assert len(set(values)) == len(values), "no generator says what another one says"
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -149,6 +149,15 @@ def test_with_a_lane_for_each_replica_a_shard_is_read_by_one() -> None:
         assert all(len(ranks) == 1 for ranks in readers.values())
 
 
+def test_what_the_trainer_has_open_is_not_its_workers(tmp_path: Path) -> None:
+    """More than is read at once: files that are forked share their offsets."""
+    path = tmp_path / "large.jsonl"
+    path.write_text("".join(json.dumps({"n": number, "text": "x" * 400}) + "\n" for number in range(2000)))
+    one = made(str(path), num_workers=2)
+    assert one.dataset[0][0] == 0
+    assert numbers(one) == list(range(2000))
+
+
 def test_a_position_is_a_shard_and_an_offset() -> None:
     order = StreamOrder(["a.tar", "b.tar"], [3, 4], seed=1, shuffle=False, lanes=1, block=1)
     assert [order.where(at) for at in (0, 2, 3, 6, 7)] == [

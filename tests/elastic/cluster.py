@@ -64,7 +64,7 @@ def cluster(tmp_path: Path, script: str, *args: str, **options: Any) -> Iterator
         command=[str(SCRIPTS / script), *args],
         directory=tmp_path,
         env=env,
-        memory_root=tmp_path / "memory",
+        memory_root=options.pop("memory", tmp_path / "memory"),
         **options,
     )
     with made:
