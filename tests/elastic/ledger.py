@@ -75,13 +75,20 @@ class Books:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._read: dict[Path, int] = {}
+        """Bytes of each file that were read."""
+        self._lines: list[dict[str, Any]] = []
 
     def lines(self) -> list[dict[str, Any]]:
-        found = []
         for path in sorted(self._directory.glob("worker-*-*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                new = file.read()
             # A rank that is killed while it writes leaves a part of a line.
-            found += [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-        return found
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            self._lines += [json.loads(line) for line in whole.splitlines()]
+        return self._lines
 
     def last_step(self) -> int:
         """Of the life that runs now; 0 before it trains."""

@@ -112,6 +112,7 @@ def test_p8_every_sample_once_from_checkpoints_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("workers", [0, 3])
 def test_p8_every_sample_once_over_a_hundred_kills(tmp_path: Path, workers: int) -> None:
     """Of trainers, and of whole launches; half of them with worker processes."""
