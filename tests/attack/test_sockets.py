@@ -1,0 +1,260 @@
+"""P11: every socket on which a job listens is in docs/security.md, and no stranger who calls there does harm."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import select
+import socket
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.comm.links import PURPOSE as CONTROL
+from reft.elastic.trainer_store import PURPOSE as TRAINERS_STORE
+from reft.errors import AuthenticationError
+from reft.store.door import HANDSHAKE_SECS, knock
+from reft.store.keyvalue import PURPOSE as RENDEZVOUS
+from reft.store.wire import SOCKET_NAME, Channel
+from tests.attack.test_strangers import Bomb
+from tests.elastic.cluster import WatchedCluster, cluster
+
+ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| `(?P<name>[a-z-]+)`: [^|]+\| (?P<process>[^|]+) \|[^|]+\| `(?P<guard>\w+)` \|[^|]+\|$")
+_ACCEPTS = 0x10000
+"""Of a socket in /proc/net/unix that listens."""
+_CHALLENGE_BYTES, _PROOF_BYTES = 32, 32
+WAIT_SECS = 60.0
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": None,
+}
+STEPS, RANKS = 8, 4
+CONTROL_DOORS = 2 * RANKS
+"""One of each rank for training, one for the snapshot worker."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A socket on which a process listens.
+
+    Attributes:
+        process: rendezvous, launcher, daemon, trainer or other.
+        node: of the process; -1: none.
+        address: host and port, or the name of a Unix socket, an abstract one's with an @ first.
+    """
+
+    process: str
+    node: int
+    address: tuple[str, int] | str
+
+    def call(self) -> socket.socket:
+        if isinstance(self.address, str):
+            caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            caller.settimeout(WAIT_SECS)
+            with short(self.address) as address:
+                caller.connect(address)
+            return caller
+        return socket.create_connection(self.address, timeout=WAIT_SECS)
+
+
+@contextlib.contextmanager
+def short(address: str) -> Iterator[str]:
+    """The name of a Unix socket, of which the kernel takes 107 bytes."""
+    if address.startswith("@"):
+        yield "\0" + address[1:]
+        return
+    directory = os.open(Path(address).parent, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{directory}/{Path(address).name}"
+    finally:
+        os.close(directory)
+
+
+def documented() -> dict[str, str]:
+    """Guard of every socket in the table."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    lines = text.split("## Sockets")[1].split("\n## ")[0].splitlines()
+    found = {row["name"]: row["guard"] for line in lines if (row := ROW.match(line))}
+    assert len(found) == sum(line.startswith("| `") for line in lines), "a row of the table is malformed"
+    return found
+
+
+def unix_listeners() -> dict[str, str]:
+    """Names of all Unix sockets that listen here, by inode."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {row[6]: row[7] if len(row) > 7 else "" for row in rows if int(row[3], 16) & _ACCEPTS}
+
+
+def inodes(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path)):
+                    yield found[1]
+
+
+def processes(job: WatchedCluster) -> Iterator[tuple[str, int, psutil.Process]]:
+    """Kind, node and process, for all processes of the job."""
+    kinds = {job.rendezvous.pid: ("rendezvous", -1)} if job.rendezvous else {}
+    for index, node in job.current.items():
+        kinds[node.process.pid] = "launcher", index
+        kinds[(job.status(index) or {})["pid"]] = "daemon", index
+        kinds |= {trainer.pid: ("trainer", index) for trainer in job.trainers(index)}
+    for process in job.survivors():
+        yield *kinds.get(process.pid, ("other", -1)), process
+
+
+def listening(job: WatchedCluster) -> list[Listening]:
+    """Every socket on which a process of the job listens."""
+    names, found = unix_listeners(), []
+    for kind, node, process in processes(job):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections("inet")
+            assert [c for c in connections if c.type == socket.SOCK_DGRAM] == [], f"{kind} has UDP sockets"
+            ends = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+            found += [Listening(kind, node, (end.ip, end.port)) for end in ends]
+            local = [names[inode] for inode in inodes(process.pid) if inode in names]
+            # The daemon binds its own by way of a descriptor.
+            local = [str(job.job_dir(node) / SOCKET_NAME) if SOCKET_NAME in n else n for n in local]
+            found += [Listening(kind, node, name) for name in local]
+    return found
+
+
+def name_of(at: Listening, master_port: int, first_node: int, doors: Collection[Listening]) -> str:
+    """Which of the table's sockets it is; "" where it is none.
+
+    Args:
+        at: the socket.
+        master_port: of the trainers on its node.
+        first_node: where rank 0 runs.
+        doors: those of the trainers that speak first.
+    """
+    is_first, local = at.node == first_node, at.address if isinstance(at.address, str) else ""
+    if at.process == "launcher" and not local and at.address[1] == master_port:
+        assert at.address[0] == "127.0.0.1"
+        return "trainers-store" if is_first else "trainers-relay"
+    known = {
+        "rendezvous": not local and at.process == "rendezvous",
+        "daemon": at.process == "daemon" and local.endswith(f"/{SOCKET_NAME}"),
+        "trainers-door": at.process == "launcher" and not local and is_first,
+        "control-local": at.process == "trainer" and local.startswith("@reft-"),
+        "control": at in doors,
+        "gloo": at.process == "trainer" and not local,
+    }
+    return next((name for name, is_it in known.items() if is_it), "")
+
+
+def speaking_first(sockets: Iterable[Listening], expected: int) -> set[Listening]:
+    """Those that send a challenge to who calls: doors do, gloo waits for the caller's word."""
+    callers = {at.call(): at for at in sockets}
+    found: set[Listening] = set()
+    deadline = time.monotonic() + WAIT_SECS
+    while len(found) < expected and time.monotonic() < deadline:
+        for caller in select.select(list(callers.keys()), [], [], 1.0)[0]:
+            if len(caller.recv(_CHALLENGE_BYTES)) == _CHALLENGE_BYTES:
+                found.add(callers[caller])
+            del callers[caller]
+            caller.close()
+    for caller in callers:
+        caller.close()
+    return found
+
+
+def read_all(caller: socket.socket) -> bytes:
+    """What comes until the other side ends, or nothing comes any more."""
+    got = b""
+    with contextlib.suppress(OSError):
+        while data := caller.recv(1 << 16):
+            got += data
+    return got
+
+
+def attack(at: Listening, guard: str, junk: Iterable[bytes]) -> None:
+    for data in junk:
+        with at.call() as stranger:
+            with contextlib.suppress(OSError):
+                stranger.sendall(data)
+            if guard == "secret":
+                got = read_all(stranger)
+                assert len(got) <= _CHALLENGE_BYTES + _PROOF_BYTES, f"{at} has told {len(got)} bytes"
+    if guard != "secret":
+        return
+    if isinstance(at.address, str) and at.address.endswith(SOCKET_NAME):
+        with at.call() as stranger, pytest.raises((AuthenticationError, OSError, EOFError)):
+            Channel(stranger, b"x" * 32, server=False)
+        return
+    endpoint = at.address if isinstance(at.address, str) else "{}:{}".format(*at.address)
+    for purpose in (RENDEZVOUS, TRAINERS_STORE, CONTROL):
+        with pytest.raises((AuthenticationError, OSError)):
+            knock(endpoint, b"x" * 32, purpose, WAIT_SECS)
+
+
+def run(tmp_path: Path, config: Path, attacked: bool) -> dict[str, list[str]]:
+    """Losses by rank, as they were printed."""
+    options = ("--nproc-per-node", "2", "--rank-order", "across-nodes")
+    with cluster(tmp_path, "stages.py", str(config), nodes=2, procs_per_node=2, options=options[2:]) as job:
+        files = [job.events_dir / f"losses-{rank}" for rank in range(RANKS)]
+        job.wait_until(
+            lambda: all(f.exists() and len(f.read_text().splitlines()) == 4 for f in files), 240, "four steps"
+        )
+        silent: list[socket.socket] = []
+        if attacked:
+            silent = strangers_call(job, tmp_path / "bombed")
+        (job.events_dir / "go").touch()
+        assert job.wait(240) == {0: 0, 1: 0}, job.log(0)[-3000:]
+        for caller in silent:
+            assert len(read_all(caller)) <= _CHALLENGE_BYTES + _PROOF_BYTES
+            caller.close()
+        assert not (tmp_path / "bombed").exists()
+        return {file.name: file.read_text().splitlines() for file in files}
+
+
+def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
+    """Call on every socket of the job; returns callers that say nothing and stay."""
+    master_port = {i: int(job.trainers(i)[0].environ()["MASTER_PORT"]) for i in job.current}
+    first = next(i for i in job.current for t in job.trainers(i) if t.environ()["RANK"] == "0")
+    table, seen, silent = documented(), {}, []
+    sockets = listening(job)
+    doors = speaking_first(
+        (at for at in sockets if at.process == "trainer" and not isinstance(at.address, str)), CONTROL_DOORS
+    )
+    for at in sockets:
+        name = name_of(at, master_port.get(at.node, 0), first, doors)
+        assert name in table, f"{at} is not in the table of docs/security.md"
+        seen.setdefault(name, []).append(at)
+    # The launchers serve or relay no store here: `reft rendezvous` does.
+    assert seen.keys() == table.keys() - {"launcher-store", "etcd-relay"}
+    assert {len(seen[name]) for name in ("trainers-store", "trainers-door", "trainers-relay")} == {1}
+    assert {name: len(seen[name]) for name in ("daemon", "control")} == {
+        "daemon": 2,
+        "control": CONTROL_DOORS,
+    }
+    bomb = pickle.dumps(Bomb(traces))
+    junk = [b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100, b"\xff" * 4096, bomb * 8, bytes(64)]
+    for name, those in seen.items():
+        for at in those:
+            silent.append(at.call())
+            silent[-1].settimeout(HANDSHAKE_SECS * 2)
+            attack(at, table[name], junk)
+    return silent
+
+
+def test_p11_every_socket_is_listed_and_no_stranger_harms_the_job(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
+    (tmp_path / "attacked").mkdir()
+    attacked = run(tmp_path / "attacked", config, attacked=True)
+    assert {len(losses) for losses in attacked.values()} == {STEPS}
+    (tmp_path / "quiet").mkdir()
+    assert run(tmp_path / "quiet", config, attacked=False) == attacked
