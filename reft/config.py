@@ -174,6 +174,16 @@ class ProfileConfig(_Block):
     )
 
 
+class MetricsConfig(_Block):
+    """Metrics for Prometheus, served by each node's daemon (needs the extra reft-ckpt[metrics])."""
+
+    port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
+    host: str = Field(
+        "127.0.0.1",
+        description="address to listen on; whoever reaches it reads the metrics: no secret is asked for",
+    )
+
+
 class ReftConfig(_Block):
     """The ``reft`` block."""
 
@@ -276,6 +286,9 @@ class ReftConfig(_Block):
     )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
+    metrics: MetricsConfig = Field(
+        default_factory=MetricsConfig, description="metrics for Prometheus, on each node's daemon"
+    )
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 
     @model_validator(mode="after")
@@ -488,5 +501,6 @@ NESTED: dict[str, type[_Block]] = {
     "persist": PersistConfig,
     "has": HasConfig,
     "profile": ProfileConfig,
+    "metrics": MetricsConfig,
 }
 """Blocks within the block, by their key."""

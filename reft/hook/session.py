@@ -19,6 +19,7 @@ from reft.hook.identity import Identity, name_job
 from reft.hook.joining import gather_topology, open_control
 from reft.hook.living import note_session
 from reft.hook.memory import JobMemory
+from reft.hook.monitoring import Monitoring
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
 from reft.hook.recomputing import Recomputing
@@ -59,6 +60,7 @@ class Session:
         state: of the engine.
         fence: training waits there (P2).
         progress: what this rank is at, for its node's daemon.
+        monitoring: tells DeepSpeed's monitor, on rank 0.
         stopping: ends the job that is told to end.
         tracer: of steps, for tests, pictures and the profiler.
         worker: takes versions; None before :meth:`start`.
@@ -126,6 +128,8 @@ class Session:
         self.state = EngineState(self.engine, recomputing, client_state, strict=self.config.strict)
         memory = self.memory
         self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
+        watched = self.engine if self.is_rank_zero else None
+        self.monitoring = Monitoring.of(watched, self.stats, memory.job_dir.path)
         self.stopping = Stopping(self.config.grace_secs, Preemption())
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
@@ -324,6 +328,7 @@ class Session:
         """A step has returned. Raises only to stop when told so."""
         self.boundary()
         self.progress.end_step(self._last_step)
+        self.monitoring.after_step(self._last_step, self.tolerance)
         waited_secs = self.fence.take_waited_secs()
         if self.tracer.active and self.worker is not None:
             self.tracer.add(

@@ -34,6 +34,7 @@ from reft.store.hangs import STOPPED, Stillness, Waiting, Watch
 from reft.store.jobdir import JobDir, write_json
 from reft.store.joblock import holder
 from reft.store.label import Label
+from reft.store.metrics import MetricsServer
 from reft.store.persist import persist_label
 from reft.store.persister import Persister, PersistFunction
 from reft.store.progress import process_state, read_pages
@@ -88,6 +89,7 @@ class Daemon:
         }
         self.status = NodeStatus(job_dir.path, facts)
         self.persister = Persister(job_dir, self.status, persist)
+        self.metrics = MetricsServer(job_dir, self.status.snapshot)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._trainers = Watch()
@@ -132,6 +134,7 @@ class Daemon:
             self.status.write_if_changed()
             if self._linger_secs and self._is_forsaken():
                 break
+        self.metrics.close()
         self.persister.close()
         self.status.write_if_changed()
         return 0
@@ -318,13 +321,17 @@ class Daemon:
         # First for the daemon after this one, which may be killed as soon as it acts on the block.
         with contextlib.suppress(OSError):
             write_json(self._job_dir.path / CONFIG_FILE, config.as_block())
+        self._follow(config)
+
+    def _follow(self, config: ReftConfig) -> None:
         self.persister.configure(config)
+        self.metrics.configure(config.metrics)
 
     def _recall_config(self) -> None:
         """A daemon started in place of a killed one knows what to persist before a trainer says so."""
         with contextlib.suppress(OSError, ValueError):
             text = (self._job_dir.path / CONFIG_FILE).read_text()
-            self.persister.configure(ReftConfig.model_validate_json(text))
+            self._follow(ReftConfig.model_validate_json(text))
 
     def _committed(self, message: Mapping[str, Any]) -> None:
         label = Label(*map(int, message["label"]))

@@ -10,6 +10,7 @@ import re
 import select
 import socket
 import time
+import urllib.request
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from reft.store.keyvalue import PURPOSE as RENDEZVOUS
 from reft.store.wire import SOCKET_NAME, Channel
 from tests.attack.test_strangers import Bomb
 from tests.elastic.cluster import WatchedCluster, cluster
+from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| `(?P<name>[a-z-]+)`: [^|]+\| (?P<process>[^|]+) \|[^|]+\| `(?P<guard>\w+)` \|[^|]+\|$")
@@ -37,9 +39,10 @@ CONFIG = {
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
-    "steps_per_print": None,
+    "steps_per_print": 2,
 }
 STEPS, RANKS = 8, 4
+METRICS_PORT = free_port()
 CONTROL_DOORS = 2 * RANKS
 """One of each rank for training, one for the snapshot worker."""
 
@@ -146,6 +149,7 @@ def name_of(at: Listening, master_port: int, first_node: int, doors: Collection[
         return "trainers-store" if is_first else "trainers-relay"
     known = {
         "rendezvous": not local and at.process == "rendezvous",
+        "metrics": at.process == "daemon" and at.address == ("127.0.0.1", METRICS_PORT),
         "daemon": at.process == "daemon" and local.endswith(f"/{SOCKET_NAME}"),
         "trainers-door": at.process == "launcher" and not local and is_first,
         "control-local": at.process == "trainer" and local.startswith("@reft-"),
@@ -247,14 +251,33 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
             silent.append(at.call())
             silent[-1].settimeout(HANDSHAKE_SECS * 2)
             attack(at, table[name], junk)
+    # Who is silent there holds up the next one for a while, no longer.
+    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS) as page:
+        assert b'reft_tolerance_left_nodes{job="local"' in page.read()
+    # Both nodes are on one host here: the second one's daemon has found the port taken.
+    logs = [job.log(index) for index in job.current]
+    assert sorted(log.count("no metrics at") for log in logs) == [0, 1]
     return silent
 
 
 def test_p11_every_socket_is_listed_and_no_stranger_harms_the_job(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
+    block = {"enabled": True, "metrics": {"port": METRICS_PORT}}
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
+    config.write_text(json.dumps({**CONFIG, "reft": block, "csv_monitor": monitor}))
     (tmp_path / "attacked").mkdir()
     attacked = run(tmp_path / "attacked", config, attacked=True)
+    # DeepSpeed's monitor tells of the versions too, beside the loss that it writes anyway.
+    assert (tmp_path / "csv" / "job" / "Train_Samples_train_loss.csv").exists()
+    for name in ("snapshot_seconds", "commit_lag_steps", "committed_step", "tolerance_left", "recoveries"):
+        header, *rows = (tmp_path / "csv" / "job" / f"Reft_{name}.csv").read_text().splitlines()
+        assert header == f"step,{name}"
+        written = [line.split(",") for line in rows]
+        # Every other step, by the samples of the job: 2 replicas of 2 batches of 4.
+        assert {int(samples) for samples, _ in written} <= {32, 64, 96, 128}
+        assert len(written) >= 3
+        assert {float(value) for _, value in written} == {1.0} or name != "tolerance_left"
     assert {len(losses) for losses in attacked.values()} == {STEPS}
     (tmp_path / "quiet").mkdir()
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
     assert run(tmp_path / "quiet", config, attacked=False) == attacked

@@ -42,6 +42,7 @@ WITHOUT_STRICT = {
     "hook/memory_rung.py:report": NO_FAULT,
     "hook/memory_rung.py:restore": RESTART,
     "hook/on_import.py:_install": "whether there is a block is not known yet",
+    "hook/monitoring.py:after_step": LATER,
     "hook/protection.py:_changed": LATER,
     "hook/protection.py:note": VERSION,
     "hook/restore.py:_explain_disk": RESTART,
