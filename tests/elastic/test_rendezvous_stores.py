@@ -133,7 +133,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
     if "relay" in request.node.name:
         pytest.skip("names are held by launchers")
     leaves, looks = backend.store(), backend.store()
-    leaves.with_prefix("here").hold("leaves", 5)
+    leaves.with_prefix("here").hold("leaves", 600)  # nobody waits for its lease to end
     wait_for(lambda: backend.holds("here/leaves"))
     assert looks.alive("here/") in ({"here/leaves"}, set())  # reft's own keeps no list
     assert looks.left("here/") == {}
