@@ -92,13 +92,40 @@ class PersistConfig(_Block):
     """Low-frequency checkpoints on storage, written from host memory in the background."""
 
     dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
-    interval_steps: int = Field(
-        0, ge=0, description="write the newest committed version every so many steps; 0: only on SIGTERM"
+    interval_steps: int | Literal["auto"] = Field(
+        0,
+        description="write the newest committed version every so many steps; 0: only on SIGTERM; 'auto': as "
+        "often as failures make it worth what it costs, measured while the job runs",
+    )
+    max_overhead: float = Field(
+        0.035, gt=0, le=1, description="part of the training time that storage may cost, for 'auto'"
+    )
+    max_lost_steps: int | None = Field(
+        None,
+        ge=2,
+        description="most steps to make again when memory has failed, for 'auto', which then writes at least "
+        "twice as often, whatever that costs; null: no bound",
+    )
+    node_mtbf_days: float = Field(
+        150.0,
+        gt=0,
+        description="mean time between failures of a node, for 'auto'; what the job's own history tells is "
+        "added to it",
     )
     keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
     timeout_secs: float = Field(
         600.0, gt=0, description="give a checkpoint up when a peer's part has not appeared for so long"
     )
+
+    @property
+    def fixed_steps(self) -> int:
+        """The interval that is written in the block; 0 where there is none."""
+        return 0 if self.interval_steps == AUTO else int(self.interval_steps)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the job finds the interval itself."""
+        return self.interval_steps == AUTO
 
 
 class HasConfig(_Block):
@@ -343,7 +370,8 @@ class ReftConfig(_Block):
             raise ValueError(
                 '"persist": {"interval_steps": ...} needs "dir": the directory to write checkpoints to'
             )
-        if self.persist.interval_steps % self.interval_steps:
+        self._check_auto_persist()
+        if self.persist.fixed_steps % self.interval_steps:
             raise ValueError(
                 f"persist.interval_steps is {self.persist.interval_steps}, but snapshots exist only "
                 f"every {self.interval_steps} steps; write a multiple of {self.interval_steps}"
@@ -375,6 +403,26 @@ class ReftConfig(_Block):
     @property
     def _replicated_protection(self) -> str:
         return self.protection.removesuffix(AOR)
+
+    def _check_auto_persist(self) -> None:
+        if self.persist.fixed_steps < 0:
+            raise ValueError(
+                f"persist.interval_steps is {self.persist.fixed_steps}; write a number of steps, "
+                f'0 to write only when the job is told to stop, or "auto"'
+            )
+        keys = ("max_overhead", "max_lost_steps", "node_mtbf_days")
+        given = [k for k in keys if getattr(self.persist, k) != PersistConfig.model_fields[k].default]
+        if given and not self.persist.adapts:
+            raise ValueError(
+                f'persist.{given[0]} belongs to "interval_steps": "auto"; found '
+                f'"interval_steps": {self.persist.interval_steps}. Write "auto", or remove it'
+            )
+        most = self.persist.max_lost_steps
+        if most is not None and most < 2 * self.interval_steps:
+            raise ValueError(
+                f"persist.max_lost_steps is {most}, but snapshots exist only every {self.interval_steps} "
+                f"steps; write at least {2 * self.interval_steps}"
+            )
 
     def _check_aor(self) -> None:
         if not self.recompute:

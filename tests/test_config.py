@@ -23,6 +23,13 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"enabeld": True}, 'did you mean "enabled"'),
         ({"persist": {"directory": "/x"}}, "persist.directory: unknown key"),
         ({"persist": {"interval_steps": 5}}, 'needs "dir"'),
+        ({"persist": {"interval_steps": "auto"}}, 'needs "dir"'),
+        ({"persist": {"dir": "/x", "interval_steps": -1}}, "write a number of steps, 0"),
+        ({"persist": {"dir": "/x", "interval_steps": 5, "max_overhead": 0.1}}, 'belongs to "interval_steps"'),
+        (
+            {"interval_steps": 3, "persist": {"dir": "/x", "interval_steps": "auto", "max_lost_steps": 5}},
+            "write at least 6",
+        ),
         ({"interval_steps": 2, "persist": {"dir": "/x", "interval_steps": 5}}, "multiple of 2"),
         ({"protection": "none", "copies": 1}, 'remove "copies"'),
         ({"protection": "none+aor"}, '"aec+aor"'),

@@ -49,6 +49,8 @@ class Ballot:
         order: number of the newest order to switch protection that this rank knows of (result: the newest).
         late: the next votes will lag behind training here (result: anywhere).
         rung: how far this rank would degrade the protection for want of memory (result: the farthest).
+        persist_steps: how often versions should go to storage for this rank (result: the largest of all);
+            0: as the block says.
     """
 
     ok: bool
@@ -58,6 +60,7 @@ class Ballot:
     order: int = 0
     late: bool = False
     rung: int = 0
+    persist_steps: int = 0
 
 
 class ControlGroup:
@@ -304,13 +307,14 @@ class WorkerControl(ControlGroup):
             -ballot.order,
             -int(ballot.late),
             -ballot.rung,
+            -ballot.persist_steps,
             version.step,
             -version.step,
             version.incarnation,
             -version.incarnation,
         ]
         result = self._connections.reduce_min(word)
-        ok, stop, relayout, interval, order, late, rung, lowest, highest, oldest, newest = result
+        ok, stop, relayout, interval, order, late, rung, persist, lowest, highest, oldest, newest = result
         if oldest != -newest:
             raise TransferError(
                 f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); this rank "
@@ -321,7 +325,7 @@ class WorkerControl(ControlGroup):
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version.step}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late), -rung)
+        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late), -rung, -persist)
 
 
 def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:

@@ -26,6 +26,7 @@ from reft.hook.recomputing import Recomputing
 from reft.hook.reports import Reports
 from reft.hook.start_checks import check_start, warn
 from reft.hook.stopping import Stopping
+from reft.hook.storage_rate import MemoryLosses, StorageRate
 from reft.hook.tracing import Tracer
 from reft.hook.watching import open_page
 from reft.protect.codes import Scheme
@@ -264,6 +265,16 @@ class Session:
         )
 
     def _watchers(self) -> Watchers:
+        persist = self.config.persist
+        rate = None
+        if persist.adapts:
+            mtbf = MemoryLosses(
+                self.memory.job_dir.path, self.topology, lambda: self.tolerance, persist.node_mtbf_days
+            )
+            rate = StorageRate(
+                persist, interval_steps=self.config.interval_steps, memory_mtbf_secs=mtbf.mtbf_secs
+            )
+            self.daemon.on_answer = rate.answered
         record = self.memory.record if self.is_rank_zero else None
         reports = Reports(
             stats=self.stats,
@@ -272,8 +283,16 @@ class Session:
             record=record,
             at=self.coordinate,
             unprotected=lambda: self.protection.lost,
+            storage=None if rate is None else (rate, self._agreed_persist_steps),
         )
-        return Watchers(self.stats, self.faults, reports.committed, reports.skipped)
+        watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped)
+        if rate is not None:
+            watchers.persist_wish = rate.wish
+        return watchers
+
+    def _agreed_persist_steps(self) -> int:
+        assert self.worker is not None  # it has voted
+        return self.worker.votes.persist_steps
 
     def _remake_memory(self) -> None:
         self.memory.remake()

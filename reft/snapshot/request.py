@@ -93,6 +93,7 @@ class Watchers:
         on_commit: called on the worker thread after each global commit.
         on_skip: called with (step, cause) for each version given up.
         complaints: of what nobody foresaw.
+        persist_wish: asked in every vote how often versions should go to storage; 0: as the block says.
     """
 
     stats: SnapshotStats
@@ -100,6 +101,7 @@ class Watchers:
     on_commit: Callable[[Label], None] = lambda label: None
     on_skip: Callable[[int, str], None] = lambda step, cause: None
     complaints: Complaints = field(default_factory=Complaints)
+    persist_wish: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class SnapshotWorker:
         self.switch = switch
         self.watchers = watchers
         self.copier = copying.copier
-        self.votes = Votes(control, lambda: copying.advised_interval_steps)
+        self.votes = Votes(control, lambda: copying.advised_interval_steps, watchers.persist_wish)
         self.sealer = Sealer(
             control=control,
             topology=topology,

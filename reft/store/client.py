@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class DaemonClient:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._cause: str | None = None
+        self.on_answer: Callable[[Mapping[str, Any]], None] = lambda answer: None
+        """Told what the daemon answers to the note of a commit, on the thread that sends notes."""
 
     def configure(self, config: ReftConfig) -> None:
         """Tell the daemon what to persist and how often; repeated to every daemon that comes after."""
@@ -94,16 +96,30 @@ class DaemonClient:
         self._enqueue(message)
 
     def notify_commit(
-        self, label: Label, coordinate: Coordinate, stats: Mapping[str, Any], *, unprotected: bool = False
+        self,
+        label: Label,
+        coordinate: Coordinate,
+        stats: Mapping[str, Any],
+        *,
+        unprotected: bool = False,
+        due: bool = False,
     ) -> None:
-        """A version was committed by all ranks. ``unprotected``: memory has become too short to survive the
-        loss of a node."""
+        """A version was committed by all ranks.
+
+        Args:
+            label: the version.
+            coordinate: of this rank.
+            stats: its counters.
+            unprotected: memory has become too short to survive the loss of a node.
+            due: it goes to storage, as the ranks agreed.
+        """
         self._enqueue(
             {
                 "op": "committed",
                 "label": [label.incarnation, label.step],
                 "coordinate": str(coordinate),
                 "unprotected": unprotected,
+                "due": due,
                 "local_rank": self._hello["local_rank"],
                 "stats": dict(stats),
             }
@@ -183,8 +199,10 @@ class DaemonClient:
             try:
                 if channel is None:
                     channel = self._connect()
-                _ask(channel, {**note, "incarnation": self._incarnation})
+                answer = _ask(channel, {**note, "incarnation": self._incarnation})
                 self._cause = None
+                if isinstance(answer, Mapping):
+                    self.on_answer(answer)
             except DaemonError as error:
                 self._note_cause(error)
             except _UNREACHABLE as error:

@@ -333,13 +333,18 @@ class Daemon:
             text = (self._job_dir.path / CONFIG_FILE).read_text()
             self._follow(ReftConfig.model_validate_json(text))
 
-    def _committed(self, message: Mapping[str, Any]) -> None:
+    def _committed(self, message: Mapping[str, Any]) -> dict[str, Any]:
         label = Label(*map(int, message["label"]))
         self._incarnation = max(self._incarnation, label.incarnation)
         self.status.committed(label)
-        self.persister.offer(label, unprotected=bool(message.get("unprotected")))
+        self.persister.offer(
+            label, unprotected=bool(message.get("unprotected")), due=bool(message.get("due"))
+        )
         self._look.set()
         self._note_stats(message)
+        persist = self.status.persist
+        last = None if persist.last is None else [persist.last.incarnation, persist.last.step]
+        return {"persisted": last, "failing": persist.stale_since_step is not None}
 
     def _skipped(self, message: Mapping[str, Any]) -> None:
         self.status.skip(int(message["step"]), str(message["cause"]))

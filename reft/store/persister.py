@@ -1,10 +1,10 @@
 """When the daemon writes versions to storage, and what it does when storage fails.
 
 One thread writes one version at a time. A version is due when its step is a multiple of
-``persist.interval_steps``, on every node the same; while storage fails, each due version is tried for
-as long as it is in memory, then the next one: training goes on, and the status says since when the
-checkpoints are stale. When memory ceases to survive the loss of a node, a version is due at once, whatever
-the interval, and others are until one of them is on storage.
+``persist.interval_steps``, or where that is "auto" of what the trainers agreed on: on every node the same;
+while storage fails, each due version is tried for as long as it is in memory, then the next one: training
+goes on, and the status says since when the checkpoints are stale. When memory ceases to survive the loss of a
+node, a version is due at once, whatever the interval, and others are until one of them is on storage.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Persister:
         directory = config.persist.dir
         self._status.update_persist(
             dir=str(directory) if directory is not None else None,
-            interval_steps=config.persist.interval_steps,
+            interval_steps=config.persist.fixed_steps,
         )
 
     def start(self) -> None:
@@ -141,13 +141,14 @@ class Persister:
             self._changed.notify()
             self._changed.wait_for(lambda: self._status.persist.writing is None, timeout=_CLOSE_SECS)
 
-    def offer(self, label: Label, *, unprotected: bool | None = None) -> None:
+    def offer(self, label: Label, *, unprotected: bool | None = None, due: bool = False) -> None:
         """A version is committed in memory; takes it if it is due and newer.
 
         Args:
             label: the version, the same on every node.
             unprotected: memory no longer survives the loss of a node, so that the first such version is due
                 at once, whatever the interval. None: not known, as before.
+            due: the ranks agreed that it goes to storage.
         """
         with self._changed:
             at_once = self._falls(label, unprotected)
@@ -155,11 +156,11 @@ class Persister:
             if writing is not None and writing.incarnation < label.incarnation:
                 # The job restarted: parts that other nodes owe to the old version will never come.
                 self._stop.set()
-            interval = self.config.persist.interval_steps if self.config else 0
+            interval = self.config.persist.fixed_steps if self.config else 0
             known = self._due or self._status.persist.last
             if self.config is None or self.config.persist.dir is None:
                 return
-            due = at_once or self._must_again(label) or (interval and label.step % interval == 0)
+            due = due or at_once or self._must_again(label) or bool(interval and label.step % interval == 0)
             if due and (known is None or label > known):
                 if at_once:
                     logger.warning(

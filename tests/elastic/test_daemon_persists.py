@@ -66,6 +66,29 @@ def test_due_versions_are_written_and_others_are_not(
     client.close()
 
 
+def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """The daemon decides nothing then: what the note of a commit calls due is written, and the answer to a
+    later one tells the trainer so."""
+    writer = FileWriter()
+    run_here(persist=writer)
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    answers: list[dict] = []
+    client.on_answer = lambda answer: answers.append(dict(answer))
+    client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
+    for step in (1, 2, 3, 4):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, due=step == 3)
+        if step == 3:
+            wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3")
+    wait_for(lambda: len(answers) == 4, "four answers")
+    assert writer.calls == [3]
+    assert answers[0] == {"persisted": None, "failing": False}
+    assert answers[3] == {"persisted": [1, 3], "failing": False}
+    client.close()
+
+
 @pytest.mark.parametrize(
     "block",
     [{"variant": "blocking"}, {"protection": "rs:2"}, {"has": {"separate_links": True}}, {"copies": 2}],

@@ -76,6 +76,18 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
     assert seen == {(s, m) for s in STATE_SECTIONS for m in (0, 1)}
 
 
+def test_how_often_versions_go_to_storage_is_agreed_by_the_vote_that_commits_them(tmp_path: Path) -> None:
+    """The largest wish wins, and every rank finds the same for the same version."""
+    results = launch(tmp_path, "persist")
+    for result in results:
+        assert result["agreed"] == [
+            *([s, 13] for s in (1, 2, 3)),
+            [4, 30],
+            [5, 30],
+            *([s, 7] for s in (6, 7, 8)),
+        ]
+
+
 def test_p6_a_rank_without_memory_is_counted_and_recovers(tmp_path: Path) -> None:
     results = launch(tmp_path, "memory")
     for result in results:

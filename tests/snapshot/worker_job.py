@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -73,6 +73,8 @@ class Rank:
         faults: tuple[FaultConfig, ...] = (),
         keeping: Keeping = Keeping(),  # noqa: B008
         pacer: Any = None,
+        *,
+        persist_wish: Callable[[], int] = lambda: 0,
     ) -> None:
         self.rank = rank
         self.at = TOPOLOGY.coordinates[rank]
@@ -82,6 +84,8 @@ class Rank:
         self.owned = [torch.zeros(30_001 + 64 * self.at.dp)]
         self.stats = SnapshotStats()
         self.skips: list[tuple[int, str]] = []
+        self.agreed: list[tuple[int, int]] = []
+        """Committed versions, and the interval on storage that their vote has found."""
         job_dir = root / f"node{rank}"
         job_dir.mkdir(mode=0o700, exist_ok=True)
         self.arenas = ArenaSet(
@@ -100,7 +104,9 @@ class Rank:
             watchers=Watchers(
                 self.stats,
                 FaultPlan(faults, self.at),
+                on_commit=lambda label: self.agreed.append((label.step, self.worker.votes.persist_steps)),
                 on_skip=lambda step, cause: self.skips.append((step, cause)),
+                persist_wish=persist_wish,
             ),
             switch=SchemeSwitch(
                 self.control,
@@ -307,6 +313,19 @@ def scenario_interval(rank: int, root: Path) -> dict[str, object]:
         me.settle(request)
     me.worker.close(10)
     return {"taken": taken, "committed": me.stats.committed}
+
+
+def scenario_persist(rank: int, root: Path) -> dict[str, object]:
+    """Every rank has a wish of its own for the interval on storage, and changes it when it likes."""
+    wishes = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
+    wish = [0]
+    me = Rank(rank, root, persist_wish=lambda: wish[0])
+    for step in range(1, 9):
+        wish[0] = wishes.get(step, wish[0])
+        me.step(step)
+        me.settle(me.snapshot(step, must=True))
+    me.worker.close(10)
+    return {"agreed": me.agreed}
 
 
 def scenario_switch(rank: int, root: Path) -> dict[str, object]:

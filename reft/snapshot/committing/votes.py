@@ -22,11 +22,21 @@ class Votes:
     Args:
         control: carries the ballots.
         advised_interval: how often this rank could take versions.
+        persist_wish: how often they should go to storage; 0: as the block says.
     """
 
-    def __init__(self, control: WorkerControl, advised_interval: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        control: WorkerControl,
+        advised_interval: Callable[[], int],
+        persist_wish: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._control = control
         self._advised_interval = advised_interval
+        self._persist_wish = persist_wish
+        self.persist_steps = 0
+        """How often versions go to storage, as the ranks agreed in the last vote: the one that commits a
+        version says whether it does."""
         self._interval = (0, 1, 1)
         self.late = False
         """Whether votes may lag behind training, as the ranks agreed in the last one."""
@@ -77,6 +87,7 @@ class Votes:
                 order=order,
                 late=holds_up or (self.late and step < self.newest_step),
                 rung=rung,
+                persist_steps=self._persist_wish(),
             ),
             version,
         )
@@ -85,6 +96,7 @@ class Votes:
         if verdict.interval_steps != self._interval[1]:
             logger.info("a version every %d steps, from step %d on", verdict.interval_steps, step + 2)
             self._interval = (step + 2, verdict.interval_steps, self._interval[1])
+        self.persist_steps = verdict.persist_steps
         self.late = verdict.late
         self.voted_step = step
         return verdict

@@ -124,7 +124,9 @@ def _facts(config: Mapping[str, Any], block: ReftConfig, parameters: float | Non
             f"pipeline stage are on different nodes"
         )
     persist = block.persist
-    storage = f"every {persist.interval_steps} steps" if persist.interval_steps else "only when told to stop"
+    storage = f"every {persist.fixed_steps} steps" if persist.fixed_steps else "only when told to stop"
+    if persist.adapts:
+        storage = f"as often as is worth it, at most {persist.max_overhead:.1%} of the training time"
     return {
         "survives": survives,
         "after a failure": f"at most {block.interval_steps} step(s) are done again, and those being copied",

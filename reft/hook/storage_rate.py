@@ -1,0 +1,187 @@
+"""How often versions go to storage, where the block leaves that to the job (``"interval_steps": "auto"``).
+
+Every rank measures what it sees anyway: when versions are committed, and when its node's daemon says that one
+is on storage. Steps while one is on its way are held against the others. Nothing is done on the training
+thread: the snapshot worker tells of commits, the thread that sends notes to the daemon hears its answers.
+
+One decision is followed by all: every rank says its wish in the vote on a version, the longest interval
+wins, and whether the version is due follows from the vote that commits it. So all nodes write the same
+versions, and no wait is added (P6).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from reft.config import PersistConfig
+from reft.grid import Topology
+from reft.policy.frequency import Observed, Rate, RateLimits, adapt
+from reft.policy.storage_interval import (
+    StorageCosts,
+    Wishes,
+    learned_losses,
+    memory_losses_per_sec,
+    storage_interval,
+)
+from reft.protect.survival import losses_within
+from reft.store.history import read_history
+from reft.store.label import Label
+
+_FIRST_STEPS = 50
+"""Until the first version goes to storage: CheckFreq profiles for so many iterations, without checkpoints."""
+_PLAIN_STEPS = 64
+_LEAST_PLAIN = 3
+_PAUSE = 20
+"""Times the median: so long is no step, but an evaluation or whatever the script does between two."""
+_REPAIR_SECS = 600.0
+"""From the loss of a node to the version that is protected again: twice the five minutes that are published
+for a hot recovery with a replacement (Paddle)."""
+
+
+@dataclass(frozen=True)
+class MemoryLosses:
+    """How often this job loses more than its memory survives.
+
+    Attributes:
+        job_dir: the job's memory on this node, with its history.
+        topology: who sits where.
+        tolerance: losses that every sharding group survives now.
+        node_mtbf_days: of a node, as configured.
+    """
+
+    job_dir: Path
+    topology: Topology
+    tolerance: Callable[[], int]
+    node_mtbf_days: float
+
+    def mtbf_secs(self) -> float:
+        """Mean time between two such losses, with what the history tells by now; infinite if none can be."""
+        lost = learned_losses(read_history(self.job_dir), time.time(), self.node_mtbf_days)
+        nodes = len(set(self.topology.failure_domains))
+        size = max(len(set(self.topology.group_nodes(pp, tp))) for pp, tp in self.topology.groups())
+        survived = losses_within(size, min(self.tolerance(), size))
+        # Groups that do not fill the nodes count as if there were one more.
+        rate = memory_losses_per_sec(lost.per_sec, -(-nodes // size) * size, survived, _REPAIR_SECS)
+        return 1 / rate if rate else inf
+
+
+class StorageRate:
+    """One rank's measure of its checkpoints, and its wish.
+
+    Args:
+        config: what the interval keeps to.
+        interval_steps: snapshots exist only every so many steps.
+        memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        config: PersistConfig,
+        *,
+        interval_steps: int = 1,
+        memory_mtbf_secs: Callable[[], float] = lambda: inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._every = interval_steps
+        self._mtbf = memory_mtbf_secs
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._writing: list[float] = []
+        self._before: tuple[int, float] | None = None
+        self._on_its_way: tuple[Label, float] | None = None
+        self._written_secs: float | None = None
+        self._because: str | None = None
+        most = config.max_lost_steps
+        self._bound = None if most is None else most // 2 // interval_steps * interval_steps
+        start = self._whole(_FIRST_STEPS)
+        self.rate = Rate(start if self._bound is None else min(start, self._bound))
+
+    def wish(self) -> int:
+        """Steps between two versions on storage, as this rank would have them."""
+        return self.rate.interval_steps
+
+    def committed(self, label: Label, agreed_steps: int) -> bool:
+        """A version is committed; returns whether it goes to storage.
+
+        Args:
+            label: the version.
+            agreed_steps: the interval that the vote on it has found, the same on every rank.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._before is not None and label.step > self._before[0]:
+                steps = label.step - self._before[0]
+                self._count((now - self._before[1]) / steps, steps)
+            self._before = label.step, now
+            if self._written_secs is not None:
+                self._finish(self._written_secs)
+            due = label.step % agreed_steps == 0
+            if due and self._on_its_way is None:
+                self._on_its_way, self._writing = (label, now), []
+            return due
+
+    def _count(self, step_secs: float, steps: int) -> None:
+        if self._plain and step_secs > _PAUSE * median(self._plain):
+            return
+        (self._plain if self._on_its_way is None else self._writing).extend([step_secs] * steps)
+
+    def answered(self, answer: Mapping[str, Any] | None) -> None:
+        """The daemon has answered to the note of a commit."""
+        last = (answer or {}).get("persisted")
+        with self._lock:
+            if (answer or {}).get("failing"):
+                self._on_its_way = self._written_secs = None  # what storage costs is not known while it fails
+                return
+            if last is None or self._on_its_way is None or Label(*last) < self._on_its_way[0]:
+                return
+            if self._written_secs is None:
+                self._written_secs = self._clock() - self._on_its_way[1]
+
+    def _finish(self, write_secs: float) -> None:
+        """What was on its way was on storage before this commit; the steps until here count as beside it."""
+        self._on_its_way = self._written_secs = None
+        if len(self._plain) >= _LEAST_PLAIN:
+            self._learn(write_secs)
+
+    def _learn(self, write_secs: float) -> None:
+        plain = sum(self._plain) / len(self._plain)
+        cost = max(0.0, sum(self._writing) - len(self._writing) * plain)
+        steps = max(self.rate.interval_steps, len(self._writing))
+        best = storage_interval(
+            StorageCosts(plain, cost, write_secs),
+            self._mtbf(),
+            Wishes(most_lost_steps=self._config.max_lost_steps),
+        )
+        bound = self._bound
+        least = self._whole(best.steps) if bound is None else min(self._whole(best.steps), bound)
+        limits = RateLimits(self._config.max_overhead, least, bound)
+        found = adapt(self.rate, Observed(steps, 1, steps * plain + cost, plain, write_secs), limits)
+        steps = self._whole(found.interval_steps)
+        self.rate = Rate(steps if bound is None else min(steps, bound), found.why, found.overhead, found.calm)
+        self._because = str(best.because if self.rate.interval_steps == least else found.why)
+
+    def _whole(self, steps: int) -> int:
+        """Up to the next step that has a snapshot."""
+        return -(-steps // self._every) * self._every
+
+    def to_json(self) -> dict[str, Any]:
+        """What is told of it, with the counters."""
+        rate = self.rate
+        return {
+            "interval_steps": rate.interval_steps,
+            "why": self._because or str(rate.why),
+            "overhead": rate.overhead,
+            "max_overhead": self._config.max_overhead,
+            "most_lost_steps": rate.most_lost_steps,
+        }

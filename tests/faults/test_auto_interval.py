@@ -1,0 +1,51 @@
+"""A real job finds itself how often its versions go to storage; all its nodes write the same ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from reft.grid import Degrees
+from reft.store.persisted import latest_persisted
+from tests.faults.cases import OPTIMIZERS, Shape
+from tests.faults.job import FaultJob, Scratch
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
+
+
+def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
+    persist_dir = scratch.root / "auto-persisted"
+    block = {
+        "enabled": True,
+        "block_bytes": 16384,
+        "persist": {"dir": str(persist_dir), "interval_steps": "auto", "max_lost_steps": 20},
+    }
+    # Never reaches its last step: it is ended by what is tested.
+    with FaultJob(scratch, "auto", DP2, OPTIMIZERS[0], steps=10**6, block=block) as job:
+
+        def status(index: int) -> dict[str, Any]:
+            try:
+                return job.cluster.status(index) or {}
+            except (OSError, json.JSONDecodeError):
+                return {}
+
+        def told(index: int) -> dict[str, Any]:
+            trainers = status(index).get("trainers") or {}
+            return ((trainers.get("0") or {}).get("stats") or {}).get("persist_rate") or {}
+
+        def on_storage(index: int) -> int:
+            return ((status(index).get("persist") or {}).get("last") or {}).get("step", 0)
+
+        for index in range(2):
+            job.wait_for("the third version", lambda i=index: on_storage(i) >= 30)
+            job.wait_for("a measure", lambda i=index: told(i).get("overhead") is not None)
+            rate = told(index)
+            # Two nodes survive the loss of one: failures ask for hardly any, the bound for one in ten steps.
+            assert (rate["interval_steps"], rate["agreed_steps"], rate["most_lost_steps"]) == (10, 10, 20)
+            assert rate["max_overhead"] == 0.035
+            assert on_storage(index) % 10 == 0
+        assert latest_persisted(persist_dir / job.cluster.job_id) is not None

@@ -1,0 +1,144 @@
+"""How one rank measures its checkpoints and what it wishes, on a clock of the test's: a simulation."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.config import PersistConfig
+from reft.grid import Coordinate, Degrees, Topology
+from reft.hook.storage_rate import MemoryLosses, StorageRate
+from reft.store.history import STARTED, note
+from reft.store.label import Label
+
+
+class SimulatedJob:
+    """Steps of a second, which are slower while a version is being written.
+
+    Args:
+        config: further keys of ``persist``.
+        mtbf_secs: of memory.
+        every: steps between two snapshots.
+    """
+
+    def __init__(self, *, mtbf_secs: float = 600.0, every: int = 1, **config: Any) -> None:
+        self.now, self.step, self.every = 0.0, 0, every
+        self.written: list[int] = []
+        self.wrote: list[int] = []
+        self.slowdown, self.write_secs = 1.1, 4.0
+        self._under_way: tuple[Label, float] | None = None
+        persist = PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto", **config})
+        self.rate = StorageRate(
+            persist, interval_steps=every, memory_mtbf_secs=lambda: mtbf_secs, clock=lambda: self.now
+        )
+        self.overheads: list[float] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.now += self.slowdown if self._under_way else 1.0
+            if self.step % self.every:
+                continue
+            if self._under_way and self.now >= self._under_way[1]:
+                self.written.append(self._under_way[0].step)
+                self._under_way = None
+                self.rate.answered({"persisted": [1, self.written[-1]], "failing": False})
+            before = self.rate.rate
+            due = self.rate.committed(Label(1, self.step), self.rate.wish())
+            if self.rate.rate is not before:
+                self.overheads.append(self.rate.rate.overhead or 0.0)
+            if due and not self._under_way:
+                self._under_way = Label(1, self.step), self.now + self.write_secs
+                self.wrote.append(self.step)
+
+
+def test_first_it_is_measured_without_checkpoints() -> None:
+    """As CheckFreq does: 50 iterations."""
+    job = SimulatedJob()
+    job.run(200)
+    assert job.wrote[0] == 50
+    assert job.rate.to_json()["overhead"] is not None
+
+
+def test_the_overhead_is_held_when_another_job_loads_the_disk_simulated() -> None:
+    """And the rate comes back when that ends."""
+    job = SimulatedJob(max_overhead=0.035)
+    job.run(600)
+    alone = job.rate.wish()
+    job.slowdown, job.write_secs = 1.4, 30.0
+    job.run(4000)
+    loaded, overheads = job.rate.wish(), job.overheads[-3:]
+    assert loaded >= 4 * alone
+    assert all(0 < o <= 0.035 for o in overheads)
+    assert job.rate.to_json()["why"]
+    job.slowdown, job.write_secs = 1.1, 4.0
+    job.run(20 * loaded)
+    assert job.rate.wish() <= loaded // 2
+    assert job.overheads[-1] <= 0.035
+
+
+def test_where_memory_never_fails_nothing_but_the_bound_makes_it_write() -> None:
+    job = SimulatedJob(mtbf_secs=inf, max_lost_steps=90)
+    job.run(400)
+    assert job.rate.wish() == 45
+    assert job.rate.to_json()["most_lost_steps"] == 90
+    assert "no more steps than this" in job.rate.to_json()["why"]
+
+
+def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:
+    job = SimulatedJob(max_lost_steps=21, every=4)
+    job.slowdown = 3.0
+    job.run(600)
+    assert {b - a for a, b in zip(job.wrote, job.wrote[1:], strict=False)} | {job.wrote[0]} == {8}
+    assert job.rate.to_json()["overhead"] > 0.035  # which the bound does not allow to be held
+
+
+def test_an_interval_has_a_snapshot_at_its_end() -> None:
+    job = SimulatedJob(every=7)
+    job.run(3000)
+    assert job.rate.wish() % 7 == 0
+    assert len(job.wrote) > 3
+
+
+def test_a_failing_storage_teaches_nothing() -> None:
+    job = SimulatedJob()
+    job.run(49)
+    job.write_secs = inf
+    job.run(500)
+    before = job.rate.wish()
+    job.rate.answered({"persisted": None, "failing": True})
+    job.rate.answered({"persisted": [1, 500], "failing": False})
+    job.run(1)
+    assert job.rate.wish() == before == 50
+
+
+def test_an_evaluation_between_two_steps_is_no_cost_of_a_checkpoint() -> None:
+    job = SimulatedJob()
+    job.slowdown = 1.0
+    job.run(51)
+    job.now += 500.0
+    job.write_secs += 500.0
+    job.run(100)
+    assert job.overheads[0] == pytest.approx(0.0)
+
+
+def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> None:
+    coordinates = tuple(Coordinate(0, dp, 0) for dp in range(4))
+    topology = Topology(Degrees(1, 4, 1), coordinates, ("a", "b", "c", "d"))
+    tolerance = [0]
+    losses = MemoryLosses(tmp_path, topology, lambda: tolerance[0], 100.0)
+    configured = losses.mtbf_secs()
+    assert configured == pytest.approx(100 * 86400 / 4)
+    for lost in ([], ["b"], ["c"], ["b"]):
+        note(
+            *(tmp_path, STARTED),
+            **{"round": 1, "nodes": ["a", "b", "c", "d"], "failures": [], "joined": []},
+            lost=lost,
+            newest_step=1,
+        )
+    assert losses.mtbf_secs() == pytest.approx(configured / 4, rel=0.01)
+    tolerance[0] = 1
+    assert losses.mtbf_secs() > 100 * configured
