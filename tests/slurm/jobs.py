@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class SlurmJob:
         options: further options of sbatch.
         arguments: further arguments of the training script.
         env: further variables of the submission.
+        log: name of its output; jobs of a chain have one directory.
     """
 
     def __init__(
@@ -56,23 +58,31 @@ class SlurmJob:
         options: tuple[str, ...] = (),
         arguments: tuple[str, ...] = ("--epochs", "2"),
         env: dict[str, str] | None = None,
+        log: str = "job.out",
     ) -> None:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self._cluster = cluster
         self.directory = directory
-        self._log = directory / "job.out"
+        self.output = directory / log
         config = json.loads((ROOT / "examples" / "plain.json").read_text())
         (directory / "ds.json").write_text(json.dumps({**config, "reft": block}))
-        sbatch = ["sbatch", "--parsable", "--gpus-per-node=1", f"--output={self._log}", *options]
+        sbatch = ["sbatch", "--parsable", "--gpus-per-node=1", f"--output={self.output}", *options]
         train = [str(ROOT / "examples" / "plain.py"), "--deepspeed_config", str(directory / "ds.json")]
         saves = ["--save-dir", str(directory / "checkpoints"), *arguments]
         words = [*sbatch, str(SCRIPTS / script), *train, *saves]
         pairs = [f"{name}={value}" for name, value in (env or {}).items()]
         self.number = cluster.call("env", *pairs, *words, cwd=ROOT).strip()
 
+    def task(self, number: int) -> SlurmJob:
+        """Of an array, whose output is ``%a.out``."""
+        found = copy(self)
+        found.number = f"{self.number}_{number}"
+        found.output = self.directory / f"{number}.out"
+        return found
+
     @property
     def log(self) -> str:
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -81,10 +91,7 @@ class SlurmJob:
     @property
     def losses(self) -> dict[int, set[str]]:
         """Every loss that was printed, by step."""
-        found: dict[int, set[str]] = {}
-        for step, loss in _LOSS.findall(self.log):
-            found.setdefault(int(step), set()).add(loss)
-        return found
+        return losses_in(self.log)
 
     @property
     def resumed(self) -> list[tuple[int, str]]:
@@ -112,10 +119,21 @@ class SlurmJob:
     def reach(self, step: int) -> None:
         self.wait_until(lambda: max(self.losses, default=0) >= step, f"step {step}")
 
+    def tell_that_time_is_up(self) -> None:
+        """As ``--signal=B:TERM@120`` does, but when a step is reached, not when minutes have passed."""
+        self._cluster.call("scancel", "--batch", "--signal=TERM", self.number)
+
     def end(self) -> dict[str, str]:
         """Wait for its end; what Slurm says of it."""
         self.wait_until(lambda: self.facts["JobState"] in _OVER, "the end of the job", ends=True)
         return self.facts
+
+
+def losses_in(log: str) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for step, loss in _LOSS.findall(log):
+        found.setdefault(int(step), set()).add(loss)
+    return found
 
 
 def _is_trainer(process: psutil.Process) -> bool:

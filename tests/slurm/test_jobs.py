@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import mpi
 from tests.slurm.cluster import SlurmCluster, missing
-from tests.slurm.jobs import SlurmJob, environment
+from tests.slurm.jobs import SlurmJob, environment, losses_in
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 BLOCK = {"enabled": True}
+CLEANS = "cleans"
+"""A file; while it is there, memory is removed from nodes whenever a job ends or is requeued."""
+THREE_NODES = ("--nodes=3",)
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +29,27 @@ def cluster() -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     directory = Path(tempfile.mkdtemp(prefix="reft-slurm-", dir="/tmp"))  # munge's socket: a short path
     try:
-        with SlurmCluster(directory, nodes=3, env=environment()) as running:
+        epilog = directory / "epilog"
+        epilog.write_text(f"#!/bin/sh\nif [ -e {directory}/{CLEANS} ]; then rm -rf /dev/shm/*; fi\n")
+        epilog.chmod(0o755)
+        with SlurmCluster(directory, 3, [f"Epilog={epilog}"], environment()) as running:
             yield running
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture
-def directory(cluster: SlurmCluster, request: pytest.FixtureRequest) -> Path:
+def directory(cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterator[Path]:
     """For one job; the nodes are all there, and none of them has anything left of another's."""
     for name in cluster.names:
         if name not in cluster.hosts:
             cluster.start_again(name)
     cluster.wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, "all nodes to be idle")
     assert left_behind(cluster) == {}
-    return cluster.directory / "jobs" / request.node.name.replace("[", "-").rstrip("]")
+    yield cluster.directory / "jobs" / request.node.name.replace("[", "-").rstrip("]")
+    # What a test that failed has left.
+    cluster.call("scancel", "--user=root", check=False)
+    cluster.wait_until(lambda: not cluster.call("squeue", "--noheader"), "all jobs to be gone")
 
 
 def left_behind(cluster: SlurmCluster) -> dict[str, list[str]]:
@@ -77,16 +88,92 @@ def check_losses(job: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
 def test_at_the_time_limit_a_job_is_requeued_and_goes_on(
     cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
 ) -> None:
-    """Told so by Slurm; here the signal comes when a step is reached, not when minutes have passed."""
-    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=("--nodes=3",))
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES)
     job.reach(12)
-    cluster.call("scancel", "--batch", "--signal=TERM", job.number)  # what --signal=B:TERM@120 sends
+    job.tell_that_time_is_up()
+    check_requeued(job, "memory", undisturbed)
+
+
+def check_requeued(job: SlurmJob, source: str, undisturbed: dict[int, set[str]]) -> None:
     facts = job.end()
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log[-6000:]
     (resumed,) = job.resumed
     assert resumed[0] >= 12
-    assert resumed[1] == "memory"
+    assert resumed[1] == source
     check_losses(job, undisturbed)
+
+
+def test_requeued_on_nodes_whose_memory_was_cleaned_it_goes_on_from_disk(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """Many sites do so in an epilog."""
+    block = {**BLOCK, "persist": {"dir": str(directory / "persisted")}}
+    (cluster.directory / CLEANS).touch()
+    try:
+        job = SlurmJob(cluster, directory, "h100.sbatch", block, options=THREE_NODES)
+        job.reach(12)
+        job.tell_that_time_is_up()
+        check_requeued(job, "disk", undisturbed)
+    finally:
+        (cluster.directory / CLEANS).unlink()
+
+
+def test_a_real_time_limit(cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]) -> None:
+    """Slurm itself sends what the script asks for, by its own clock."""
+    job = SlurmJob(
+        cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES, arguments=("--epochs", "1000")
+    )
+    job.reach(12)
+    hours, minutes, _ = job.facts["RunTime"].split(":")
+    limit = 60 * int(hours) + int(minutes) + 3
+    cluster.call("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
+    job.wait_until(lambda: job.facts["Restarts"] == "1", "Slurm to tell the job that its time is up")
+    cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=240")
+    job.wait_until(lambda: job.resumed, "the requeued job to resume")
+    ((step, source),) = job.resumed
+    assert (step >= 12, source) == (True, "memory"), job.log[-6000:]
+    printed = set(losses_in(job.log.partition("resumed at step")[0]))
+    assert max(printed) in (step - 1, step), "it was told in time: no step is made twice"
+    job.reach(step + 5)
+    cluster.call("scancel", job.number)
+    assert job.end()["JobState"] == "CANCELLED"
+    assert "DUE TO TIME LIMIT" not in job.log
+    assert {s: x for s, x in job.losses.items() if x != undisturbed.get(s, x) or len(x) != 1} == {}
+    assert set(range(1, step + 5)) - job.losses.keys() <= {step}
+    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+
+
+def test_the_next_job_of_a_chain_goes_on_from_memory(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    env = {"REFT_JOB_ID": "chain", "REFT_REQUEUE": "0"}
+    first = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES, env=env)
+    then = (*THREE_NODES, f"--dependency=afternotok:{first.number}")
+    second = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=then, env=env, log="second.out")
+    check_chain(first, second, undisturbed)
+
+
+def test_tasks_of_an_array_that_follow_each_other_are_a_chain(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    env = {"REFT_JOB_ID": "array", "REFT_REQUEUE": "0"}
+    options = (*THREE_NODES, "--array=1-2%1", f"--output={directory}/%a.out")
+    array = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=options, env=env)
+    check_chain(array.task(1), array.task(2), undisturbed)
+
+
+def check_chain(first: SlurmJob, second: SlurmJob, undisturbed: dict[int, set[str]]) -> None:
+    first.reach(12)
+    assert second.facts["JobState"] == "PENDING"
+    first.tell_that_time_is_up()
+    facts = first.end()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "75:0"), first.log[-6000:]
+    facts = second.end()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), second.log[-6000:]
+    ((step, source),) = second.resumed
+    assert (step >= 12, source) == (True, "memory")
+    losses = {s: first.losses.get(s, set()) | second.losses.get(s, set()) for s in undisturbed}
+    assert {s: x for s, x in losses.items() if x != undisturbed[s]}.keys() <= {step}
 
 
 def test_cancelled_before_its_time_limit_a_job_leaves_nothing_behind(
@@ -141,6 +228,31 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     ends_without_requeue(job)
     check_losses(job, undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+
+
+def test_a_rendezvous_that_dies_alone_is_served_again(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """And serves: a node that dies then is replaced."""
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES)
+    job.reach(6)
+    batch_host = job.facts["BatchHost"]
+    (served,) = rendezvous(cluster, batch_host)
+    served.kill()
+    job.wait_until(lambda: rendezvous(cluster, batch_host), "the rendezvous to be served again")
+    job.reach(12)
+    cluster.kill_node([name for name in job.trainers() if name != batch_host][-1])
+    ends_without_requeue(job)
+    check_losses(job, undisturbed)
+
+
+def rendezvous(cluster: SlurmCluster, host: str) -> list[psutil.Process]:
+    found = []
+    for process in cluster.processes(host):
+        with suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            found += [process] if "rendezvous" in words and "bash" not in words[0] else []
+    return found
 
 
 def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(

@@ -35,6 +35,7 @@ class Dry:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._started: list[subprocess.Popen[bytes]] = []
         for name, body in PROGRAMS.items():
             self.write(name, f"#!/bin/bash\ncd {directory}\n{body}\n").chmod(0o755)
         self.write("hosts", "n1,n2,n3")
@@ -63,13 +64,24 @@ class Dry:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PET_", "REFT_"))}
         env = {**kept, **STEP_OF, "SLURM_SUBMIT_DIR": str(SLURM.parent), **environ}
         env["PATH"] = f"{self.directory}:{env['PATH']}"
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", str(SLURM / script), *words],
             env=env,
             cwd=self.directory,
             stdout=(self.directory / "out").open("wb"),
             stderr=subprocess.STDOUT,
         )
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what a test that failed has left."""
+        for process in self._started:
+            if process.poll() is None:
+                for child in (*psutil.Process(process.pid).children(recursive=True), process):
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
+                process.wait(SECS)
 
     def end(self, process: subprocess.Popen[bytes]) -> tuple[int, str]:
         """Wait for a script; its code and what it said."""
@@ -90,8 +102,10 @@ class Dry:
 
 
 @pytest.fixture
-def dry(tmp_path: Path) -> Dry:
-    return Dry(tmp_path)
+def dry(tmp_path: Path) -> Iterator[Dry]:
+    made = Dry(tmp_path)
+    yield made
+    made.close()
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -153,6 +167,49 @@ def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry
     dry.says(nodes=1, requeue=0)
     (dry.directory / "srun.calls").unlink()
     assert dry.run("h100.sbatch", "train.py")[0] == 1
+
+
+def test_a_rendezvous_that_dies_alone_is_served_again_where_it_was(dry: Dry) -> None:
+    dry.steps("while [ $(grep -c rendezvous reft.calls) -lt 3 ]; do sleep 0.02; done; exit 0")
+    process = psutil.Process(dry.start("h100.sbatch", "train.py").pid)
+    for number in (1, 2):
+        wait_until(lambda n=number: len(dry.called("reft")) == n and serving(process))
+        for one in serving(process):
+            one.kill()
+    assert process.wait(SECS) == 0
+    first, *again = dry.called("reft")
+    assert first.startswith("rendezvous --host")
+    assert again == [first] * 2
+    assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(dry.directory)], (
+        "none is left"
+    )
+
+
+def serving(script: psutil.Process) -> list[psutil.Process]:
+    """What stands in for the rendezvous."""
+    found = []
+    for process in script.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [process] if process.cmdline() == ["sleep", "600"] else []
+    return found
+
+
+@pytest.mark.parametrize("code", ["0", "2"])
+def test_a_rendezvous_that_ended_well_or_is_refused_is_not_served_again(dry: Dry, code: str) -> None:
+    dry.write("reft", f"#!/bin/bash\ncd {dry.directory}\necho $* >> reft.calls; exit {code}\n")
+    dry.steps("while [ ! -e gone ]; do sleep 0.02; done")
+    process = dry.start("h100.sbatch", "train.py")
+    script = psutil.Process(process.pid)
+    wait_until(lambda: dry.called("reft") and not any(is_fork(c, script) for c in script.children()))
+    dry.write("gone", "")
+    assert dry.end(process)[0] == 0
+    assert len(dry.called("reft")) == 1
+
+
+def is_fork(process: psutil.Process, script: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline() == script.cmdline()
+    return False
 
 
 def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> None:
