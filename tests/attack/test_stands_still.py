@@ -45,6 +45,7 @@ def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path,
         if paused == "rendezvous":
             pause(job.rendezvous.pid)
         else:  # with the daemon, which would continue it
+            job.wait_until(lambda: "pid" in (job.status(0) or {}), 240, "the daemon's status")
             pause(job.current[0].process.pid, int((job.status(0) or {})["pid"]))
         # Trainers went on meanwhile; nobody restarts for a pause that is over.
         after = max(e["step"] for e in job.events("step", rank=0))
