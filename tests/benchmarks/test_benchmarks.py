@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECS = 240
 SAVERS = {"reft", "blocking_copy", "torch_save", "dcp_async_save", "deepspeed_save_checkpoint"}
@@ -256,3 +258,25 @@ def test_to_resume_at_any_sample_one_batch_is_read(tmp_path: Path) -> None:
         (way, at) for way in ("reft.data.loader", "reft.resumable") for at in (10, 10_000)
     }
     assert {row["samples_read"] for row in rows} == {4}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
+    process = start("mttr.py", "--quick", "--json", folder=tmp_path)
+    try:
+        out, err = process.communicate(timeout=800)
+    finally:
+        kill(process)
+    assert process.returncode == 0, err
+    assert left_behind(tmp_path) == []
+    result = json.loads(out)
+    check_head(result, "mttr")
+    way = result["ways"]["trainer"]
+    for system in ("reft", "torchrun"):
+        check_estimate(way[system]["failure_to_step_secs"])
+        assert result["differing_steps"][system] == 0
+    reft = way["reft"]
+    assert 0 < sum(reft["parts_secs"].values()) <= reft["most_secs"] + 1.0
+    assert reft["lost_steps"] <= 2, "a version is committed behind every step"
+    assert set(result["goals"]) == {"trainer_at_most_a_third_of_torchrun"}
