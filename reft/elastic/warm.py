@@ -36,6 +36,8 @@ DEFAULT_MODULES = (
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",
+    "reft.hook.deepspeed",
+    "reft.hook.deepspeed_engine",
     "reft.hook.session",
 )
 """What a trainer of reft imports in any case."""
