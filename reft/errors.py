@@ -77,4 +77,13 @@ class PersistError(ReftError, OSError):
 
 
 class FencedError(PersistError):
-    """A newer start of the job has taken over: this process, or this node, was cut off and replaced."""
+    """A newer start of the job has taken over: this process, or this node, was cut off and replaced.
+
+    Args:
+        message: for people.
+        newest: number of that start; 0: not known.
+    """
+
+    def __init__(self, message: str, newest: int = 0) -> None:
+        super().__init__(message)
+        self.newest = newest

@@ -316,7 +316,7 @@ class DaemonKeeper:
         answer = self.tell("trainers")
         if answer is not None:
             self._told_of_trainers(answer)
-            self.fenced = self.fenced or str(self.tell("fenced") or "")
+            self.fenced = self.fenced or str(self.tell("fenced", incarnation=self.incarnation) or "")
         process = self._process
         if process is not None and self._silence.too_long(answer is not None, process_state(process.pid)):
             logger.warning(

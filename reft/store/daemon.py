@@ -104,7 +104,7 @@ class Daemon:
             "status": lambda _: self.status.snapshot(),
             "hello": self._hello,
             "workers": self._set_workers,
-            "fenced": lambda _: self.persister.fenced,
+            "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
             "trainers": lambda _: [w.to_json() for w in self._waiting],
             "configure": self._configure,
             "committed": self._committed,

@@ -58,7 +58,8 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
     if newest > incarnation:
         raise FencedError(
             f"{directory}: start {newest} of job {job_id} writes here; this is start {incarnation}, which "
-            f"was replaced, and is refused. If a node that was cut off has come back, it ends by itself"
+            f"was replaced, and is refused. If a node that was cut off has come back, it ends by itself",
+            newest,
         )
 
 

@@ -113,8 +113,7 @@ class Persister:
         self._lag = Lag()
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
-        self.fenced = ""
-        """Why nothing is written any more: a newer start of the job writes where this one did."""
+        self._fenced = (0, "")
         self.progress: PersistProgress | None = None
         """Of what is being written, as it was told last."""
 
@@ -192,6 +191,15 @@ class Persister:
         node, and ``label`` is to be tried (P3)."""
         failing = self._status.persist.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
+
+    def fenced(self, incarnation: int) -> str:
+        """Why a node of this start of the job has to end: a newer one writes where it did; empty if it need not.
+
+        The start that a node takes part in refuses, too, a version that its daemon has been writing since
+        before the job started anew.
+        """
+        newest, why = self._fenced
+        return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
     def wants(self, label: Label) -> bool:
         """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
@@ -304,7 +312,7 @@ class Persister:
     def _failed(self, label: Label, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, FencedError):
-            self.fenced = str(error)
+            self._fenced = error.newest, str(error)
         persist = self._status.persist
         if message != persist.error:
             logger.warning(

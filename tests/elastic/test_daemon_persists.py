@@ -12,6 +12,7 @@ import pytest
 from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.errors import PersistError
 from reft.grid import Coordinate
+from reft.store import fence
 from reft.store.client import DaemonClient, DaemonError, request
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
@@ -86,6 +87,37 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     assert writer.calls == [3]
     assert answers[0] == {"persisted": None, "failing": False}
     assert answers[3] == {"persisted": [1, 3], "failing": False}
+    client.close()
+
+
+def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """The job starts anew, and claims the directory, while the daemon still writes a version of the start
+    before: the node takes part in the new start and goes on. One of a start that it knows nothing of ends it."""
+
+    class OvertakenWriter(FileWriter):
+        """Its job starts anew behind its back."""
+
+        def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+            fence.claim(tmp_path, "job", label.step)
+            fence.check(tmp_path, "job", 1)
+            return super().__call__(job_dir, label, config, **options)
+
+    def told(incarnation: int) -> str:
+        answer: str = request(job_dir.path, job_dir.secret, "fenced", incarnation=incarnation)
+        return answer
+
+    run_here(persist=OvertakenWriter())
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(persist_config(tmp_path, 2))
+    commit(job_dir, 0, Label(1, 2))
+    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {})
+    wait_for(lambda: "start 2 of job" in told(1), "the older start to be refused")
+    assert told(2) == ""
+    job_dir.note_incarnation(2)
+    assert told(1) == ""
+    assert persist_status(job_dir)["stale_since_step"] == 2
     client.close()
 
 
