@@ -193,7 +193,7 @@ class Persister:
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
-        """Why a node of this start of the job has to end: a newer one writes where it did; empty if it need not.
+        """Why a node of this start of the job has to end: a newer one writes where it did; else empty.
 
         The start that a node takes part in refuses, too, a version that its daemon has been writing since
         before the job started anew.
