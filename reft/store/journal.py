@@ -7,6 +7,7 @@ ones, which nodes that live write again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -79,7 +80,9 @@ class Journal:
             if self._file.tell() > self._compact_at:
                 self._write(table)
             else:
-                self._file.write(self._record(key, table.get(key)))
+                record = self._record(key, table.get(key))
+                if self._file.write(record) < len(record):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a disk that is full takes a part
         except OSError as error:
             logger.warning("the rendezvous' state is not kept any more: %s", error)
             self._file = None

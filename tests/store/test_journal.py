@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,33 @@ def test_p3_a_record_that_was_cut_off_is_left_out_and_those_before_it_are_not(tm
         again = Journal(tmp_path, SECRET)
         assert again.table == {"a": b"1"}
         again.close()
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from reft.store.journal import Journal
+
+journal = Journal(Path(sys.argv[1]), b"s" * 32)
+table = {"a": b"1"}
+journal.note(table, "a")
+room = next(Path(sys.argv[1]).glob("*.journal")).stat().st_size + 20
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+journal.note(table | {"b": b"2"}, "b")
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+for number in range(20):
+    journal.note({"c": b"3" * number}, "c")
+"""
+
+
+def test_p6_a_disk_that_takes_a_part_of_a_record_ends_the_journal(tmp_path: Path) -> None:
+    """What came after it could not be read."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "state is not kept any more" in done.stderr
+    assert Journal(tmp_path, SECRET).table == {}
 
 
 def test_p11_what_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
