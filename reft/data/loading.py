@@ -68,6 +68,8 @@ class Progress:
         self.taken = 0
         self.counts = False
         """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.evaluates = False
+        """Whether it was read while no engine trained: a version has where the next one begins."""
         self.era = WATCH.resuming
         self.moves += 1
 
@@ -99,6 +101,7 @@ class Reading:
     @counts.setter
     def counts(self, counts: bool) -> None:
         self._progress.counts = counts
+        self._progress.evaluates = False
 
     def __iter__(self) -> Reading:
         return self
@@ -119,6 +122,7 @@ class Reading:
         progress.taken += 1
         progress.counts = progress.counts or not WATCH.is_watching
         WATCH.after_batch(self)
+        progress.evaluates = not progress.counts and not WATCH.is_training
         return batch
 
 
@@ -145,8 +149,13 @@ class Loader:
         name: str,
         options: dict[str, Any],
     ) -> None:
-        if batch_size < 1:
+        if not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
+        if not options.get("in_order", True):
+            raise ConfigError(
+                "reft.data.loader takes no in_order=False: a position counts batches in their order, and "
+                "those that were overtaken would be trained on twice, or not at all. Leave it out"
+            )
         for option, instead in _DECIDED.items():
             if options.get(option) is not None:
                 raise ConfigError(
@@ -224,7 +233,7 @@ class Loader:
         """Plain values; None where no pass was begun."""
         at = self._to_go_on_at()
         if at is None and self._progress is not None:
-            at = self._progress.at
+            at = self._beginning() if self._progress.evaluates else self._progress.at
         return None if at is None else encode(at, self._order)
 
     def go_to(self, position: dict[str, Any]) -> None:

@@ -53,6 +53,8 @@ class Read(Protocol):
 class Listener(Protocol):
     """Who wants to know what is read."""
 
+    def is_training(self) -> bool: ...
+
     def before_batch(self, one: Read) -> None: ...
 
     def after_batch(self, one: Read) -> None: ...
@@ -199,6 +201,11 @@ class Watch:
     @property
     def is_watching(self) -> bool:
         return bool(self._listeners)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether one of the engines does."""
+        return any(listener.is_training() for listener in self._listeners)
 
     def before_batch(self, one: Read) -> None:
         if self.resuming is not None:

@@ -116,7 +116,7 @@ class DataPosition:
         """The program makes its loaders at the position that it finds in its client state."""
         self._left_to_program = True
 
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
 
     # -- what training reads -----------------------------------------------------------------------
@@ -226,7 +226,7 @@ class DataPosition:
         self._goes_there = True
         self._batches = self._micro_batches = 0
         if rng is not None:
-            WATCH.resuming = Resuming(position, rng, self._is_training)
+            WATCH.resuming = Resuming(position, rng, self.is_training)
         self._saved, self._check = position, None
         if not self._pipeline:
             self._saved, self._check = None, position

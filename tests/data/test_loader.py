@@ -270,7 +270,9 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
         (lambda: reft.data.loader(Endless(), 4), r"reft\.data\.stream"),
         (lambda: reft.data.loader(range(9), 4, sampler=range(9)), r"takes no sampler.*reft\.resumable"),
         (lambda: reft.data.loader(range(9), 4, generator=torch.Generator()), "give seed="),
+        (lambda: reft.data.loader(range(9), 4, num_workers=2, in_order=False), "takes no in_order=False"),
         (lambda: reft.data.loader(range(9), 0), "batch_size 0"),
+        (lambda: reft.data.loader(range(9), None), "batch_size None"),  # type: ignore[arg-type]
         (lambda: reft.data.loader(range(9), 4, dp_rank=1), "dp_rank 1 and dp_size None"),
         (lambda: len(reft.data.loader(range(9), 4, dp_rank=1, dp_size=10)), "9 samples for 10 replicas"),
         (
@@ -388,6 +390,44 @@ def test_a_pass_that_is_left_is_not_begun_again(begin: Any) -> None:
             life.train(batch)
     assert one.epoch == 1
     assert one.state_dict()["consumed"] == 24 + 3 * 4
+
+
+@pytest.mark.parametrize("most", [2, None])
+@pytest.mark.parametrize("stop", [2, 6])
+def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
+    begin: Any, stop: int, most: int | None
+) -> None:
+    def evaluate(engine: Engine, loader: Any) -> list[list[int]]:
+        engine.training = False
+        found = [batch.tolist() for batch in itertools.islice(loader, most)]
+        engine.training = True
+        return found
+
+    def trained(life: Life, engine: Engine, until: int) -> tuple[Any, list[list[int]]]:
+        one, held_out = tensors(), reft.data.loader(range(24, 36), 4, shuffle=True, name="held out")
+        evaluations: list[list[int]] = []
+        saved = None
+        for _ in range(one.epoch, 2):
+            for batch in one:
+                life.train(batch)
+                if len(life.seen) == stop:
+                    saved = life.data.state(), capture_rng()
+                if len(life.seen) in (1, until):
+                    evaluations = evaluate(engine, held_out)
+        return saved, evaluations
+
+    torch.manual_seed(1)
+    engine = Engine()
+    life = begin(engine)
+    saved, wanted = trained(life, engine, 9)
+    assert len(wanted) == (most or 3)
+    life.data.close()
+
+    engine = Engine()
+    life = begin(engine)
+    life.data.restore(*saved)
+    life.seen = [([], 0.0)] * stop
+    assert trained(life, engine, 9)[1] == wanted
 
 
 def test_p12_batches_that_are_read_ahead_by_the_script_are_told(begin: Any) -> None:
