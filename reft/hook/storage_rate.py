@@ -97,7 +97,7 @@ class StorageRate:
         self._clock = clock
         self._lock = threading.Lock()
         self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._writing: list[float] = []
+        self._writing_secs, self._writing_steps = 0.0, 0
         self._before: tuple[int, float] | None = None
         self._on_its_way: tuple[Label, float] | None = None
         self._written_secs: float | None = None
@@ -128,13 +128,18 @@ class StorageRate:
                 self._finish(self._written_secs)
             due = label.step % agreed_steps == 0
             if due and self._on_its_way is None:
-                self._on_its_way, self._writing = (label, now), []
+                self._on_its_way = label, now
+                self._writing_secs, self._writing_steps = 0.0, 0
             return due
 
     def _count(self, step_secs: float, steps: int) -> None:
         if self._plain and step_secs > _PAUSE * median(self._plain):
             return
-        (self._plain if self._on_its_way is None else self._writing).extend([step_secs] * steps)
+        if self._on_its_way is None:
+            self._plain.extend([step_secs] * min(steps, _PLAIN_STEPS))
+        else:
+            self._writing_secs += steps * step_secs
+            self._writing_steps += steps
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
         """The daemon has answered to the note of a commit."""
@@ -156,8 +161,8 @@ class StorageRate:
 
     def _learn(self, write_secs: float) -> None:
         plain = sum(self._plain) / len(self._plain)
-        cost = max(0.0, sum(self._writing) - len(self._writing) * plain)
-        steps = max(self.rate.interval_steps, len(self._writing))
+        cost = max(0.0, self._writing_secs - self._writing_steps * plain)
+        steps = max(self.rate.interval_steps, self._writing_steps)
         best = storage_interval(
             StorageCosts(plain, cost, write_secs),
             self._mtbf(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,21 @@ def test_a_failing_storage_teaches_nothing() -> None:
     job.rate.answered({"persisted": [1, 500], "failing": False})
     job.run(1)
     assert job.rate.wish() == before == 50
+
+
+def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes() -> None:
+    job = SimulatedJob()
+    job.write_secs = inf
+    job.run(2000)
+    assert job.rate.wish() == 50
+    assert [step for step in range(2001, 2101) if job.rate.committed(Label(1, step), 30)] == [
+        2010,
+        2040,
+        2070,
+        2100,
+    ]
+    held = [value for value in vars(job.rate).values() if isinstance(value, Sized)]
+    assert sum(map(len, held)) <= 70
 
 
 def test_an_evaluation_between_two_steps_is_no_cost_of_a_checkpoint() -> None:
