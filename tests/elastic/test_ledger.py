@@ -97,6 +97,7 @@ def check(books: Books, phases: list[tuple[int, int]]) -> None:
     assert books.lives() >= len(phases) + sum(kills for _, kills in phases)
 
 
+@pytest.mark.long
 def test_p8_every_sample_once_over_kills_and_other_degrees(tmp_path: Path) -> None:
     phases = [(4, 1), (3, 0), (4, 0), (2, 0)]
     check(run(tmp_path, 0, phases), phases)

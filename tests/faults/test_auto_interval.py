@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 
 
+@pytest.mark.long
 def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
     persist_dir = scratch.root / "auto-persisted"
     block = {
