@@ -23,7 +23,8 @@ class Reports:
         record: in the rendezvous store; None on all ranks but one.
         at: this rank's coordinate.
         unprotected: whether the loss of a node, survived before, is not any more.
-        storage: how often versions go there; None: as the block says.
+        storage: how often versions go there, as this rank wishes and, by step, as all have agreed; None: as the
+            block says.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Reports:
         record: JobRecord | None,
         at: Coordinate,
         unprotected: Callable[[], bool],
-        storage: tuple[StorageRate, Callable[[], int]] | None = None,
+        storage: tuple[StorageRate, Callable[[int], int]] | None = None,
     ) -> None:
         self._stats = stats
         self._events = events
@@ -53,8 +54,9 @@ class Reports:
         due = False
         if self._storage is not None:
             rate, agreed = self._storage
-            due = rate.committed(label, agreed())
-            stats["persist_rate"] = rate.to_json() | {"agreed_steps": agreed()}
+            steps = agreed(label.step)
+            due = rate.committed(label, steps)
+            stats["persist_rate"] = rate.to_json() | {"agreed_steps": steps}
         self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}

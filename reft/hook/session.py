@@ -26,7 +26,7 @@ from reft.hook.recomputing import Recomputing
 from reft.hook.reports import Reports
 from reft.hook.start_checks import check_start, warn
 from reft.hook.stopping import Stopping
-from reft.hook.storage_rate import MemoryLosses, StorageRate
+from reft.hook.storage_rate import MemoryLosses, StorageRate, whole_interval
 from reft.hook.tracing import Tracer
 from reft.hook.watching import open_page
 from reft.protect.codes import Scheme
@@ -290,9 +290,12 @@ class Session:
             watchers.persist_wish = rate.wish
         return watchers
 
-    def _agreed_persist_steps(self) -> int:
+    def _agreed_persist_steps(self, step: int) -> int:
         assert self.worker is not None  # it has voted
-        return self.worker.votes.persist_steps
+        votes = self.worker.votes
+        return whole_interval(
+            votes.persist_steps, max(self.config.interval_steps, votes.interval_steps(step))
+        )
 
     def _remake_memory(self) -> None:
         self.memory.remake()

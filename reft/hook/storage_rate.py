@@ -73,6 +73,11 @@ class MemoryLosses:
         return 1 / rate if rate else inf
 
 
+def whole_interval(steps: int, version_steps: int) -> int:
+    """At least ``steps``, and a multiple of the steps between two versions: what is not taken is not due."""
+    return -(-steps // version_steps) * version_steps
+
+
 class StorageRate:
     """One rank's measure of its checkpoints, and its wish.
 
@@ -178,7 +183,7 @@ class StorageRate:
 
     def _whole(self, steps: int) -> int:
         """Up to the next step that has a snapshot."""
-        return -(-steps // self._every) * self._every
+        return whole_interval(steps, self._every)
 
     def to_json(self) -> dict[str, Any]:
         """What is told of it, with the counters."""

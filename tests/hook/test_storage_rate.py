@@ -11,7 +11,7 @@ import pytest
 
 from reft.config import PersistConfig
 from reft.grid import Coordinate, Degrees, Topology
-from reft.hook.storage_rate import MemoryLosses, StorageRate
+from reft.hook.storage_rate import MemoryLosses, StorageRate, whole_interval
 from reft.store.history import STARTED, note
 from reft.store.label import Label
 
@@ -158,3 +158,12 @@ def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> N
     assert losses.mtbf_secs() == pytest.approx(configured / 4, rel=0.01)
     tolerance[0] = 1
     assert losses.mtbf_secs() > 100 * configured
+
+
+def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> None:
+    """The ranks may have voted to take every third version only: of 50 steps none but 150 would be due."""
+    assert whole_interval(50, 1) == 50
+    assert whole_interval(50, 3) == 51
+    job = SimulatedJob()
+    due = [step for step in range(3, 160, 3) if job.rate.committed(Label(1, step), whole_interval(50, 3))]
+    assert due == [51, 102, 153]
