@@ -23,8 +23,8 @@ class Reports:
         record: in the rendezvous store; None on all ranks but one.
         at: this rank's coordinate.
         unprotected: whether the loss of a node, survived before, is not any more.
-        storage: how often versions go there, as this rank wishes and, by step, as all have agreed; None: as the
-            block says.
+        storage: how often versions go there, as this rank wishes and, by step, as all have agreed; None:
+            as the block says.
     """
 
     def __init__(
