@@ -187,7 +187,9 @@ class StateHolder(_RendezvousStateHolder):
         self._note_alive(alive)
         self._dirty = False
         now = time.monotonic()
-        if self._alive_secs < now - self.synced_at < float("inf"):
+        gap = now - self.synced_at
+        # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
+        if self._all_are_silent() if gap == float("inf") else gap > self._alive_secs:
             self._trusts_after = now + self._alive_secs
         self.synced_at = now
         if self._state.complete:
@@ -205,6 +207,11 @@ class StateHolder(_RendezvousStateHolder):
         self._seen.update(dict.fromkeys(names, now))
         for times in (self._state.last_heartbeats, seats_of(self._state)):
             times.update({n: max(at, self._seen.get(self._name_of(n), at)) for n, at in times.items()})
+
+    def _all_are_silent(self) -> bool:
+        last_seen = {**seats_of(self._state), **self._state.last_heartbeats}
+        expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
+        return bool(last_seen) and all(at < expired for at in last_seen.values())
 
     def _strike_out(self) -> None:
         """Those that are silent, and while a round is left for the next one those whose launchers have ended:

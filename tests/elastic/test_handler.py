@@ -323,3 +323,18 @@ def test_p3_while_nobody_has_left_the_round_a_lost_connection_strikes_nobody_out
     wait_until(lambda: client(port).left("rendezvous/job/here/"))
     beat(other)
     assert other._state_holder.state.participants.keys() == {cut._this_node, other._this_node}
+
+
+def test_p3_a_launcher_that_comes_first_after_an_outage_strikes_nobody_out(
+    joined: list[StoreRendezvous], port: int
+) -> None:
+    """The store stood still, and with it all heartbeats; the nodes train on."""
+
+    def silence(state: _RendezvousState) -> None:
+        state.last_heartbeats = dict.fromkeys(state.participants, LONG_AGO)
+        seats_of(state).update(dict.fromkeys(state.participants, LONG_AGO))
+
+    rewrite(port, silence)
+    newcomer = StoreRendezvous(client(port), parameters(port))
+    beat(newcomer)
+    assert newcomer._state_holder.state.participants.keys() == {h._this_node for h in joined}
