@@ -15,10 +15,7 @@ What differs from ``torchrun``'s agent:
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -45,23 +42,18 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.elastic.agreement import Agreement, DuplicateNodeError, NodeInfo, agree
-from reft.elastic.exits import EXITS_PREFIX, Cause, ExitNote, Failure, WorkerExit, judge
+from reft.elastic.exits import Cause, Failure, judge
 from reft.elastic.handler import replaced
 from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.trainer_store import LOOPBACK, TrainerStore
-from reft.env import ENV_EXIT_DIR
+from reft.elastic.trainers import Trainers
 from reft.errors import FencedError, ReftError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 logger = logging.getLogger(__name__)
 
 _EXCHANGE_SECS = 30.0
-_SETTLE_SECS = 1.0
-"""Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
 _FORM_ATTEMPTS = 10
-
-
-_OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 _PROGRESS_SECS = 600.0
 """Trainers that ran so long have made progress, also where nothing is committed."""
 _SEEN_SECS = 5.0
@@ -157,10 +149,8 @@ class ReftAgent(LocalElasticAgent):
         self._renews = renews
         self._stop_secs = stop_secs
         self._grace_secs = grace_secs
-        self._ended_groups: set[int] = set()
         self._started_at = 0.0
-        self._exit_root = Path(tempfile.mkdtemp(prefix=EXITS_PREFIX, dir=exits_dir))
-        self._exit_dir = self._exit_root
+        self._trainers = Trainers(self._processes, exits_dir)
         self._trainer_store: TrainerStore | None = None
         self._store_lost = False
         self._joined = 0
@@ -171,7 +161,6 @@ class ReftAgent(LocalElasticAgent):
         """What the store knows of the starts of the job."""
         self.all_ended_well = False
         self.told_to_stop = False
-        self.hurry = False
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -227,7 +216,7 @@ class ReftAgent(LocalElasticAgent):
         try:
             return super().run(role)
         except FencedError:
-            self._end_workers(signal.SIGKILL, 0.0)
+            self._trainers.end(signal.SIGKILL, 0.0)
             raise
 
     def _may_restart(self) -> bool:
@@ -377,19 +366,11 @@ class ReftAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         assert self.agreement is not None
         self.failure = None
-        self._exit_dir = self._exit_root / str(self.agreement.round)
-        try:
-            # The directory of all rounds is gone where somebody has removed the job's memory.
-            self._exit_root.mkdir(mode=0o700, exist_ok=True)
-            self._exit_dir.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            logger.warning("trainers cannot record why they end: %s", error)
-        os.environ[ENV_EXIT_DIR] = str(self._exit_dir)
+        self._trainers.begin(self.agreement.round)
         # TORCHELASTIC_RESTART_COUNT is computed from this, and must be the same on all nodes: older
         # versions of torch make it part of the keys under which trainers find each other.
         self._remaining_restarts = self._spec.max_restarts - (self.agreement.round - 1)
         self._started_at = time.monotonic()
-        self._ended_groups.clear()
         with self._observer.starting_workers():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         self._observer.workers_started([int(pid) for pid in ids.values()])
@@ -397,18 +378,20 @@ class ReftAgent(LocalElasticAgent):
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        exits = self._settled_failures()
+        exits = self._trainers.failures()
         if exits:
+            self._observer.failure_seen()
+            exits = self._trainers.settled(exits)
             self.failure = judge(exits)
-            self._end_workers(signal.SIGTERM, self._stop_secs)
+            self._trainers.end(signal.SIGTERM, self._stop_secs)
         elif (hang := self._hang()) is not None:
             self._observer.failure_seen()
             self.failure = hang
-            self._end_workers(signal.SIGKILL, self._stop_secs)
+            self._trainers.end(signal.SIGKILL, self._stop_secs)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and not exits and self.failure is None:
             # It failed between the two looks; those that TorchElastic ended show its signal.
-            seen = self._failures()
+            seen = self._trainers.failures()
             exits = {r: e for r, e in seen.items() if e.exit_code != -signal.SIGTERM} or seen
             self.failure = judge(exits) if exits else None
         if exits:
@@ -424,64 +407,21 @@ class ReftAgent(LocalElasticAgent):
         if self.agreement is None or self.told_to_stop or index is None:
             return None
         store: Any = self._store
-        pids = [process.pid for process in self._processes().values() if process.poll() is None]
         table = store.with_prefix(f"reft/{self.agreement.round}")
-        return self._observer.hang(table, index, pids)
-
-    def _settled_failures(self) -> dict[int, WorkerExit]:
-        """Trainers that failed by themselves, once it is clear whose fault it was."""
-        deadline = time.monotonic() + _SETTLE_SECS
-        failures = self._failures()
-        if failures:
-            self._observer.failure_seen()
-        while failures and time.monotonic() < deadline:
-            ended = [f for f in failures.values() if f.exit_code is not None]
-            if len(ended) == self._spec.local_world_size or any(f.cause in _OWN_CAUSES for f in ended):
-                break
-            time.sleep(0.02)
-            failures = self._failures()
-        return failures
-
-    def _failures(self) -> dict[int, WorkerExit]:
-        found = {}
-        for local_rank, process in self._processes().items():
-            code = process.poll()
-            note = ExitNote.read(self._exit_dir, local_rank)
-            if code not in (None, 0) or (note is not None and code is None):
-                found[local_rank] = WorkerExit(code, note)
-        return found
+        return self._observer.hang(table, index, self._trainers.running())
 
     def _processes(self) -> dict[int, Any]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {local_rank: handler.proc for local_rank, handler in handlers.items()}
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._end_workers(signal.SIGTERM, self._stop_secs)
+        self._trainers.end(signal.SIGTERM, self._stop_secs)
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         # Told to stop, trainers have the grace to commit what they have.
-        self._end_workers(death_sig, self._grace_secs() if self.told_to_stop else self._stop_secs)
+        self._trainers.end(death_sig, self._grace_secs() if self.told_to_stop else self._stop_secs)
         super()._shutdown(signal.SIGKILL, *args, **kwargs)
-
-    def _end_workers(self, number: signal.Signals, timeout_secs: float) -> None:
-        """Signal the trainers, wait, and kill what is left of their process groups, once."""
-        processes = {r: p for r, p in self._processes().items() if p.pid not in self._ended_groups}
-        for process in processes.values():
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        deadline = time.monotonic() + timeout_secs
-        while any(p.poll() is None for p in processes.values()):
-            if time.monotonic() > deadline or self.hurry:
-                break
-            time.sleep(0.05)
-        for process in processes.values():
-            # Also where the trainer has ended: its own children may not have.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # Its number may be another group's from now on.
-            self._ended_groups.add(process.pid)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -509,10 +449,14 @@ class ReftAgent(LocalElasticAgent):
             self._trainer_store.close()
             self._trainer_store = None
 
+    def wait_no_more(self) -> None:
+        """Trainers that are being ended have had their time."""
+        self._trainers.hurry = True
+
     def close(self) -> None:
         """Remove what trainers left."""
         self._close_trainer_store()
-        shutil.rmtree(self._exit_root, ignore_errors=True)
+        self._trainers.close()
 
 
 def new_agent_id() -> str:

@@ -104,7 +104,7 @@ class StopSignals:
         now = time.monotonic()
         if self.received is not None or self._quiet:
             if number == signal.SIGINT and now - self._at > _IMPATIENT_SECS and self.agent is not None:
-                self.agent.hurry = True
+                self.agent.wait_no_more()
             return
         self.received, self._at = signal.Signals(number), now
         if self.agent is not None:
