@@ -6,21 +6,15 @@ An absent block, or ``"enabled": false``, leaves the job untouched (promise P10)
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Mapping
-from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
-from reft.errors import ConfigError
-from reft.json_file import read_object
-from reft.naming import BLOCK_NAME, JOB_ID, name_of_run
+from reft.naming import JOB_ID
 from reft.protect.mapping import short_form
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
@@ -459,89 +453,6 @@ class ReftConfig(_Block):
         """Directory of this job's memory on this node; the job has its name by now."""
         assert self.job_id is not None
         return self.memory_dir / self.job_id
-
-
-def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
-    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment.
-
-    Args:
-        ds_config: the DeepSpeed JSON as a mapping; the block may be absent.
-
-    Returns:
-        The checked configuration; ``enabled`` is False where the block is absent.
-
-    Raises:
-        ConfigError: for unknown keys, wrong types and impossible combinations.
-    """
-    block = (ds_config or {}).get(BLOCK_NAME, {})
-    if not isinstance(block, Mapping):
-        raise ConfigError(
-            f'"{BLOCK_NAME}" is {block!r}; expected an object, for example '
-            f'"{BLOCK_NAME}": {{"enabled": true}}'
-        )
-    return parse_block(dict(block), os.environ)
-
-
-def read_block(path: Path) -> dict[str, Any]:
-    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing else.
-
-    Raises:
-        ConfigError: it cannot be read, or has no such block.
-    """
-    block = read_object(path, f"the {BLOCK_NAME} block's file", f'{{"{BLOCK_NAME}": {{...}}}}').get(
-        BLOCK_NAME
-    )
-    if not isinstance(block, dict):
-        raise ConfigError(
-            f'{path} holds no "{BLOCK_NAME}" object; write {{"{BLOCK_NAME}": {{"enabled": true}}}} into it'
-        )
-    return block
-
-
-def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
-    """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the launcher
-    and its daemon look where they say. So do the keys in REFT_PROFILE, which ``reft profile`` sets."""
-    environ = environ or {}
-    for name, key in ((ENV_MEMORY_DIR, "memory_dir"), (ENV_JOB_ID, "job_id")):
-        if value := environ.get(name):
-            if block.get(key) not in (None, value):
-                logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
-            block[key] = value
-    if not block.get("job_id") and (run := name_of_run(environ)):
-        block["job_id"] = run
-    if asked := environ.get(ENV_PROFILE):
-        # `reft profile` measures any job, with or without a block.
-        block |= {"enabled": True, **json.loads(asked)}
-    try:
-        return ReftConfig.model_validate(block)
-    except ValidationError as error:
-        raise ConfigError(_explain_errors(error)) from error
-
-
-def _explain_errors(error: ValidationError) -> str:
-    lines = [f'the "{BLOCK_NAME}" block cannot be used:']
-    for item in error.errors():
-        path = ".".join(str(p) for p in (BLOCK_NAME, *item["loc"]))
-        if item["type"] == "extra_forbidden":
-            known = _keys_at(item["loc"][:-1])
-            near = get_close_matches(str(item["loc"][-1]), known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
-            lines.append(f"  {path}: unknown key; {hint}")
-        else:
-            found = "" if item["type"] == "value_error" and not item["loc"] else f" (found {item['input']!r})"
-            message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"  {path}: {message}{found}")
-    lines.append("  'reft config --explain' lists every key with its default and meaning")
-    return "\n".join(lines)
-
-
-def _keys_at(path: tuple[int | str, ...]) -> list[str]:
-    for name, model in NESTED.items():
-        if name in path:
-            return list(model.model_fields)
-    if "faults" in path:
-        return list(FaultConfig.model_fields)
-    return list(ReftConfig.model_fields)
 
 
 NESTED: dict[str, type[_Block]] = {

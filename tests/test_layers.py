@@ -15,7 +15,7 @@ LAYERS = (
     ("builds", "events", "log", "mac", "grid", "blocks"),
     ("protect",),
     ("config",),
-    ("config_keys",),
+    ("config_keys", "config_read"),
     ("faults", "state"),
     ("store",),
     ("comm",),

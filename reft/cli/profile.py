@@ -148,7 +148,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
-    """What the trainers, who inherit it, are to do; see :func:`reft.config.parse_block`."""
+    """What the trainers, who inherit it, are to do; see :func:`reft.config_read.parse_block`."""
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
         ("--warmup-steps", args.warmup_steps, 0),

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from reft import log
 from reft.builds import tell_of_abandoned_builds
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.board import make_board

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from reft.arguments import Parser
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 
 _START_SECS = 600.0

@@ -20,7 +20,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.arguments import Parser
-from reft.config import parse_block, read_block
+from reft.config_read import parse_block, read_block
 from reft.elastic.checks import check_numbers
 from reft.elastic.hostfile import apply_hostfile
 from reft.elastic.node import default_node_id

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from reft.arguments import Parser
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.env import (
     ENV_CONFIG,
     ENV_ETCD_CACERT,

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from reft import log
-from reft.config import Variant, load_config, parse_block
+from reft.config import Variant
+from reft.config_read import load_config, parse_block
 from reft.errors import ConfigError
 from reft.hook.calls import LoadCall, bind, replace
 from reft.hook.deepspeed_engine import DeepSpeedEngine

@@ -83,7 +83,7 @@ def _initialize(
     marks.mark(marks.BUILT)
     engine = result[0]
     if _has_block(ds_config_of(engine)):
-        from reft.config import load_config
+        from reft.config_read import load_config
         from reft.hook.deepspeed import attach, session_of
 
         attached = session_of(engine) is not None

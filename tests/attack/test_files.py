@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import load_config
+from reft.config_read import load_config
 from reft.elastic.node import NodeMemory
 from reft.elastic.options import parse_options
 from reft.errors import AuthenticationError, ConfigError
@@ -221,7 +221,7 @@ def run_launcher(arguments: list[str], **env: str) -> int:
 TRAINER = """
     import subprocess, sys
     from types import SimpleNamespace
-    from reft.config import load_config
+    from reft.config_read import load_config
     from reft.store.label import Label
     from reft.store.persist import _fault_points
     from reft.grid import Coordinate

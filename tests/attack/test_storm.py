@@ -102,7 +102,7 @@ def test_every_kind_comes_before_any_comes_twice(tmp_path: Path) -> None:
 
 
 def test_setups_differ_and_their_schemes_are_possible() -> None:
-    from reft.config import load_config
+    from reft.config_read import load_config
 
     assert len({s.name for s in SETUPS}) == len(SETUPS) >= 6
     for setup in SETUPS:

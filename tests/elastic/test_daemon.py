@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
 from reft.store.arena import ArenaState

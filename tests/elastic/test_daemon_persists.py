@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import PersistConfig, ReftConfig, parse_block
+from reft.config import PersistConfig, ReftConfig
+from reft.config_read import parse_block
 from reft.errors import PersistError
 from reft.grid import Coordinate
 from reft.store import fence

@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of

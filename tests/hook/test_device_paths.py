@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reft
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.hook.device_paths import PATHS, Run, platform_of, report_untried, untried
 from reft.optim import ExactAdam
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from reft import cli
-from reft.config import load_config
+from reft.config_read import load_config
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.protect.codes import Scheme

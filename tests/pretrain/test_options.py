@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.config import load_config
+from reft.config_read import load_config
 from reft.errors import ConfigError
 from reft.tools.pretrain.model_config import model_names
 from reft.tools.pretrain.options import deepspeed_config, parse

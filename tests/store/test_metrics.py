@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from reft.config import MetricsConfig, parse_block
+from reft.config import MetricsConfig
+from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.store.jobdir import JobDir, write_json
 from reft.store.label import Label

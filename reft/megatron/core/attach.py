@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reft import log
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import replace
 from reft.hook.device_paths import report_untried

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from reft import log
-from reft.config import parse_block, read_block
+from reft.config_read import parse_block, read_block
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError
 from reft.hook.calls import bind, replace

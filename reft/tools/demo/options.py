@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.arguments import Parser
-from reft.config import parse_block
+from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees
 from reft.tools.local_cluster import KillKind

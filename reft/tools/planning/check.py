@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reft.config import ReftConfig, Variant, load_config
+from reft.config import ReftConfig, Variant
+from reft.config_read import load_config
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reft.config import ReftConfig, Variant, parse_block
+from reft.config import ReftConfig, Variant
+from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.json_file import read_object
