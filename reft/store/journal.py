@@ -29,6 +29,7 @@ _FILE, _LOCK = "rendezvous.journal", "rendezvous.lock"
 _PURPOSE = b"rendezvous state"
 _LENGTH = struct.Struct(">I")
 _LEAST_COMPACTED_BYTES = 1 << 20
+_LEAST_ZEROS = 4
 
 
 class Journal:
@@ -120,6 +121,13 @@ class Journal:
                 try:
                     key, value = msgpack.unpackb(check_authentic(sealed, self._secret, _PURPOSE))
                 except AuthenticationError as error:
+                    if _ends_in_zeros(head + sealed, file.read()):
+                        logger.warning(
+                            "the end of %s is zeros: this host went down while it was written. It is read up "
+                            "to there",
+                            self._path,
+                        )
+                        break
                     raise AuthenticationError(
                         f"{self._path} was not written with this user's secret, or was changed: give back "
                         f"the secret that it was written with, or remove it and the job's state with it"
@@ -129,3 +137,10 @@ class Journal:
                 else:
                     table[key] = value
         yield from table.items()
+
+
+def _ends_in_zeros(record: bytes, rest: bytes) -> bool:
+    """Whether ``record`` is the last one, and was not written to its end before the host went down: a file
+    system may have made the file longer first, and what it did not write then is zeros."""
+    written = len((record + rest).rstrip(b"\0"))
+    return written < len(record) and len(record) + len(rest) - written >= _LEAST_ZEROS

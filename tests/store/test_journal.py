@@ -48,6 +48,35 @@ def test_p3_a_record_that_was_cut_off_is_left_out_and_those_before_it_are_not(tm
         again.close()
 
 
+def test_p3_what_a_host_that_went_down_left_as_zeros_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path, SECRET)
+    table = {"a": b"1"}
+    journal.note(table, "a")
+    whole = journal_of(tmp_path).stat().st_size
+    journal.note(table | {"b": b"2"}, "b")
+    journal.close()
+    data = journal_of(tmp_path).read_bytes()
+    for kept in range(whole, len(data)):
+        for zeros in (len(data) - kept, 4096):
+            if zeros < 4:
+                continue
+            caplog.clear()
+            journal_of(tmp_path).write_bytes(data[:kept] + bytes(zeros))
+            again = Journal(tmp_path, SECRET)
+            assert again.table == {"a": b"1"}
+            again.close()
+            assert "is zeros" in caplog.text
+            assert journal_of(tmp_path).stat().st_size == whole
+    journal_of(tmp_path).write_bytes(data + bytes(4096))
+    with pytest.raises(AuthenticationError, match="secret"):
+        Journal(tmp_path, b"t" * 32)
+    journal_of(tmp_path).write_bytes(data[:whole] + bytes(len(data) - whole) + data[whole:])
+    with pytest.raises(AuthenticationError, match="changed"):
+        Journal(tmp_path, SECRET)
+
+
 FULL = """
 import resource, sys
 from pathlib import Path
