@@ -94,14 +94,9 @@ class Reading:
     def taken(self) -> int:
         return self._progress.taken
 
-    @property
-    def counts(self) -> bool:
-        return self._progress.counts
-
-    @counts.setter
-    def counts(self, counts: bool) -> None:
-        self._progress.counts = counts
-        self._progress.evaluates = False
+    def train(self) -> None:
+        """A batch of it is trained on."""
+        self._progress.counts, self._progress.evaluates = True, False
 
     def __iter__(self) -> Reading:
         return self
@@ -122,7 +117,7 @@ class Reading:
         progress.taken += 1
         progress.counts = progress.counts or not WATCH.is_watching
         WATCH.after_batch(self)
-        progress.evaluates = not progress.counts and not WATCH.is_training
+        progress.evaluates = not progress.counts and WATCH.is_evaluating
         return batch
 
 

@@ -34,6 +34,7 @@ class Position:
         source: what the loader reads, in words.
         number: of the pass, for loaders that count them.
         ahead: random states when the batch was read that was read ahead of training.
+        evaluates: whether it was read while no engine trained: the next pass begins anew.
         renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
             read an earlier pass, or it was begun before anybody watched.
     """
@@ -46,6 +47,7 @@ class Position:
     number: int = 0
     renewed: bool = False
     ahead: dict[str, Any] | None = None
+    evaluates: bool = False
 
     @property
     def complete(self) -> bool:
@@ -141,6 +143,8 @@ class Pass:
         """Whether reft brings it back by itself."""
         self.counts = False
         """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.evaluates = False
+        """See :class:`Position`."""
         self._read = 0
         """Batches that were read: as many as were taken, or those that are read ahead as well."""
         self._reads_ahead = False
@@ -208,6 +212,11 @@ class Pass:
         """Training takes a batch."""
         self.taken += 1
         self._watch.after_batch(self)
+        self.evaluates = not self.counts and self._watch.is_evaluating
+
+    def train(self) -> None:
+        """A batch of it is trained on."""
+        self.counts, self.evaluates = True, False
 
     def end(self) -> None:
         """All batches were taken."""
@@ -219,7 +228,15 @@ class Pass:
         source = source_of(self.loader)
         ahead = self._before_read if self._read > self.taken else None
         return Position(
-            self._start, self._first, self.taken, length, source, self.number, self._renewed, ahead
+            self._start,
+            self._first,
+            self.taken,
+            length,
+            source,
+            self.number,
+            self._renewed,
+            ahead,
+            self.evaluates,
         )
 
     def adopt(self, other: Pass) -> None:
@@ -274,11 +291,17 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
 
 def leave_behind(loader: Any, position: Position) -> None:
     """Put what the loader itself keeps, its own generators and persistent workers, where the pass of
-    ``position`` leaves them at its end. No data is loaded."""
+    ``position`` leaves them: at its end, or where an evaluation was broken off. At most one batch is
+    loaded."""
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
-    if waits or own_generators(loader):
-        for _ in positioned(loader, position, position.taken):
+    if position.length is None or not (waits or own_generators(loader)):
+        return
+    if position.complete or not reads_lazily(loader):
+        # Workers are given more batches than are taken: of short evaluations, all.
+        for _ in positioned(loader, position, position.length):
             pass
+    else:
+        next(positioned(loader, position, position.taken - 1), None)
 
 
 def has_workers(loader: Any) -> bool:

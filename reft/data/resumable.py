@@ -11,11 +11,12 @@ Without reft attached it is the loader.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from reft.data.ahead import DISPATCHED, ITERATION, is_dispatcher, is_shard
 from reft.data.loading import Loader
-from reft.data.passes import Pass, Position, is_loader, iterates_itself, of_inner
+from reft.data.passes import Pass, Position, is_loader, iterates_itself, leave_behind, of_inner
 from reft.data.registry import Registry
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
@@ -58,7 +59,7 @@ class ResumableLoader:
             again = self._moved = False
             restored = self._to_go_on_at()
             if restored is not None:
-                shard.iteration = restored.start[ITERATION]
+                shard.iteration = restored.start[ITERATION] + (restored.evaluates and restored.complete)
             taken = 0
             for batch in WATCH.hand_out(shard, self._begin):
                 taken += 1
@@ -70,11 +71,13 @@ class ResumableLoader:
 
     def _begin(self, loader: Any) -> Pass:
         restored = self._to_go_on_at()
-        if restored is not None:
+        if restored is not None and not restored.evaluates:
             one = WATCH.begin_at(loader, restored)
         else:
+            if restored is not None:
+                leave_behind(loader, restored)
             one = WATCH.open(loader)
-            one.number = 0 if self._pass is None else self._pass.number + self._pass.counts
+            one.number = self._next_number() if restored is None else restored.number
         one.resumable = True
         self._pass = one
         return one
@@ -87,7 +90,11 @@ class ResumableLoader:
         restored = self._to_go_on_at()
         if restored is not None or self._pass is None:
             return restored
-        return self._pass.position()
+        found = self._pass.position()
+        return replace(found, number=self._next_number()) if found.evaluates else found
+
+    def _next_number(self) -> int:
+        return 0 if self._pass is None else self._pass.number + self._pass.counts
 
     def _to_go_on_at(self) -> Position | None:
         """The restored position, until a step is trained from it: passes begun before begin there."""
@@ -98,6 +105,8 @@ class ResumableLoader:
     def go_to(self, position: Position) -> None:
         """Go on behind ``position``, in a pass that is being read too."""
         self._restored = position
+        if position.evaluates:
+            self._pass = None
         if self._pass is not None:
             self._moved = self._pass.reads_ahead
             if not self._moved:

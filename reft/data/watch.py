@@ -34,11 +34,8 @@ class Read(Protocol):
     Attributes:
         loader: torch's.
         taken: batches that were taken.
-        counts: see :class:`~reft.data.passes.Pass`.
         resumable: whether reft brings it back by itself.
     """
-
-    counts: bool
 
     @property
     def taken(self) -> int: ...
@@ -48,6 +45,9 @@ class Read(Protocol):
 
     @property
     def resumable(self) -> bool: ...
+
+    def train(self) -> None:
+        """A batch of it is trained on."""
 
 
 class Listener(Protocol):
@@ -203,9 +203,9 @@ class Watch:
         return bool(self._listeners)
 
     @property
-    def is_training(self) -> bool:
-        """Whether one of the engines does."""
-        return any(listener.is_training() for listener in self._listeners)
+    def is_evaluating(self) -> bool:
+        """Whether there are engines, and none trains."""
+        return self.is_watching and not any(listener.is_training() for listener in self._listeners)
 
     def before_batch(self, one: Read) -> None:
         if self.resuming is not None:

@@ -144,7 +144,7 @@ class DataPosition:
             self._datasets.add(id(one.loader.dataset))
             self._batches += 1
             self._pass = one
-            one.counts = True
+            one.train()
 
     def begin_batch(self, iterator: Any) -> None:
         """``train_batch`` was called with this iterator; a restored position is applied to it now."""

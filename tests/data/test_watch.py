@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -267,3 +268,51 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
     skipping = copy.copy(Skipping(loader.sampler, 1))
     assert not hasattr(skipping, "no_such_thing")
     assert list(copy.copy(loader).batch_sampler.sampler) != []
+
+
+@pytest.mark.parametrize("most", [2, None])
+@pytest.mark.parametrize("order", ["plain", "shuffled", "own generator"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
+    begin: Any, workers: int, order: str, most: int | None
+) -> None:
+    def trained(life: Life, engine: Engine, loaded: Any = None) -> tuple[Any, list[list[list[int]]]]:
+        loader = reft.resumable(DataLoader(range(SAMPLES), BATCH, shuffle=True))  # type: ignore[arg-type]
+        samples: Any = range(SAMPLES, SAMPLES + 3 * BATCH)
+        held_out = reft.resumable(
+            DataLoader(
+                samples,
+                BATCH,
+                shuffle=order != "plain",
+                generator=torch.Generator() if order == "own generator" else None,
+                num_workers=workers,
+                persistent_workers=workers > 0,
+            ),
+            name="held out",
+        )
+        if loaded is not None:
+            life.data.restore(*loaded)
+        evaluations, saved = [], None
+        for _ in range(loader.epoch, 2):
+            for batch in loader:
+                life.train(batch)
+                if len(life.seen) == 2:
+                    saved = life.data.state(), capture_rng()
+                if len(life.seen) in (1, 4, 8):
+                    engine.training = False
+                    evaluations.append([batch.tolist() for batch in itertools.islice(held_out, most)])
+                    engine.training = True
+        return saved, evaluations
+
+    torch.manual_seed(1)
+    engine = Engine()
+    life = begin(engine)
+    saved, wanted = trained(life, engine)
+    assert [len(one) for one in wanted] == [most or 3] * 3
+    life.data.close()
+
+    engine = Engine()
+    again = begin(engine)
+    again.seen = life.seen[:2]
+    assert trained(again, engine, saved)[1] == wanted[1:]
+    assert again.seen == life.seen
