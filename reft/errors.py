@@ -76,6 +76,10 @@ class PersistError(ReftError, OSError):
     """A checkpoint could not be written to or read from the persist directory."""
 
 
+class OvertakenError(PersistError):
+    """Memory went on to newer versions before this one was read from it."""
+
+
 class FencedError(PersistError):
     """A newer start of the job has taken over: this process, or this node, was cut off and replaced.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from reft.config import PersistConfig
 from reft.grid import Topology
-from reft.policy.frequency import Observed, Rate, RateLimits, adapt
+from reft.policy.frequency import Observed, Rate, RateLimits, Why, adapt
 from reft.policy.storage_interval import (
     StorageCosts,
     Wishes,
@@ -107,6 +107,7 @@ class StorageRate:
         self._on_its_way: tuple[Label, float] | None = None
         self._written_secs: float | None = None
         self._because: str | None = None
+        self._overtaken: Label | None = None
         most = config.max_lost_steps
         self._bound = None if most is None else most // 2 // interval_steps * interval_steps
         start = self._whole(_FIRST_STEPS)
@@ -148,8 +149,11 @@ class StorageRate:
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
         """The daemon has answered to the note of a commit."""
-        last = (answer or {}).get("persisted")
+        last, overtaken = (answer or {}).get("persisted"), (answer or {}).get("overtaken")
         with self._lock:
+            if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
+                self._overtaken = label
+                self._back_off()
             if (answer or {}).get("failing"):
                 self._on_its_way = self._written_secs = None  # what storage costs is not known while it fails
                 return
@@ -157,6 +161,20 @@ class StorageRate:
                 return
             if self._written_secs is None:
                 self._written_secs = self._clock() - self._on_its_way[1]
+
+    def _back_off(self) -> None:
+        """Memory went on to newer versions before storage began with this one: it was still busy."""
+        waited = 0 if self._on_its_way is None or self._before is None else self._steps_since_due()
+        steps = self._whole(max(2 * self.rate.interval_steps, waited))
+        steps = steps if self._bound is None else min(steps, self._bound)
+        self.rate = Rate(steps, Why.OVERTAKEN, self.rate.overhead)
+        self._because = str(Why.OVERTAKEN)
+        self._on_its_way = self._written_secs = None
+
+    def _steps_since_due(self) -> int:
+        assert self._on_its_way is not None
+        assert self._before is not None
+        return self._before[0] - self._on_its_way[0].step
 
     def _finish(self, write_secs: float) -> None:
         """What was on its way was on storage before this commit; the steps until here count as beside it."""

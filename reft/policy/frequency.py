@@ -192,6 +192,7 @@ class Why(StrEnum):
     HELD = "what is observed is within the allowed overhead"
     OVERHEAD = "more was observed than the allowed overhead"
     WRITING = "a checkpoint has to be on storage before the next one is taken"
+    OVERTAKEN = "memory went on to newer versions before storage was free for the one that was due"
     CALM = "less than half of the allowed overhead was observed for several windows"
     BOUND = "the allowed overhead would ask for longer; the bound on lost steps does not allow it"
 

@@ -343,8 +343,8 @@ class Daemon:
         self._look.set()
         self._note_stats(message)
         persist = self.status.persist
-        last = None if persist.last is None else [persist.last.incarnation, persist.last.step]
-        return {"persisted": last, "failing": persist.stale_since_step is not None}
+        failing = persist.stale_since_step is not None
+        return {"persisted": _words(persist.last), "failing": failing, "overtaken": _words(persist.overtaken)}
 
     def _skipped(self, message: Mapping[str, Any]) -> None:
         self.status.skip(int(message["step"]), str(message["cause"]))
@@ -421,3 +421,7 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def _words(label: Label | None) -> list[int] | None:
+    return None if label is None else [label.incarnation, label.step]

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from reft.blocks import Section
 from reft.config import FaultPoint, ReftConfig
-from reft.errors import PersistError, ReftError
+from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees
 from reft.store import fence
@@ -198,11 +198,11 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
         pinned = arena.lock_shared()
         now = arena.header()  # what was read before the lock may be gone
         if not pinned or now is None or now.label != label or not now.state.whole:
-            raise PersistError(f"{path}: {label} is being overwritten; {_KEEP_LONGER}")
+            raise OvertakenError(f"{path}: {label} is being overwritten; {_KEEP_LONGER}")
         held[now.coordinate] = (arena, now)
     if not held:
         found = f" ({'; '.join(problems)})" if problems else ""
-        raise PersistError(f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}")
+        raise OvertakenError(f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}")
     return VersionSource(
         job_id=job_dir.job_id,
         label=label,

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from reft.backoff import Backoff
 from reft.config import ReftConfig
-from reft.errors import FencedError, PersistError, ReftError
+from reft.errors import FencedError, OvertakenError, PersistError, ReftError
 from reft.store.arena import Arena, ArenaState
 from reft.store.assembler import Assembler
 from reft.store.jobdir import JobDir
@@ -114,6 +114,8 @@ class Persister:
         self._unprotected: tuple[Label | None, bool] = (None, False)
         self.config: ReftConfig | None = None
         self._fenced = (0, "")
+        self._refused: Label | None = None
+        """The version that storage did not take last."""
         self.progress: PersistProgress | None = None
         """Of what is being written, as it was told last."""
 
@@ -321,6 +323,10 @@ class Persister:
                 persist.dir,
                 message,
             )
+        if not isinstance(error, OvertakenError):
+            self._refused = label
+        elif label != self._refused:  # else it is storage that failed, for as long as memory had it
+            self._status.update_persist(overtaken=label)
         stale = persist.stale_since_step if persist.stale_since_step is not None else label.step
         self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
         with self._changed:

@@ -132,12 +132,14 @@ class PersistStatus:
         self.error: str | None = None
         self.attempts = 0
         self.lag_steps = 0
+        self.overtaken: Label | None = None
 
     def snapshot(self) -> dict[str, Any]:
         return {
             **vars(self),
             "last": _label_json(self.last),
             "writing": _label_json(self.writing),
+            "overtaken": _label_json(self.overtaken),
         }
 
 

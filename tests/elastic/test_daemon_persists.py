@@ -17,6 +17,7 @@ from reft.store import fence
 from reft.store.client import DaemonClient, DaemonError, request
 from reft.store.jobdir import JobDir
 from reft.store.label import Label
+from reft.store.persist import persist_label
 from reft.store.persister import committed_labels
 from reft.store.wire import connect
 from tests.elastic.daemons import commit, request_status, wait_for
@@ -86,8 +87,38 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
             wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3")
     wait_for(lambda: len(answers) == 4, "four answers")
     assert writer.calls == [3]
-    assert answers[0] == {"persisted": None, "failing": False}
-    assert answers[3] == {"persisted": [1, 3], "failing": False}
+    assert answers[0] == {"persisted": None, "failing": False, "overtaken": None}
+    assert answers[3] == {"persisted": [1, 3], "failing": False, "overtaken": None}
+    client.close()
+
+
+def test_a_version_that_memory_overtook_is_named_to_the_trainers(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """So that ``auto`` asks for fewer; one that storage refused until memory went on is not."""
+    refuses = threading.Event()
+
+    class BusyWriter(FileWriter):
+        """By its turn a version is gone from memory."""
+
+        def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+            if refuses.is_set():
+                raise PersistError("no space left")
+            return persist_label(job_dir, label, config)
+
+    run_here(persist=BusyWriter())
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
+    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {}, due=True)  # no slot holds it
+    wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}, "step 2")
+    refuses.set()
+    commit(job_dir, 0, Label(1, 4))
+    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, due=True)
+    wait_for(lambda: "no space" in (persist_status(job_dir)["error"] or ""), "storage to fail")
+    commit(job_dir, 0, Label(1, 5))
+    refuses.clear()
+    wait_for(lambda: "no arena" in (persist_status(job_dir)["error"] or ""), "memory to go on")
+    assert persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}
     client.close()
 
 

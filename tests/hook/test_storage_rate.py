@@ -116,6 +116,22 @@ def test_a_failing_storage_teaches_nothing() -> None:
     assert job.rate.wish() == before == 50
 
 
+def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> None:
+    """Storage was still busy when it was due, so no version of this rate would ever be written."""
+    job = SimulatedJob(max_lost_steps=300)
+    job.run(55)
+    answer = {"persisted": None, "failing": True, "overtaken": [1, 50]}
+    job.rate.answered(answer)
+    job.rate.answered(answer)
+    assert job.rate.wish() == 100  # once for each
+    assert "newer versions" in job.rate.to_json()["why"]
+    job.rate.answered(answer | {"overtaken": [1, 100]})
+    assert job.rate.wish() == 150  # the bound
+    job._under_way = None
+    job.run(3000)
+    assert job.rate.wish() < 150  # and back, when storage keeps up again
+
+
 def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes() -> None:
     job = SimulatedJob()
     job.write_secs = inf
