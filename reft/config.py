@@ -158,7 +158,11 @@ class HasConfig(_Block):
         "interval", description="what 'staging' does where the device has no memory to spare"
     )
     max_overhead: float = Field(
-        0.03, gt=0, le=1, description="part of the training time that snapshots may cost, for 'interval'"
+        0.03,
+        gt=0,
+        le=1,
+        description="part of the training time that snapshots may cost, for 'interval' and for "
+        '"interval_steps": "auto"',
     )
 
 
@@ -220,7 +224,17 @@ class ReftConfig(_Block):
         description="tmpfs directory for snapshots, one per node and user; REFT_MEMORY_DIR, which 'reft "
         "launch' sets, overrides it",
     )
-    interval_steps: int = Field(1, ge=1, description="take a snapshot every so many optimizer steps")
+    interval_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1,
+        description="take a snapshot every so many optimizer steps; 'auto': as often as has.max_overhead "
+        "allows, measured while the job runs",
+    )
+    max_lost_steps: int | None = Field(
+        None,
+        ge=4,
+        description='most steps to make again after a failure that memory survives, for "interval_steps": '
+        "'auto', which then takes snapshots at least twice as often, whatever that costs; null: no bound",
+    )
     variant: Variant = Field(
         Variant.HAS,
         description="when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a "
@@ -365,12 +379,27 @@ class ReftConfig(_Block):
                 '"persist": {"interval_steps": ...} needs "dir": the directory to write checkpoints to'
             )
         self._check_auto_persist()
-        if self.persist.fixed_steps % self.interval_steps:
+        if self.max_lost_steps is not None and not self.adapts:
+            raise ValueError(
+                f'max_lost_steps belongs to "interval_steps": "auto"; found "interval_steps": '
+                f'{self.interval_steps}. Write "auto", or remove it'
+            )
+        if self.persist.fixed_steps % self.version_steps:
             raise ValueError(
                 f"persist.interval_steps is {self.persist.interval_steps}, but snapshots exist only "
-                f"every {self.interval_steps} steps; write a multiple of {self.interval_steps}"
+                f"every {self.version_steps} steps; write a multiple of {self.version_steps}"
             )
         return self
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the job finds the interval itself."""
+        return self.interval_steps == AUTO
+
+    @property
+    def version_steps(self) -> int:
+        """Shortest interval between two versions: the one of the block, or a step where the job finds it."""
+        return 1 if self.interval_steps == AUTO else int(self.interval_steps)
 
     @property
     def scheme(self) -> Scheme:
@@ -412,10 +441,11 @@ class ReftConfig(_Block):
                 f'"interval_steps": {self.persist.interval_steps}. Write "auto", or remove it'
             )
         most = self.persist.max_lost_steps
-        if most is not None and most < 2 * self.interval_steps:
+        every = 2 if self.adapts else self.version_steps  # what is observed needs steps without a snapshot
+        if most is not None and most < 2 * every:
             raise ValueError(
-                f"persist.max_lost_steps is {most}, but snapshots exist only every {self.interval_steps} "
-                f"steps; write at least {2 * self.interval_steps}"
+                f"persist.max_lost_steps is {most}, but snapshots exist only every {every} "
+                f"steps; write at least {2 * every}"
             )
 
     def _check_aor(self) -> None:
@@ -431,7 +461,7 @@ class ReftConfig(_Block):
                 f'"protection": "{self.protection}" keeps nothing of a peer that it could recompute; write '
                 f'"arc+aor" or "aec+aor"'
             )
-        if self.interval_steps > 1:
+        if self.interval_steps != 1:
             raise ValueError(
                 f'"protection": "{self.protection}" needs the gradients of every step, but interval_steps is '
                 f"{self.interval_steps}; write 1, or remove +aor"

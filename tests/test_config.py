@@ -31,6 +31,18 @@ def test_p10_an_absent_block_is_off() -> None:
             "write at least 6",
         ),
         ({"interval_steps": 2, "persist": {"dir": "/x", "interval_steps": 5}}, "multiple of 2"),
+        ({"interval_steps": "often"}, "auto"),
+        ({"interval_steps": 0}, "greater than or equal to 1"),
+        ({"max_lost_steps": 8}, 'belongs to "interval_steps": "auto"'),
+        ({"interval_steps": "auto", "max_lost_steps": 3}, "greater than or equal to 4"),
+        (
+            {
+                "interval_steps": "auto",
+                "persist": {"dir": "/x", "interval_steps": "auto", "max_lost_steps": 3},
+            },
+            "write at least 4",
+        ),
+        ({"protection": "aec+aor", "interval_steps": "auto"}, "interval_steps is auto; write 1"),
         ({"protection": "none", "copies": 1}, 'remove "copies"'),
         ({"protection": "none+aor"}, '"aec+aor"'),
         ({"protection": "aor"}, "expected none, arc"),

@@ -60,8 +60,8 @@ def node_table(node: dict[str, Any]) -> Table:
     table.add_row("on disk", _label(persist.get("last")) if persist.get("dir") else "not configured")
     if persist.get("dir"):
         table.add_row("persist", _persisting(persist))
-    if rate := _persist_rate(status.get("trainers") or {}):
-        table.add_row("persist rate", rate)
+    for name, said in _rates(status.get("trainers") or {}).items():
+        table.add_row(name, said)
     for name, said in _traffic(status.get("trainers") or {}).items():
         table.add_row(name, said)
     if recomputed := _recomputed(status.get("trainers") or {}):
@@ -77,18 +77,26 @@ def _persisting(persist: dict[str, Any]) -> str:
     return f"{said}; writes {_label(writing)}, {lag} steps behind memory" if writing else said
 
 
-def _persist_rate(trainers: dict[str, dict[str, Any]]) -> str | None:
-    """How often versions go to storage and why, where the job finds that itself; the rank that asks for the
-    longest interval."""
-    rates = [r for t in trainers.values() if (r := (t.get("stats") or {}).get("persist_rate"))]
-    if not rates:
-        return None
-    rate = max(rates, key=lambda r: r["interval_steps"])
-    seen = "not measured yet" if rate["overhead"] is None else f"{rate['overhead']:.1%} observed"
-    return (
-        f"every {rate['agreed_steps']} steps ({rate['why']}); {seen} of {rate['max_overhead']:.1%} allowed; "
-        f"at most {2 * rate['agreed_steps']} steps are lost when memory fails"
-    )
+def _rates(trainers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """How often versions are taken, and go to storage, and why, where the job finds that itself; by the rank
+    that asks for the longest interval."""
+    rows = {}
+    for name, key, when in (
+        ("snapshot rate", "memory_rate", "after a failure that memory survives"),
+        ("persist rate", "persist_rate", "when memory fails"),
+    ):
+        rates = [r for t in trainers.values() if (r := (t.get("stats") or {}).get(key))]
+        if not rates:
+            continue
+        rate = max(rates, key=lambda r: r["interval_steps"])
+        seen = "not measured yet" if rate["overhead"] is None else f"{rate['overhead']:.1%} observed"
+        most = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
+        looks = "; looks at steps without a snapshot now" if rate.get("observing") else ""
+        rows[name] = (
+            f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
+            f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost {when}"
+        )
+    return rows
 
 
 def _traffic(trainers: dict[str, dict[str, Any]]) -> dict[str, str]:

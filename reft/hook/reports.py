@@ -7,7 +7,7 @@ from collections.abc import Callable
 from reft.events import EventLog
 from reft.grid import Coordinate
 from reft.hook.job import JobRecord
-from reft.hook.storage_rate import StorageRate
+from reft.hook.rates import Rates
 from reft.snapshot.stats import SnapshotStats
 from reft.store.client import DaemonClient
 from reft.store.label import Label
@@ -23,8 +23,7 @@ class Reports:
         record: in the rendezvous store; None on all ranks but one.
         at: this rank's coordinate.
         unprotected: whether the loss of a node, survived before, is not any more.
-        storage: how often versions go there, as this rank wishes and, by step, as all have agreed; None:
-            as the block says.
+        rates: how often versions are taken, and go to storage.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Reports:
         record: JobRecord | None,
         at: Coordinate,
         unprotected: Callable[[], bool],
-        storage: tuple[StorageRate, Callable[[int], int]] | None = None,
+        rates: Rates,
     ) -> None:
         self._stats = stats
         self._events = events
@@ -44,19 +43,15 @@ class Reports:
         self._record = record
         self._at = at
         self._unprotected = unprotected
-        self._storage = storage
+        self._rates = rates
 
     def committed(self, label: Label) -> None:
         """All ranks have the version."""
         if self._record is not None:
             self._record.note_commit(label)
         stats = self._stats.to_json()
-        due = False
-        if self._storage is not None:
-            rate, agreed = self._storage
-            steps = agreed(label.step)
-            due = rate.committed(label, steps)
-            stats["persist_rate"] = rate.to_json() | {"agreed_steps": steps}
+        due, told_of_rates = self._rates.committed(label)
+        stats |= told_of_rates
         self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}

@@ -22,11 +22,11 @@ from reft.hook.memory import JobMemory
 from reft.hook.monitoring import Monitoring
 from reft.hook.preempt import Preemption
 from reft.hook.protection import Protection
+from reft.hook.rates import Rates
 from reft.hook.recomputing import Recomputing
 from reft.hook.reports import Reports
 from reft.hook.start_checks import check_start, warn
 from reft.hook.stopping import Stopping
-from reft.hook.storage_rate import MemoryLosses, StorageRate, whole_interval
 from reft.hook.tracing import Tracer
 from reft.hook.watching import open_page
 from reft.protect.codes import Scheme
@@ -65,6 +65,7 @@ class Session:
         stopping: ends the job that is told to end.
         tracer: of steps, for tests, pictures and the profiler.
         worker: takes versions; None before :meth:`start`.
+        rates: how often, and how often they go to storage; from :meth:`start` on.
     """
 
     def __init__(self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None) -> None:
@@ -232,6 +233,7 @@ class Session:
     def start(self, frozen: Mapping[int, Label]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
         self.memory.record_identity()
+        self.rates = Rates(self)
         control = self.control.for_worker(self.memory.job_dir.secret)
         self.worker = SnapshotWorker(
             control=control,
@@ -265,16 +267,6 @@ class Session:
         )
 
     def _watchers(self) -> Watchers:
-        persist = self.config.persist
-        rate = None
-        if persist.adapts:
-            mtbf = MemoryLosses(
-                self.memory.job_dir.path, self.topology, lambda: self.tolerance, persist.node_mtbf_days
-            )
-            rate = StorageRate(
-                persist, interval_steps=self.config.interval_steps, memory_mtbf_secs=mtbf.mtbf_secs
-            )
-            self.daemon.on_answer = rate.answered
         record = self.memory.record if self.is_rank_zero else None
         reports = Reports(
             stats=self.stats,
@@ -283,19 +275,14 @@ class Session:
             record=record,
             at=self.coordinate,
             unprotected=lambda: self.protection.lost,
-            storage=None if rate is None else (rate, self._agreed_persist_steps),
+            rates=self.rates,
         )
         watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped)
-        if rate is not None:
-            watchers.persist_wish = rate.wish
+        if self.rates.memory is not None:
+            watchers.interval_wish = self.rates.memory.wish
+        if self.rates.storage is not None:
+            watchers.persist_wish = self.rates.storage.wish
         return watchers
-
-    def _agreed_persist_steps(self, step: int) -> int:
-        assert self.worker is not None  # it has voted
-        votes = self.worker.votes
-        return whole_interval(
-            votes.persist_steps, max(self.config.interval_steps, votes.interval_steps(step))
-        )
 
     def _remake_memory(self) -> None:
         self.memory.remake()
@@ -339,12 +326,16 @@ class Session:
         log.set_step(step)
         if self.tracer.weaver is None:
             self.copying.pacer.end_step("step", ())
+        if self.rates.memory is not None:
+            self.rates.memory.step(step, step_secs)
         if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
             return
-        if step % max(self.config.interval_steps, self.worker.votes.interval_steps(step)) == 0:
-            self.submit(must=False)
-        else:
+        due = step % self.rates.version_steps(step) == 0
+        if not due:
             self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
+        request = self.submit(must=False) if due else None
+        if self.rates.memory is not None:
+            self.rates.memory.handed_over(request)
 
     def after_step(self) -> None:
         """A step has returned. Raises only to stop when told so."""

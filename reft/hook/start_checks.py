@@ -157,12 +157,12 @@ def _say_what_is_survived(session: Session) -> None:
     losses, config = session.tolerance, session.config
     if session.is_rank_zero:
         logger.info(
-            "incarnation %d, %s on %d nodes, snapshot every %d step(s), survives the loss of "
+            "incarnation %d, %s on %d nodes, snapshot every %s step(s), survives the loss of "
             "%d node(s) per sharding group",
             session.memory.incarnation,
             session.topology.degrees,
             len(set(session.topology.failure_domains)),
-            config.interval_steps,
+            "so many" if config.adapts else config.version_steps,
             losses,
         )
     claimed = declared_on_one_host(session.places)

@@ -23,7 +23,7 @@ from typing import Any
 
 from reft.config import PersistConfig
 from reft.grid import Topology
-from reft.policy.frequency import Observed, Rate, RateLimits, Why, adapt
+from reft.policy.frequency import Costs, Observed, Rate, RateLimits, Why, adapt
 from reft.policy.storage_interval import (
     StorageCosts,
     Wishes,
@@ -85,6 +85,8 @@ class StorageRate:
         config: what the interval keeps to.
         interval_steps: snapshots exist only every so many steps.
         memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
+        known_steps: interval that an earlier start has found; None: the first 50 steps go without.
+        on_change: told of the costs and the interval whenever a version was measured.
         clock: seconds.
     """
 
@@ -94,6 +96,8 @@ class StorageRate:
         *,
         interval_steps: int = 1,
         memory_mtbf_secs: Callable[[], float] = lambda: inf,
+        known_steps: int | None = None,
+        on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -110,8 +114,10 @@ class StorageRate:
         self._overtaken: Label | None = None
         most = config.max_lost_steps
         self._bound = None if most is None else most // 2 // interval_steps * interval_steps
-        start = self._whole(_FIRST_STEPS)
-        self.rate = Rate(start if self._bound is None else min(start, self._bound))
+        start = self._whole(known_steps or _FIRST_STEPS)
+        why = Why.START if known_steps is None else Why.REMEMBERED
+        self.rate = Rate(start if self._bound is None else min(start, self._bound), why)
+        self._on_change = on_change
 
     def wish(self) -> int:
         """Steps between two versions on storage, as this rank would have them."""
@@ -198,6 +204,9 @@ class StorageRate:
         steps = self._whole(found.interval_steps)
         self.rate = Rate(steps if bound is None else min(steps, bound), found.why, found.overhead, found.calm)
         self._because = str(best.because if self.rate.interval_steps == least else found.why)
+        copy = min(cost, write_secs)
+        costs = Costs(plain, host_copy_secs=copy, write_secs=write_secs - copy)
+        self._on_change(costs, self.rate.interval_steps)
 
     def _whole(self, steps: int) -> int:
         """Up to the next step that has a snapshot."""

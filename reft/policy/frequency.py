@@ -189,6 +189,8 @@ class Why(StrEnum):
     """What a rate follows from."""
 
     START = "as the algorithm chose it"
+    PROFILE = "the first steps are measured"
+    REMEMBERED = "an earlier start has measured it"
     HELD = "what is observed is within the allowed overhead"
     OVERHEAD = "more was observed than the allowed overhead"
     WRITING = "a checkpoint has to be on storage before the next one is taken"

@@ -83,7 +83,11 @@ class SnapshotWorker:
         self.switch = switch
         self.watchers = watchers
         self.copier = copying.copier
-        self.votes = Votes(control, lambda: copying.advised_interval_steps, watchers.persist_wish)
+        self.votes = Votes(
+            control,
+            lambda: watchers.interval_wish(copying.advised_interval_steps),
+            watchers.persist_wish,
+        )
         self.sealer = Sealer(
             control=control,
             topology=topology,

@@ -76,6 +76,24 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(tmp_path: P
     assert f"recomputed │ {said}" in shown
 
 
+def test_why_versions_are_taken_so_often_is_said(tmp_path: Path) -> None:
+    """By the rank that asks for the longest interval; the bound is of what the ranks agreed on."""
+    job_dir = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32)
+    status = NodeStatus(job_dir.path, {})
+    rate = {"why": "because", "overhead": None, "max_overhead": 0.03, "most_lost_steps": 8, "agreed_steps": 7}
+    status.trainer(0, stats={"memory_rate": rate | {"interval_steps": 2, "observing": False}})
+    seen = {"interval_steps": 6, "observing": True, "overhead": 0.012}
+    status.trainer(1, stats={"memory_rate": rate | seen, "persist_rate": rate | {"interval_steps": 7}})
+    status.write_if_changed()
+    ask = ["status", "--memory-dir", str(tmp_path / "memory")]
+    shown = " ".join(CliRunner().invoke(make_app(), ask, env={"COLUMNS": "250"}).output.split())
+    assert (
+        "snapshot rate │ every 7 steps (because; looks at steps without a snapshot now); 1.2% observed of 3.0% "
+        "allowed; at most 14 steps are lost after a failure that memory survives"
+    ) in shown
+    assert "persist rate │ every 7 steps (because); not measured yet of 3.0% allowed; at most 14" in shown
+
+
 def test_commits_that_a_restart_did_not_find_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

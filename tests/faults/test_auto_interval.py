@@ -50,3 +50,39 @@ def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
             assert rate["max_overhead"] == 0.035
             assert on_storage(index) % 10 == 0
         assert latest_persisted(persist_dir / job.cluster.job_id) is not None
+
+
+@pytest.mark.long
+def test_how_often_memory_takes_versions_is_found_agreed_on_told_and_known_to_the_next_start(
+    scratch: Scratch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    block = {"enabled": True, "block_bytes": 16384, "interval_steps": "auto", "max_lost_steps": 8}
+    memory = tmp_path_factory.mktemp("memory")
+
+    def told(job: FaultJob, index: int) -> dict[str, Any]:
+        try:
+            trainers = (job.cluster.status(index) or {}).get("trainers") or {}
+        except (OSError, json.JSONDecodeError):
+            return {}
+        return ((trainers.get("0") or {}).get("stats") or {}).get("memory_rate") or {}
+
+    def run(name: str) -> FaultJob:
+        return FaultJob(
+            *(scratch, name, DP2, OPTIMIZERS[0]), steps=10**6, block=block, memory_root=memory, job_id=name
+        )
+
+    with run("auto-memory") as job:
+        for index in range(2):
+            job.wait_for("a measure", lambda i=index: told(job, i).get("overhead") is not None)
+            rate = told(job, index)
+            assert 1 <= rate["interval_steps"] <= rate["agreed_steps"] or rate["agreed_steps"] == 1
+            assert rate["agreed_steps"] <= 4
+            assert rate["most_lost_steps"] <= 8
+            assert rate["max_overhead"] == 0.03
+            assert rate["costs"]["step_secs"] > 0
+            assert rate["costs"]["host_copy_secs"] > 0
+            assert rate["costs"]["update_secs"] > 0
+    with run("auto-memory-again") as job:
+        job.wait_for("a word", lambda: bool(told(job, 0)))
+        assert told(job, 0)["costs"] is not None
+        assert told(job, 0)["why"] != "the first steps are measured"

@@ -251,6 +251,14 @@ def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
     config["reft"]["interval_steps"] = 10
     seldom = run(write(tmp_path / "ds.json", config), *arguments, *QUICK).json["protection"]["overhead"]
     assert seldom == pytest.approx(result.json["protection"]["overhead"] / 10)
+    assert "Algorithm 1 finds" in result.json["rate"]["why"]
+    config["reft"]["interval_steps"] = "auto"
+    found = run(write(tmp_path / "auto.json", config), *arguments, *QUICK)
+    rate = found.json["rate"]
+    assert found.json["protection"]["overhead"] <= rate["max_overhead"]
+    assert rate["interval_steps"] == rate["algorithm_1_steps"] == found.json["job"]["interval_steps"] > 1
+    assert f"at most {2 * rate['interval_steps']} steps are made again" in rate["why"]
+    assert not any("take them less often" in problem for problem in found.json["problems"])
 
 
 def test_a_model_that_exceeds_the_device_is_not_well(run: Run) -> None:

@@ -130,11 +130,19 @@ def _facts(config: Mapping[str, Any], block: ReftConfig, parameters: float | Non
         storage = f"as often as is worth it, at most {persist.max_overhead:.1%} of the training time"
     return {
         "survives": survives,
-        "after a failure": f"at most {block.interval_steps} step(s) are done again, and those being copied",
+        "after a failure": _rolled_back(block),
         "memory": _memory(config, block, parameters),
         "cost": "copies run in the pipeline's idle time; 'reft plan' computes bytes and seconds for a model",
         "storage": f"{persist.dir}, {storage}" if persist.dir is not None else "nothing",
     }
+
+
+def _rolled_back(block: ReftConfig) -> str:
+    if not block.adapts:
+        return f"at most {block.version_steps} step(s) are done again, and those being copied"
+    most = block.max_lost_steps
+    bound = "twice the interval that the job finds, which 'reft status' says" if most is None else most
+    return f"at most {bound} steps are done again"
 
 
 def _memory(config: Mapping[str, Any], block: ReftConfig, parameters: float | None) -> str:

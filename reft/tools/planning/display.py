@@ -46,6 +46,7 @@ def show_plan(plan: JobPlan, console: Console) -> None:
         f"{seen.target:g} persist every {duration(seen.persist_secs)} ({plan.persist_steps:,} steps); "
         f"without protection it would be every {duration(seen.unprotected_secs)}."
     )
+    say(f"Snapshots {plan.why_rate}.")
     for failure in plan.job.cluster.failures:
         shape = "" if failure.shape == 1 else f", Weibull shape {failure.shape:g}"
         source = f" ({failure.source})" if failure.source else ""

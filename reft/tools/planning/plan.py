@@ -10,6 +10,7 @@ from typing import Any
 from reft.config import AOR, AUTO, ReftConfig, Variant
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
+from reft.policy.frequency import Costs, Frequency, frequency, most_lost_steps
 from reft.policy.loads import Load
 from reft.policy.pace import WindowPace, measured_pace
 from reft.profile.result import ProfileResult
@@ -80,9 +81,37 @@ class JobPlan:
 
     @property
     def overhead(self) -> float:
-        """Part of the training time, with the block's interval between snapshots."""
+        """Part of the training time, with the interval between snapshots."""
         assert self.planned.fit is not None
-        return self.planned.fit.overhead / self.job.block.interval_steps
+        return self.planned.fit.overhead / self.version_steps
+
+    @cached_property
+    def rate(self) -> Frequency:
+        """How often snapshots are worth their cost, by CheckFreq's Algorithm 1, completed."""
+        assert self.planned.fit is not None
+        step, cost = self.pace.step_secs, self.planned.fit.overhead * self.pace.step_secs
+        copy = max(s.load.to_host_bytes / s.bytes_per_sec for s in self.stages)
+        # Training waits for the cost; what else a copy takes runs beside it.
+        costs = Costs(step, update_secs=step, host_copy_secs=cost, write_secs=max(0.0, copy - cost))
+        return frequency(costs, self.max_overhead)
+
+    @property
+    def why_rate(self) -> str:
+        """Why snapshots are taken so often, for people."""
+        best, every = int(self.rate.interval_steps), self.version_steps
+        lost = f"at most {most_lost_steps(every)} steps are made again after a failure that memory survives"
+        if self.job.block.adapts:
+            said = f"as Algorithm 1 of CheckFreq finds it for an overhead of at most {self.max_overhead:.1%}"
+        elif best == every:
+            said = f"as the block says, and Algorithm 1 finds for at most {self.max_overhead:.1%}"
+        else:
+            said = f"as the block says; Algorithm 1 finds {best} for at most {self.max_overhead:.1%}"
+        return f"every {every} step(s), {said}; {lost}"
+
+    @property
+    def version_steps(self) -> int:
+        """Steps between two snapshots: of the block, or where the job finds it, as predicted."""
+        return int(self.rate.interval_steps) if self.job.block.adapts else self.job.block.version_steps
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -149,7 +178,7 @@ class JobPlan:
                 "samples": training.samples,
                 "half_precision": job.half,
                 "partitioned_optimizer": job.owned,
-                "interval_steps": job.block.interval_steps,
+                "interval_steps": self.version_steps,
                 "arenas": job.block.arena_count,
             },
             "step": {
@@ -157,6 +186,13 @@ class JobPlan:
                 "bubble_fraction": self.bubble_fraction,
                 "copy_bytes_per_sec": self.stages[0].bytes_per_sec,
                 "source": self.source,
+            },
+            "rate": {
+                "interval_steps": self.version_steps,
+                "algorithm_1_steps": int(self.rate.interval_steps),
+                "most_lost_steps": most_lost_steps(self.version_steps),
+                "max_overhead": self.max_overhead,
+                "why": self.why_rate,
             },
             "protection": {
                 "configured": self.configured,
@@ -221,7 +257,7 @@ class JobPlan:
     @property
     def persist_steps(self) -> int:
         """Steps between two checkpoints on storage: a multiple of the snapshots', as the block wants it."""
-        every = self.job.block.interval_steps
+        every = self.version_steps
         step_secs = self.pace.step_secs * (1 + self.overhead)
         return max(1, int(self.survival.persist_secs / step_secs / every)) * every
 
