@@ -1,6 +1,7 @@
 """How often to write to storage: the interval that reft chooses against every other one, simulated.
 
     .venv/bin/python benchmarks/frequency.py --json
+    .venv/bin/python benchmarks/frequency.py --real --json      # a job on a disk that others load; minutes
     .venv/bin/python benchmarks/frequency.py --step-secs 2.5 --write-gb 40 --cost-part 0.1   # as measured
 
 For mean times between failures from 10 minutes to 10 days and storage from 10 MB/s to 10 GB/s a node: lives
@@ -231,6 +232,20 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--intervals", type=int, default=200, help="tried per point (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--real", action="store_true", help="measure a real job instead (frequency_real.py)")
+    parser.add_argument("--disk", help="--real: a directory on it (default: where temporary files go)")
+    parser.add_argument(
+        "--part-secs",
+        type=float,
+        default=90.0,
+        help="--real: alone, loaded, alone (default: %(default)s each)",
+    )
+    parser.add_argument(
+        "--mtbf-secs",
+        type=float,
+        default=60.0,
+        help="--real: between failures of memory, so short that the overhead decides (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="few lives and intervals: for the tests")
     options = parser.parse_args()
     if options.quick:
@@ -238,8 +253,28 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def real(options: argparse.Namespace) -> None:
+    """A real job on a real disk."""
+    from frequency_real import measure, table
+
+    result = {
+        "benchmark": "frequency",
+        "simulated": False,
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", "benchmarks/frequency.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "max_overhead": options.max_overhead,
+        "mtbf_secs": options.mtbf_secs,
+        **measure(options),
+    }
+    print(json.dumps(result, indent=2) if options.json else "\n".join([*run_lines(result), *table(result)]))
+
+
 def main() -> None:
     options = parse()
+    if options.real:
+        real(options)
+        return
     points = list(search(options))
     worst, allowed_worst = max(points, key=lambda p: p.missed), max(points, key=lambda p: p.allowed_missed)
     result = {

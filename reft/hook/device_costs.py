@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+cuda: Any = torch.cuda
 _PROBE_BYTES = 2**26
 _TIMES = 3
 
@@ -19,7 +22,7 @@ def device_copy_secs(device: torch.device, nbytes: int) -> float | None:
     source, target = (torch.empty(probe, dtype=torch.uint8, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(_TIMES):
-        begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         target.copy_(source)
         end.record()

@@ -378,6 +378,10 @@ class Daemon:
                     os.killpg(pid, signal.SIGKILL)
 
 
+def _words(label: Label | None) -> list[int] | None:
+    return None if label is None else [label.incarnation, label.step]
+
+
 def _create_time(pid: int) -> float:
     """Start time of a process; 0 if it has ended."""
     try:
@@ -421,7 +425,3 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-def _words(label: Label | None) -> list[int] | None:
-    return None if label is None else [label.incarnation, label.step]

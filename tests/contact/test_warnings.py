@@ -45,6 +45,8 @@ WITHOUT_STRICT = {
     "hook/monitoring.py:after_step": LATER,
     "hook/protection.py:_changed": LATER,
     "hook/protection.py:note": VERSION,
+    "hook/rate_cache.py:_read": NO_FAULT,
+    "hook/rate_cache.py:note": LATER,
     "hook/restore.py:_explain_disk": RESTART,
     "hook/restore.py:_load_base": RESTART,
     "hook/restore.py:_load_by_tag": CHECKED,  # at the first step

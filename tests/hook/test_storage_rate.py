@@ -30,7 +30,7 @@ class SimulatedJob:
         self.written: list[int] = []
         self.wrote: list[int] = []
         self.slowdown, self.write_secs = 1.1, 4.0
-        self._under_way: tuple[Label, float] | None = None
+        self.under_way: tuple[Label, float] | None = None
         persist = PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto", **config})
         self.rate = StorageRate(
             persist, interval_steps=every, memory_mtbf_secs=lambda: mtbf_secs, clock=lambda: self.now
@@ -40,19 +40,19 @@ class SimulatedJob:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.now += self.slowdown if self._under_way else 1.0
+            self.now += self.slowdown if self.under_way else 1.0
             if self.step % self.every:
                 continue
-            if self._under_way and self.now >= self._under_way[1]:
-                self.written.append(self._under_way[0].step)
-                self._under_way = None
+            if self.under_way and self.now >= self.under_way[1]:
+                self.written.append(self.under_way[0].step)
+                self.under_way = None
                 self.rate.answered({"persisted": [1, self.written[-1]], "failing": False})
             before = self.rate.rate
             due = self.rate.committed(Label(1, self.step), self.rate.wish())
             if self.rate.rate is not before:
                 self.overheads.append(self.rate.rate.overhead or 0.0)
-            if due and not self._under_way:
-                self._under_way = Label(1, self.step), self.now + self.write_secs
+            if due and not self.under_way:
+                self.under_way = Label(1, self.step), self.now + self.write_secs
                 self.wrote.append(self.step)
 
 
@@ -127,7 +127,7 @@ def test_when_memory_overtakes_what_is_to_be_written_fewer_are_asked_for() -> No
     assert "newer versions" in job.rate.to_json()["why"]
     job.rate.answered(answer | {"overtaken": [1, 100]})
     assert job.rate.wish() == 150  # the bound
-    job._under_way = None
+    job.under_way = None
     job.run(3000)
     assert job.rate.wish() < 150  # and back, when storage keeps up again
 
