@@ -49,6 +49,7 @@ COMMANDS = {
     "status": Command("reft.cli.status", "status_command", "the whole job from any node, once or live"),
     "history": Command("reft.cli.history", "history_command", "what failed and what was resumed from"),
     "protect": Command("reft.cli.protect", "protect_command", "show or switch a running job's redundancy"),
+    "scale": Command("reft.cli.scale", "scale_command", "have a running job go to another number of nodes"),
     "inspect": Command("reft.cli.memory", "inspect_command", "versions in memory, recoverable or why not"),
     "verify": Command("reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"),
     "persist": Command("reft.cli.job", "persist_command", "write the newest version in memory to disk"),

@@ -91,6 +91,9 @@ class Observer:
 
     def workers_started(self, pids: list[int]) -> None: ...
 
+    def trainers_run(self, group_rank: int) -> None:
+        """The launcher has looked at the trainers, and all is well. ``group_rank``: of this node."""
+
     def state_changed(self, state: str, **facts: Any) -> None: ...
 
     def newest_step(self) -> int:
@@ -189,21 +192,33 @@ class ReftAgent(LocalElasticAgent):
                     return result
                 self._restart_workers(group)
             elif self._nodes_waiting():
-                logger.warning("a node joins; the trainers restart with it")
+                self._end_for_another_size()
                 self._observer.round_over()
                 self._restart_workers(group)
+            else:
+                self._observer.trainers_run(int(group.group_rank or 0))
+
+    def _end_for_another_size(self) -> None:
+        """Trainers that nothing is wrong with commit the step that they are in: none is lost."""
+        handler: Any = self._spec.rdzv_handler
+        size = "fewer nodes" if handler.is_scaled_down else "a node that joins"
+        logger.warning("the trainers restart with %s", size)
+        if handler.is_whole:
+            self._trainers.end(signal.SIGTERM, self._grace_secs())
 
     def _end_if_replaced(self, *, ask: bool = False) -> None:
         """Raises FencedError where the job goes on without this node, as far as the last heartbeat knows, or
         with ``ask`` the store."""
         handler: Any = self._spec.rdzv_handler
+        if handler.is_leaving:
+            return  # it is a spare until the others need it no more
         mine = self.agreement.incarnation if self.agreement is not None else 0
         newest = handler.newest_incarnation
         if ask:
             with suppress(StoreError):
                 newest = self._read_incarnation()
         if newest > mine > 0:
-            raise replaced(mine, newest)
+            raise replaced(mine, newest, by_another=handler.is_full)
         if why := self._observer.fenced():
             raise FencedError(why)
 

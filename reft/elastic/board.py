@@ -23,11 +23,22 @@ from pathlib import Path
 from reft.elastic.options import LaunchOptions
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.errors import ReftError
+from reft.grid import Degrees
 from reft.hook.coordinates import kernel_id
 from reft.store.jobdir import write_json
 from reft.store.observe import Doing, NodeObserver
 from reft.store.rendezvous_store import RendezvousStore, StoreError
-from reft.store.signals import BOARD_FILE, Board, NodeReport, Row, Signal, place, updated_row
+from reft.store.signals import (
+    BOARD_FILE,
+    Board,
+    NodeReport,
+    Row,
+    Signal,
+    newest_start,
+    place,
+    tolerance_now,
+    updated_row,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +126,20 @@ class StatusBoard:
             doing = replace(doing, round=round, since_unix_secs=time.time())
         self._doing = doing
         self._wake.set()
+
+    @property
+    def degrees(self) -> Degrees | None:
+        """Of the newest version; None while there is none."""
+        return place(self._board.rows)[0]
+
+    def tolerance_left(self, incarnation: int) -> int | None:
+        """Node losses that the job survives now, as :func:`reft.store.signals.tolerance_now`; None while not
+        every rank has a version of this start of the job."""
+        rows = self._board.rows
+        _, holders = place(rows)
+        if not holders or any(newest_start(row) < incarnation for row in holders.values()):
+            return None
+        return tolerance_now(rows)
 
     def close(self, why: str) -> None:
         """Say that this node has ended, and end."""

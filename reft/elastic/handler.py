@@ -1,27 +1,27 @@
 """TorchElastic's rendezvous over reft's store, and its ``static`` one.
 
-Three things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is JSON, read field
-by field: TorchElastic unpickles it, so that whoever writes it runs code on every node (P11). A node
+Four things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is reft's own
+(:mod:`reft.elastic.shared_state`). A node
 that was struck out while it stood still, or while the store did, takes its place again; TorchElastic's
 never beats again and never sees who waits for it. And a spare, a node beyond ``max_nodes``, takes the place
 of a dead node alone: TorchElastic's also takes that of a healthy one, which leaves its round to join the next
-when trainers are restarted, and whose memory is then out of the job's reach.
+when trainers are restarted, and whose memory is then out of the job's reach. And a job goes to another
+number of nodes on request: those that leave are spares, with their memory, until the others have committed
+a version without them.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousInfo,
-    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
@@ -31,217 +31,35 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
     _Action,
     _NodeDesc,
-    _remove_participant_epilogue,
     _RendezvousContext,
     _RendezvousExitOp,
     _RendezvousJoinOp,
     _RendezvousKeepAliveOp,
     _RendezvousState,
-    _RendezvousStateHolder,
     _should_keep_alive,
 )
 from torch.distributed.elastic.rendezvous.utils import _delay
 
 from reft.elastic.incarnation import IncarnationRecord
-from reft.elastic.rendezvous_executor import RendezvousExecutor, look_secs
-from reft.errors import AuthenticationError, FencedError
+from reft.elastic.rendezvous_executor import RendezvousExecutor
+from reft.elastic.shared_state import (
+    Scaling,
+    StateHolder,
+    leaving_of,
+    limited,
+    scaling_of,
+    seats_of,
+    set_scaling,
+)
+from reft.errors import AuthenticationError, FencedError, ReftError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
-_GRACE_SECS = 0.5
-"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with
-the next heartbeat."""
-_ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
-"""Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
 """Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
 
 
-def encode_state(state: _RendezvousState) -> bytes:
-    """The shared state as JSON."""
-    fields = {
-        "round": state.round,
-        "complete": state.complete,
-        "closed": state.closed,
-        "deadline": state.deadline and _seconds(state.deadline),
-        "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
-        "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
-        "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
-        "last_heartbeats": [[*_node_fields(n), _seconds(at)] for n, at in state.last_heartbeats.items()],
-        "seats": [[*_node_fields(n), _seconds(at)] for n, at in seats_of(state).items()],
-    }
-    return json.dumps(fields).encode()
-
-
-def decode_state(data: bytes) -> _RendezvousState:
-    """Read what :func:`encode_state` wrote.
-
-    Raises:
-        RendezvousStateError: it is something else.
-    """
-    try:
-        fields = json.loads(data)
-        deadline = fields["deadline"]
-        state = _RendezvousState()
-        state.round = int(fields["round"])
-        state.complete = bool(fields["complete"])
-        state.closed = bool(fields["closed"])
-        state.deadline = None if deadline is None else _time(deadline)
-        state.participants = {_node(f[:3]): int(f[3]) for f in fields["participants"]}
-        state.wait_list = {_node(f) for f in fields["wait_list"]}
-        state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
-        state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
-        seats_of(state).update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
-        raise RendezvousStateError(
-            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
-            f"nodes need the same version of reft"
-        ) from error
-    return state
-
-
-def seats_of(state: _RendezvousState) -> dict[_NodeDesc, datetime]:
-    """Nodes that took part in the last complete round and have not been struck out since, with the time when
-    they were seen taking part: they keep their place while they go from one round to the next."""
-    seats: dict[_NodeDesc, datetime] = state.__dict__.setdefault("seats", {})
-    return seats
-
-
-def _node_fields(node: _NodeDesc) -> list[Any]:
-    return [node.addr, node.pid, node.local_id]
-
-
-def _node(fields: Iterable[Any]) -> _NodeDesc:
-    addr, pid, local_id = fields
-    return _NodeDesc(str(addr), int(pid), int(local_id))
-
-
-def _time(seconds: Any) -> datetime:
-    return datetime.fromtimestamp(float(seconds), UTC).replace(tzinfo=_ZONE)
-
-
-def _seconds(at: datetime) -> float:
-    return at.replace(tzinfo=UTC).timestamp()
-
-
-class StateHolder(_RendezvousStateHolder):
-    """This node's view of the shared state; strikes out nodes that fell silent, but never itself.
-
-    After a gap in its own view (this process or the store stood still) it gives the others the time
-    again in which a living node beats: their silence may have been its own. In a store that keeps leases, a
-    lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time, too,
-    to show itself again.
-
-    Args:
-        store: of the job.
-        node: this node.
-        settings: of the rendezvous.
-    """
-
-    def __init__(self, store: RendezvousStore, node: _NodeDesc, settings: RendezvousSettings) -> None:
-        self.store = store
-        self._node = node
-        self._settings = settings
-        self._key = f"rendezvous/{settings.run_id}"
-        self._here = f"{self._key}/here/"
-        self._look_secs = look_secs(settings.max_nodes)
-        self._alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
-        self._state = _RendezvousState()
-        self._held: bytes | None = None
-        self._dirty = False
-        self.synced_at = float("-inf")
-        self._trusts_after = float("-inf")
-        self._seen: dict[str, datetime] = {}
-        # Longer than the time between two looks.
-        interval = settings.keep_alive_interval.total_seconds()
-        self._lease_secs = max(self._alive_secs / 2, interval + 1.0)
-        self.grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
-
-    @property
-    def state(self) -> _RendezvousState:
-        return self._state
-
-    def mark_dirty(self) -> None:
-        self._dirty = True
-
-    def sync(self) -> bool | None:
-        """Write the state if it was changed here, else read it; whether it was written, None if read.
-
-        Raises:
-            RendezvousConnectionError: the store does not answer.
-            RendezvousStateError: it holds something else.
-        """
-        now = time.monotonic()
-        written = None
-        try:
-            if not self._dirty and now - self.synced_at < self._look_secs:
-                return None
-            self.store.hold(self._name_of(self._node), self._lease_secs)
-            if self._dirty:
-                written, self._held = self.store.compare_set(self._key, self._held, encode_state(self._state))
-            else:
-                self._held = self.store.peek(self._key)
-            alive = self.store.alive(self._here)
-        except StoreError as error:
-            raise RendezvousConnectionError(str(error)) from error
-        self._state = _RendezvousState() if self._held is None else decode_state(self._held)
-        self._note_alive(alive)
-        self._dirty = False
-        now = time.monotonic()
-        gap = now - self.synced_at
-        # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
-        if self._all_are_silent() if gap == float("inf") else gap > self._alive_secs:
-            self._trusts_after = now + self._alive_secs
-        self.synced_at = now
-        if self._state.complete:
-            seen = {
-                n: self._state.last_heartbeats.get(n, _time(time.time())) for n in self._state.participants
-            }
-            seats_of(self._state).update(seen)
-        if now >= self._trusts_after:
-            self._strike_out()
-        return written
-
-    def _note_alive(self, names: Iterable[str]) -> None:
-        """Whoever has a lease lives now, whatever was written of it."""
-        now = _time(time.time())
-        self._seen.update(dict.fromkeys(names, now))
-        for times in (self._state.last_heartbeats, seats_of(self._state)):
-            times.update({n: max(at, self._seen.get(self._name_of(n), at)) for n, at in times.items()})
-
-    def _all_are_silent(self) -> bool:
-        last_seen = {**seats_of(self._state), **self._state.last_heartbeats}
-        expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
-        return bool(last_seen) and all(at < expired for at in last_seen.values())
-
-    def _strike_out(self) -> None:
-        """Those that are silent, and while a round is left for the next one those whose launchers have ended:
-        whoever waits for their places need not wait until they are silent for long."""
-        state = self._state
-        expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
-        # A node on its way from one round to the next has its seat alone.
-        last_seen = {**seats_of(state), **state.last_heartbeats}
-        ended = self._ended() if seats_of(state).keys() - state.participants.keys() else set()
-        lost = {n for n, at in last_seen.items() if at < expired or self._name_of(n) in ended} - {self._node}
-        took_part = not lost.isdisjoint(state.participants)
-        for node in lost:
-            state.last_heartbeats.pop(node, None)
-            state.participants.pop(node, None)
-            seats_of(state).pop(node, None)
-        state.wait_list -= lost
-        state.redundancy_list -= lost
-        if took_part:
-            _remove_participant_epilogue(state, self._settings)
-
-    def _ended(self) -> set[str]:
-        """Names of launchers that have ended."""
-        try:
-            left = self.store.left(self._here)
-        except StoreError as error:
-            raise RendezvousConnectionError(str(error)) from error
-        return {name for name, secs in left.items() if secs > self.grace_secs}
-
-    def _name_of(self, node: _NodeDesc) -> str:
-        return f"{self._here}{node.addr}/{node.pid}/{node.local_id}"
+class LeftError(ReftError, RuntimeError):
+    """This node has left the job, as it was told to."""
 
 
 class StoreRendezvous(DynamicRendezvousHandler):
@@ -268,6 +86,11 @@ class StoreRendezvous(DynamicRendezvousHandler):
             keep_alive_max_attempt=int(parameters.get("keep_alive_max_attempt", 3)),
         )
         self._place: tuple[int, int] | None = None
+        self._members: dict[_NodeDesc, int] = {}
+        self._last_scaling: Scaling | None = None
+        self._told_to_leave = False
+        self.left: frozenset[int] = frozenset()
+        """Ranks that nodes had in the round before which have left since, as they were told to."""
         self._lost: str | None = None
         self.incarnations: IncarnationRecord | None = None
         """What the store knows of the starts of the job; None: nobody asks."""
@@ -291,11 +114,17 @@ class StoreRendezvous(DynamicRendezvousHandler):
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
         self._op_executor.run(_RendezvousExitOp(), deadline)
-        self._refuse_if_replaced()
+        leaving = leaving_of(self._state_holder.state)
+        self.left = frozenset(rank for node, rank in self._members.items() if node in leaving)
+        self._told_to_leave = self.is_leaving
+        if not self._told_to_leave:
+            self._refuse_if_replaced()
         self._op_executor.run(self._join, deadline, self._get_deadline)
+        self._told_to_leave = False
         rank, size = self._get_world()
-        current = self._state_holder.state.round
-        self._place = current, rank
+        state = self._state_holder.state
+        current = state.round
+        self._place, self._members = (current, rank), dict(state.participants)
         self._start_heartbeats()
         store: Any = self._store
         prefix = f"run/{self._settings.run_id}/{current}"
@@ -309,20 +138,101 @@ class StoreRendezvous(DynamicRendezvousHandler):
             newest = self.incarnations.read()
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
-        state = self._state_holder.state
-        has_place = self._this_node in state.participants or self._this_node in seats_of(state)
-        if newest > self.incarnation and state.complete and not has_place:
-            raise replaced(self.incarnation, newest)
+        if newest > self.incarnation and self._state_holder.state.complete and not self.has_place:
+            raise replaced(self.incarnation, newest, by_another=self.is_full)
 
     def _join(self, context: _RendezvousContext, deadline: float) -> _Action:
-        """Join where there is a place: a spare waits until a node is struck out, as long as that takes."""
+        """Join where there is a place: a spare waits until a node is struck out, as long as that takes; one
+        that leaves until it is not needed any more.
+
+        Raises:
+            LeftError: it is not.
+        """
         state, node = context.state, self._this_node
-        taken = seats_of(state).keys() | state.participants.keys() | state.wait_list
-        if state.closed or node in taken or len(taken) < self._settings.max_nodes:
+        leaving = leaving_of(state)
+        taken = (seats_of(state).keys() | state.participants.keys() | state.wait_list) - leaving
+        is_free = len(taken) < context.settings.max_nodes and leaving <= {node}
+        if state.closed or node in taken or is_free:
+            if state.complete:
+                # A round that is over: how many the next one may have is counted above.
+                context.settings = self._settings
+            if not state.closed and node in leaving and node not in state.redundancy_list:
+                leaving.discard(node)  # a node was lost: its place is taken
             return _RendezvousJoinOp()(context, deadline)
         if node not in state.redundancy_list:
             return _Action.ADD_TO_REDUNDANCY_LIST
+        # One that fell silent meanwhile was struck out: nobody else knows any more that it leaves.
+        if self._told_to_leave and self._is_dispensable(state):
+            self._op_executor.run(self._leave, self._get_deadline(self._settings.timeout.heartbeat))
+            raise LeftError("this node has left the job, as it was told to; the job goes on without it")
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
+
+    def _is_dispensable(self, state: _RendezvousState) -> bool:
+        """Whether the others have committed a version without this node, whose memory they may have needed
+        for it until then."""
+        if not state.complete or self.incarnations is None:
+            return False
+        try:
+            return self.incarnations.committed() > self.incarnation
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def _leave(self, context: _RendezvousContext, deadline: float) -> _Action:
+        state, node = context.state, self._this_node
+        if node not in state.redundancy_list:
+            return _Action.FINISH
+        if time.monotonic() > deadline:
+            return _Action.ERROR_TIMEOUT
+        leaving_of(state).discard(node)
+        seats_of(state).pop(node, None)
+        state.last_heartbeats.setdefault(node, datetime.now(UTC))
+        return _Action.REMOVE_FROM_REDUNDANCY_LIST
+
+    @property
+    def has_place(self) -> bool:
+        """Whether this node is in the round that runs or forms, or goes from one to the next, as far as it
+        knows."""
+        state = self._state_holder.state
+        return self._this_node in state.participants.keys() | seats_of(state).keys()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the round that runs has as many nodes as it may have, as far as this node knows."""
+        state = self._state_holder.state
+        return state.complete and len(state.participants) >= limited(self._settings, state).max_nodes
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this node was told to leave, as the last heartbeat saw it."""
+        return self._this_node in leaving_of(self._state_holder.state)
+
+    def scale(self, change: Callable[[_RendezvousState], Scaling | None]) -> None:
+        """Have the job go to another number of nodes.
+
+        Args:
+            change: what to ask for, out of the shared state as it is; None: nothing new. It may name nodes
+                that leave (:func:`reft.elastic.shared_state.leaving_of`).
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
+
+        def ask(context: _RendezvousContext, deadline: float) -> _Action:
+            scaling = change(context.state)
+            if scaling is None or scaling == scaling_of(context.state):
+                return _Action.FINISH
+            if time.monotonic() > deadline:
+                return _Action.ERROR_TIMEOUT
+            set_scaling(context.state, scaling)
+            return _Action.KEEP_ALIVE
+
+        with self._heartbeat_lock:
+            self._op_executor.run(ask, self._get_deadline(self._settings.timeout.heartbeat))
+
+    @property
+    def state(self) -> _RendezvousState:
+        """What the nodes share, as the last heartbeat saw it."""
+        return self._state_holder.state
 
     @property
     def is_spare(self) -> bool:
@@ -340,9 +250,21 @@ class StoreRendezvous(DynamicRendezvousHandler):
             raise RendezvousConnectionError(self._lost)
         state = self._state_holder.state
         if self._place is None or not self._has_lost_its_place(state):
-            return len(state.wait_list)
+            return len(state.wait_list) or int(self.is_scaled_down)
         # The job goes on, or gathers, without this node: it joins again.
         return max(1, len(state.wait_list))
+
+    @property
+    def is_scaled_down(self) -> bool:
+        """Whether nodes of this round were told to leave, as the last heartbeat saw it."""
+        scaling = scaling_of(self._state_holder.state)
+        return self._place is not None and scaling is not None and scaling.round == self._place[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all nodes of this round are there, as the last heartbeat saw it: nothing has failed."""
+        state = self._state_holder.state
+        return bool(self._members) and self._members.keys() <= seats_of(state).keys()
 
     def _has_lost_its_place(self, state: _RendezvousState) -> bool:
         if self._place is None or self._this_node in state.participants or state.closed:
@@ -373,21 +295,31 @@ class StoreRendezvous(DynamicRendezvousHandler):
     def _beat(self, context: _RendezvousContext, deadline: float) -> _Action:
         state = context.state
         missing = self._this_node not in state.participants and not state.closed
+        self._last_scaling = scaling_of(state) or self._last_scaling
         if self._place is not None and missing and self._may_take_its_place(state):
             if time.monotonic() > deadline:
                 return _Action.ERROR_TIMEOUT
+            if _is_empty(state) and self._last_scaling is not None:
+                set_scaling(state, self._last_scaling)
             state.round, state.participants[self._this_node] = self._place
             state.complete = True
             return _Action.KEEP_ALIVE
         return _RendezvousKeepAliveOp()(context, deadline)
 
 
-def replaced(mine: int, newest: int) -> FencedError:
-    """Why this node ends: it was cut off, and the job has been started anew without it."""
+def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
+    """Why this node ends: it was cut off, and the job has been started anew without it.
+
+    Args:
+        mine: start that this node took part in.
+        newest: that runs.
+        by_another: it has as many nodes as it may have; else it went on with fewer.
+    """
+    how = "another one has taken its place" if by_another else "the job went on with fewer nodes"
+    then = "be a spare" if by_another else "join it"
     return FencedError(
-        f"this node was cut off and another one has taken its place: the job runs as start {newest}, this "
-        f"node as start {mine}. It ends, with its trainers and its daemon; start `reft launch` here again "
-        f"for it to be a spare"
+        f"this node was cut off and {how}: the job runs as start {newest}, this node as start {mine}. It "
+        f"ends, with its trainers and its daemon; start `reft launch` here again for it to {then}"
     )
 
 
@@ -435,7 +367,10 @@ class StaticRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return 0
 
-    is_spare = False
+    is_spare = is_leaving = is_scaled_down = False
+    is_whole = has_place = True
+    is_full = False
+    left: frozenset[int] = frozenset()
     newest_incarnation = 0
     incarnation = 0
 

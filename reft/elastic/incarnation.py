@@ -6,6 +6,7 @@ their trainers. A launcher whose own number is lower, and whose trainers run, wa
 
 from __future__ import annotations
 
+from reft.store.label import committed_key
 from reft.store.rendezvous_store import RendezvousStore
 
 
@@ -20,10 +21,16 @@ class IncarnationRecord:
     def __init__(self, store: RendezvousStore, job_id: str) -> None:
         self._store = store
         self._key = f"reft/{job_id}/incarnation"
+        self._committed_key = committed_key(job_id)
 
     def read(self) -> int:
         """The newest start that the store knows of; 0 if none. Raises StoreError."""
         return _number(self._store.peek(self._key))
+
+    def committed(self) -> int:
+        """The start that has committed the newest version; 0 if none is known of. Raises StoreError."""
+        held = self._store.peek(self._committed_key)
+        return 0 if held is None else _number(held.partition(b":")[0])
 
     def raise_to(self, number: int) -> int:
         """Have the store know of a start; returns the newest that it knows of now. Raises StoreError.

@@ -35,11 +35,13 @@ from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.board import make_board
 from reft.elastic.exits import EX_FENCED, Cause, Failure
+from reft.elastic.handler import LeftError, StoreRendezvous
 from reft.elastic.hostfile import show_devices
 from reft.elastic.hung import Hangs
 from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
+from reft.elastic.scaling import Scaler
 from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
     ENV_CONFIG,
@@ -87,6 +89,14 @@ class StopSignals:
         for number in _SIGNALS:
             signal.signal(number, self._handle)
 
+    def install_leave(self, scaler: Scaler) -> None:
+        """SIGUSR1 asks this node to leave the job."""
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            scaler.told_to_leave = True
+
+        signal.signal(signal.SIGUSR1, leave)
+
     def elapsed_secs(self) -> float:
         """Time since the signal; 0 if there was none."""
         return time.monotonic() - self._at if self.received is not None else 0.0
@@ -131,7 +141,8 @@ class Launcher(Observer):
         self._agent: ReftAgent | None = None
         self._warm: WarmTrainers | None = None
         self._board = make_board(options, self._rendezvous, self._memory.path)
-        self._ended_well = self._was_replaced = False
+        self._ended_well = self._was_replaced = self._has_left = False
+        self._scaler: Scaler | None = None
         self._before: Agreement | None = None
         self._failed_at: float | None = None
         self._over_at: float | None = None
@@ -176,13 +187,18 @@ class Launcher(Observer):
     def _note_start(self, agreement: Agreement) -> None:
         """Note in the history what this round follows, as far as this node has seen it."""
         before = self._before or agreement
+        told: Any = self._rendezvous.handler
+        gone = before.nodes_without(agreement.members)
+        left = tuple(n for rank, n in enumerate(before.nodes) if rank in told.left and n in gone)
+        lost = tuple(n for n in gone if n not in left)
         history.note(
             self._memory.path,
             history.STARTED,
             round=agreement.round,
             nodes=agreement.nodes,
             failures=agreement.failures,
-            lost=before.nodes_without(agreement.members),
+            lost=lost,
+            left=left,
             joined=agreement.nodes_without(before.members),
             newest_step=agreement.known_step,
             gathering_secs=_between(self._over_at, time.time()),
@@ -212,6 +228,10 @@ class Launcher(Observer):
         self._signals.install()
         if self._daemon is not None:
             self._daemon.workers = tuple(pids)
+
+    def trainers_run(self, group_rank: int) -> None:
+        if self._scaler is not None and self._before is not None:
+            self._scaler.look(self._before, group_rank)
 
     def state_changed(self, state: str, **facts: Any) -> None:
         failure = self._agent.failure if self._agent is not None else None
@@ -255,6 +275,13 @@ class Launcher(Observer):
             self._was_replaced = True
             history.note(self._memory.path, history.ENDED, reason=str(error))
             return self._end_replaced(error)
+        except LeftError as left:
+            self._has_left = True
+            history.note(self._memory.path, history.ENDED, reason=str(left))
+            logger.warning("%s (exit code 0)", left)
+            if self._scaler is not None:
+                self._scaler.left()
+            return 0
         except JobEndedError as error:
             history.note(self._memory.path, history.ENDED, reason=str(error))
             raise
@@ -292,6 +319,9 @@ class Launcher(Observer):
         )
         agent = self._agent = self._make_agent(handler, info)
         agent.incarnations = self._rendezvous.incarnations
+        if isinstance(handler, StoreRendezvous):
+            self._scaler = Scaler(handler, options, self._memory.path, self._board)
+            self._signals.install_leave(self._scaler)
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())
@@ -400,19 +430,25 @@ class Launcher(Observer):
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
-        self._board.close("the job ended well" if self._ended_well else "told to end, or the job has failed")
+        self._board.close(self._why_ended())
         self._rendezvous.leave()
         if self._warm is not None:
             self._warm.close()
+        needed_no_more = self._ended_well or self._has_left
         if self._daemon is not None:
-            self._daemon.end(0.0 if self._ended_well or self._was_replaced else self._flush_secs())
+            self._daemon.end(0.0 if needed_no_more or self._was_replaced else self._flush_secs())
         self._memory.write_state(state="ended well" if self._ended_well else "ended")
-        if self._ended_well and not self._options.keep_memory:
+        if needed_no_more and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():
             logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
+
+    def _why_ended(self) -> str:
+        if self._ended_well:
+            return "the job ended well"
+        return "it has left, as it was told to" if self._has_left else "told to end, or the job has failed"
 
     def _name(self) -> str:
         return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)

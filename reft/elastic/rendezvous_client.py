@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -117,7 +118,7 @@ class RendezvousClient:
         if self.handler is None or self._store is None:
             return
         mine, newest = self._incarnations()
-        if newest > mine > 0:
+        if newest > mine > 0 and not self._has_place():
             logger.error("the job goes on as start %d without this node, which is of start %d", newest, mine)
             return
         with suppress(StoreError):
@@ -126,6 +127,14 @@ class RendezvousClient:
             self.handler.shutdown()
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
+
+    def _has_place(self) -> bool:
+        """Whether this node still takes part: a later start may be one that it was to take part in, and that
+        did not come about."""
+        handler: Any = self.handler
+        with suppress(RendezvousError):
+            handler.is_closed()  # looks at the store
+        return bool(handler.has_place)
 
     def _incarnations(self) -> tuple[int, int]:
         """This node's start of the job, and the newest one that the store knows of."""

@@ -8,24 +8,30 @@ from datetime import timedelta
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
     _Action,
     _DistributedRendezvousOpExecutor,
+    _NodeDesc,
     _RendezvousContext,
 )
 
-_LEAST_SECS, _MOST_SECS = 0.1, 1.0
-_NODES_PER_SEC = 500
-"""All nodes together look so often, whose state grows with their number."""
-
-
-def look_secs(nodes: int) -> float:
-    """Seconds between two looks at the shared state of a rendezvous of so many nodes."""
-    return min(_MOST_SECS, max(_LEAST_SECS, nodes / _NODES_PER_SEC))
+from reft.elastic.shared_state import StateHolder, limited, look_secs
 
 
 class RendezvousExecutor(_DistributedRendezvousOpExecutor):
     """TorchElastic's, which looks once a second: gathering takes several looks, one after the other, while
-    the whole job waits. This one looks more often where there are not hundreds of nodes to do so."""
+    the whole job waits. This one looks more often where there are not hundreds of nodes to do so. A round
+    is complete with as many nodes as were asked for.
+
+    Args:
+        node: this node.
+        holder: its view of the shared state.
+        settings: of the rendezvous.
+    """
+
+    def __init__(self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings) -> None:
+        super().__init__(node, holder, settings)
+        self._given = settings
 
     def run(
         self,
@@ -42,6 +48,7 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
         while True:
             self._state_holder.sync()
             self._state = self._state_holder.state
+            self._settings = limited(self._given, self._state)
             context = _RendezvousContext(self._node, self._state, self._settings)
             action = state_handler(context, deadline)
             if action is _Action.FINISH:
@@ -51,7 +58,7 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
             if action is _Action.ERROR_TIMEOUT:
                 raise RendezvousTimeoutError
             if action is _Action.SYNC:
-                time.sleep(look_secs(self._settings.max_nodes))
+                time.sleep(look_secs(self._given.max_nodes))
                 continue
             getattr(self, f"_{action.name.lower()}")()
             if action is _Action.REMOVE_FROM_REDUNDANCY_LIST and update_deadline is not None:

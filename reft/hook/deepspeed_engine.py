@@ -60,7 +60,7 @@ class DeepSpeedEngine:
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
-        self.resizing = Resizing(self.adapter, self.micro_batches)
+        self.resizing = Resizing(self.adapter, self.micro_batches, ds_config_of(engine))
 
     @property
     def global_steps(self) -> int:

@@ -35,7 +35,13 @@ class DataState(Protocol):
 
 
 class Resizing(Protocol):
-    """Takes up versions that were written at another data-parallel degree."""
+    """Takes up versions that were written at another data-parallel degree.
+
+    Attributes:
+        why_not: why this job would not be the same at another degree; "" where it would.
+    """
+
+    why_not: str
 
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int

@@ -36,6 +36,7 @@ from reft.store.fingerprints import newest_record, record_fingerprint
 from reft.store.jobdir import find_jobs, make_job_directory
 from reft.store.joblock import JobLock, holder
 from reft.store.label import Label
+from reft.store.scale_orders import note_size
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +151,16 @@ class Identity:
     """
 
     def __init__(
-        self, fingerprint: Fingerprint, config: ReftConfig, control: ControlGroup, *, restarted: bool
+        self,
+        fingerprint: Fingerprint,
+        config: ReftConfig,
+        control: ControlGroup,
+        *,
+        restarted: bool,
+        why_one_size: str = "",
     ) -> None:
         self.fingerprint = fingerprint
+        self._why_one_size = why_one_size
         self._config = config
         self._control = control
         self.restarted = restarted
@@ -184,7 +192,9 @@ class Identity:
         }
         common = control.gather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"")[0]
         restarted = any(restarts for _, _, restarts in told)
-        return cls(Fingerprint.decode(common), config, control, restarted=restarted)
+        resizing = engine.resizing
+        why = "its training loop resumes at its own degree alone" if resizing is None else resizing.why_not
+        return cls(Fingerprint.decode(common), config, control, restarted=restarted, why_one_size=why)
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
         """Refuse stored state of another job, or of this one with other settings.
@@ -268,6 +278,7 @@ class Identity:
         """Note whose work the versions from ``incarnation`` on are. By one rank per node."""
         try:
             record_fingerprint(job_dir, incarnation, self.fingerprint)
+            note_size(job_dir, self.fingerprint, self._why_one_size)
         except OSError as error:
             logger.warning("the job's settings cannot be recorded beside its memory: %s", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -27,11 +28,13 @@ class Resizing:
     Args:
         adapter: of the engine.
         micro_batches: of one step of this job.
+        config: the DeepSpeed JSON.
     """
 
-    def __init__(self, adapter: StateAdapter, micro_batches: int) -> None:
+    def __init__(self, adapter: StateAdapter, micro_batches: int, config: Mapping[str, Any]) -> None:
         self._adapter = adapter
         self._micro_batches = micro_batches
+        self.why_not = _why_not(config)
 
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int
@@ -91,3 +94,19 @@ def _master_of(spec: TensorSpec) -> str:
 
 def _group_of(spec: TensorSpec) -> int:
     return int(spec.name.split(".")[1])
+
+
+def _why_not(config: Mapping[str, Any]) -> str:
+    """Why a step at another degree would be another one."""
+    if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
+        return "zero_optimization.round_robin_gradients deals the parameters out by the degree"
+    batch, micro, accumulation = (
+        config.get(name)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    if isinstance(batch, int) and isinstance(micro, int) and accumulation is None:
+        return ""
+    return (
+        'the samples of a step would be others: give "train_batch_size" and "train_micro_batch_size_per_gpu" '
+        'in DeepSpeed\'s JSON, and leave "gradient_accumulation_steps" out'
+    )

@@ -69,6 +69,7 @@ class Round:
         failures: why trainers of the round before ended: node, rank, and signal, exit code or error.
         lost: nodes that vanished since the round before.
         joined: nodes that are new.
+        left: nodes that have left, as they were told to.
         newest_step: newest committed step that a node knew of; -1: none.
         resumed_from: ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet.
         resumed_step: step that it went on from.
@@ -84,6 +85,7 @@ class Round:
     failures: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     newest_step: int = -1
     resumed_from: str | None = None
     resumed_step: int | None = None
@@ -107,6 +109,7 @@ class _Started(_Event):
     failures: list[str]
     lost: list[str]
     joined: list[str]
+    left: list[str] = Field(default_factory=list)
     newest_step: int
     gathering_secs: _Secs | None = None
     ending_secs: _Secs | None = None

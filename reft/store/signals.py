@@ -248,6 +248,11 @@ def place(rows: Iterable[Row]) -> tuple[Degrees | None, dict[Coordinate, Row]]:
     return degrees, inside
 
 
+def newest_start(row: Row) -> int:
+    """The start of the job that wrote the newest version in a node's memory; 0: it has none."""
+    return max((shard.label[0] for shard in row.report.shards), default=0)
+
+
 def scheme_of(rows: Iterable[Row]) -> str:
     """The protection of the newest version that any node tells of; "" where nobody said."""
     shards = [s for row in rows for s in row.report.shards]

@@ -64,7 +64,7 @@ class StormCluster(LocalCluster):
         old = self.current[index]
         with old.log_path.open("ab") as log:
             process = self.popen(
-                [sys.executable, "-m", "reft.elastic.launch", *self._arguments(old.node_id, old.memory_dir)],
+                [sys.executable, *self._arguments(old.node_id, old.memory_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -20,7 +20,16 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from reft.elastic.handler import StoreRendezvous, decode_state, encode_state, seats_of
+from reft.elastic.handler import LeftError, StoreRendezvous
+from reft.elastic.incarnation import IncarnationRecord
+from reft.elastic.shared_state import (
+    Scaling,
+    decode_state,
+    encode_state,
+    leaving_of,
+    seats_of,
+    set_scaling,
+)
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer, KeyValueStore
 from tests.machine import free_port
@@ -44,6 +53,10 @@ def states(draw: st.DrawFn) -> _RendezvousState:
     state.redundancy_list = draw(st.sets(nodes, max_size=3))
     state.last_heartbeats = draw(st.dictionaries(nodes, times, max_size=3))
     seats_of(state).update(draw(st.dictionaries(nodes, times, max_size=3)))
+    leaving_of(state).update(draw(st.sets(nodes, max_size=3)))
+    if draw(st.booleans()):
+        numbers = draw(st.tuples(*[st.integers(0, 9)] * 3))
+        set_scaling(state, Scaling(*numbers, draw(st.lists(st.text(max_size=3), max_size=2).map(tuple))))
     return state
 
 
@@ -338,3 +351,97 @@ def test_p3_a_launcher_that_comes_first_after_an_outage_strikes_nobody_out(
     newcomer = StoreRendezvous(client(port), parameters(port))
     beat(newcomer)
     assert newcomer._state_holder.state.participants.keys() == {h._this_node for h in joined}
+
+
+@pytest.fixture
+def three(server: KeyValueServer) -> list[StoreRendezvous]:
+    """Three nodes in the first start of the job, the last of which was told to leave."""
+    many = RendezvousParameters(
+        "c10d", f"127.0.0.1:{server.port}", "job", 1, 3, "127.0.0.1", keep_alive_interval=60
+    )
+    handlers = [StoreRendezvous(client(server.port), many) for _ in range(3)]
+    gather(handlers)
+    for handler in handlers:
+        handler.incarnations = IncarnationRecord(client(server.port), "job")
+        handler.incarnation = handler.incarnations.raise_to(1)
+    leaver = handlers[2]._this_node
+
+    def ask(state: _RendezvousState) -> Scaling:
+        leaving_of(state).add(leaver)
+        return Scaling(number=1, nodes=2, limit=2, round=state.round)
+
+    handlers[0].scale(ask)
+    for handler in handlers:
+        handler._keep_alive()
+        assert handler.num_nodes_waiting()
+        assert handler.is_whole
+    assert [h.is_leaving for h in handlers] == [False, False, True]
+    return handlers
+
+
+def gather(handlers: list[StoreRendezvous]) -> list[int]:
+    """All form a round; returns what sizes they say it has."""
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda h=h: found.append(h.next_rendezvous().world_size)) for h in handlers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECS)
+    for handler in handlers:
+        handler._stop_heartbeats()
+    return found
+
+
+def leave(handler: StoreRendezvous) -> tuple[threading.Thread, list[str]]:
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            said.append(f"a round of {handler.next_rendezvous().world_size}")
+        except LeftError:
+            said.append("left")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, said
+
+
+def test_p3_a_node_leaves_when_the_others_have_committed_without_it(
+    three: list[StoreRendezvous], port: int
+) -> None:
+    rank = shared(port).participants[three[2]._this_node]
+    thread, said = leave(three[2])
+    assert gather(three[:2]) == [2, 2]
+    assert three[0].left == {rank}
+    assert not three[0].num_nodes_waiting()
+    three[0].incarnation = IncarnationRecord(client(port), "job").raise_to(2)
+    client(port).set("reft/job/committed", b"1:7")
+    thread.join(1.0)
+    assert not said, "the newest commit is of the start that it took part in"
+    client(port).set("reft/job/committed", b"2:8")
+    thread.join(WAIT_SECS)
+    assert said == ["left"]
+    assert not leaving_of(shared(port))
+    assert three[2]._this_node not in seats_of(shared(port))
+
+
+def test_p3_a_node_that_leaves_takes_the_place_of_one_that_is_lost_meanwhile(
+    three: list[StoreRendezvous], port: int
+) -> None:
+    thread, said = leave(three[2])
+    assert gather(three[:2]) == [2, 2]
+
+    def lose(state: _RendezvousState) -> None:
+        lost = three[1]._this_node
+        state.participants.pop(lost)
+        state.last_heartbeats.pop(lost)
+        seats_of(state).pop(lost)
+
+    rewrite(port, lose)
+    assert gather(three[:1]) == [2]
+    thread.join(WAIT_SECS)
+    assert said == ["a round of 2"]
+    assert not leaving_of(shared(port))
+    three[2]._stop_heartbeats()

@@ -1,0 +1,281 @@
+"""Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
+
+An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in the
+state that all nodes share (:class:`reft.elastic.shared_state.Scaling`). More nodes: spares find places free,
+and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
+the loss of, since their memory goes with them; when the others have committed a version without them, it
+tells the next. In both cases the trainers are told to stop, commit the step that they are in, and start anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+
+from reft.config import AUTO
+from reft.elastic.agreement import Agreement
+from reft.elastic.board import StatusBoard
+from reft.elastic.handler import StoreRendezvous
+from reft.elastic.options import LaunchOptions
+from reft.elastic.shared_state import Scaling, leaving_of, scaling_of
+from reft.errors import AuthenticationError, ReftError
+from reft.grid import Degrees
+from reft.protect.codes import Scheme
+from reft.store.protection import read_record
+from reft.store.rendezvous_store import StoreError
+from reft.store.scale_orders import (
+    ORDER_FILE,
+    ScaleAnswer,
+    ScaleOrder,
+    Size,
+    read_order,
+    read_size,
+    write_answer,
+    write_order,
+)
+
+logger = logging.getLogger(__name__)
+
+_FIRST_VERSION_SECS = 60.0
+"""An order waits for the first version of a start, or until the launchers have told each other of it."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What an order is judged by.
+
+    Attributes:
+        least, most: nodes, of ``--nnodes``.
+        nodes: ids of those that train.
+        spares: nodes that wait.
+        workers: trainers of each node.
+        tolerance: node losses that the job survives now; None: nothing is committed yet.
+        degrees: of the newest version; None: not known.
+        parities: the protection that was asked for by name and keeps parities; None: another.
+        size: what else decides about the degree; None: not known.
+    """
+
+    least: int
+    most: int
+    nodes: tuple[str, ...]
+    spares: int
+    workers: int
+    tolerance: int | None
+    degrees: Degrees | None = None
+    parities: Scheme | None = None
+    size: Size | None = None
+
+
+def refusal(order: ScaleOrder, now: Situation) -> str:
+    """Why an order cannot be followed; "" where it can. Pure."""
+    return _of_the_number(order, now) or _of_the_names(order, now) or _of_the_layout(order.nodes, now)
+
+
+def _of_the_number(order: ScaleOrder, now: Situation) -> str:
+    wanted, running = order.nodes, len(now.nodes)
+    if not now.least <= wanted <= now.most:
+        return (
+            f"{wanted} nodes were asked for, but the job was started with --nnodes {now.least}:{now.most}; "
+            f"give a number from {now.least} to {now.most}"
+        )
+    if wanted > running + now.spares:
+        return (
+            f"{wanted} nodes were asked for, {running} train and {now.spares or 'none'} wait: start "
+            f"`reft launch` on {wanted - running - now.spares} more and ask again"
+        )
+    if now.tolerance is None:
+        return "nothing is committed in this start of the job yet: ask again after its first steps"
+    if wanted < running and now.tolerance < 1:
+        return (
+            "a node that leaves takes its part of the state along, and now the job survives the loss of none "
+            "(`reft status` says why)"
+        )
+    return ""
+
+
+def _of_the_names(order: ScaleOrder, now: Situation) -> str:
+    unknown = sorted(set(order.without) - set(now.nodes))
+    if unknown:
+        return f"no node {', '.join(unknown)} trains; those that do are {', '.join(now.nodes)}"
+    gone = len(now.nodes) - order.nodes
+    if len(set(order.without)) > max(0, gone):
+        return (
+            f"{len(set(order.without))} nodes were named to leave, but {max(0, gone)} leave from "
+            f"{len(now.nodes)} to {order.nodes} nodes"
+        )
+    return ""
+
+
+def _of_the_layout(nodes: int, now: Situation) -> str:
+    if now.degrees is None:
+        return ""
+    trainers, one = nodes * now.workers, now.degrees.pp * now.degrees.tp
+    if trainers % one:
+        return (
+            f"{nodes} nodes have {trainers} trainers, which are no whole replicas of {now.degrees.pp} stages "
+            f"x {now.degrees.tp} slices"
+        )
+    replicas = trainers // one
+    size = now.size
+    if size is not None and replicas != now.degrees.dp and size.why_not:
+        return f"the job keeps its data-parallel degree of {now.degrees.dp}: {size.why_not}"
+    if size is not None and size.batch % (size.micro * replicas):
+        return (
+            f"{replicas} replicas cannot share the {size.batch} samples of a step in micro-batches of "
+            f"{size.micro}"
+        )
+    if now.parities is not None:
+        try:
+            now.parities.check_room(replicas)
+        except ReftError as error:
+            return str(error)
+    return ""
+
+
+class Scaler:
+    """One launcher's part. Looks while the trainers run.
+
+    Args:
+        handler: of the rendezvous.
+        options: of the launcher.
+        path: the job's memory on this node.
+        board: of the job.
+    """
+
+    def __init__(
+        self, handler: StoreRendezvous, options: LaunchOptions, path: Path, board: StatusBoard
+    ) -> None:
+        self._handler = handler
+        self._options = options
+        self._path = path
+        self._board = board
+        self._seen = self._stat()  # an order of an earlier run has been dealt with
+        self._order: ScaleOrder | None = None
+        self._waits_since = time.monotonic()
+        self.told_to_leave = False
+        """A signal asks this node to leave."""
+
+    def look(self, agreement: Agreement, group_rank: int) -> None:
+        """Take up a new order, and go on with an old one. Best effort: it looks again."""
+        try:
+            self._take_order(agreement)
+            if group_rank == 0:
+                self._name_leavers(agreement)
+            self._tell_when_done(agreement)
+        except (RendezvousError, StoreError, AuthenticationError, OSError) as error:
+            logger.debug("scaling: %s", error)
+
+    def left(self) -> None:
+        """This node has left the job."""
+        if self._order is not None:
+            self._answer(self._order.nodes, done=True)
+
+    def _situation(self, agreement: Agreement) -> Situation:
+        config, record = self._options.config, read_record(self._path)
+        named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
+        return Situation(
+            least=config.min_nodes,
+            most=config.max_nodes,
+            nodes=agreement.nodes,
+            spares=len(self._handler.state.redundancy_list),
+            workers=config.nproc_per_node,
+            tolerance=self._board.tolerance_left(agreement.incarnation),
+            degrees=self._board.degrees,
+            parities=record.parsed if record is not None and named else None,
+            size=read_size(self._path),
+        )
+
+    def _take_order(self, agreement: Agreement) -> None:
+        if self.told_to_leave:
+            self.told_to_leave = False
+            write_order(self._path, len(agreement.nodes) - 1, (self._options.node,))
+        seen = self._stat()
+        if seen == self._seen:
+            self._waits_since = time.monotonic()
+            return
+        early = time.monotonic() - self._waits_since < _FIRST_VERSION_SECS
+        if early and self._board.tolerance_left(agreement.incarnation) is None:
+            return
+        self._seen = seen
+        order = read_order(self._path)
+        if order is None or self._handler.is_closed():  # which looks at who waits now
+            return
+        self._order = order
+        running = len(agreement.nodes)
+        why = refusal(order, self._situation(agreement))
+        if why:
+            logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
+            self._answer(running, refused=why)
+            return
+        self._handler.scale(lambda state: _asked(order, running, state))
+        logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
+        self._answer(running)
+
+    def _name_leavers(self, agreement: Agreement) -> None:
+        """Tell the next nodes to leave, where there are more than were asked for."""
+        running = len(agreement.nodes)
+        scaling = scaling_of(self._handler.state)
+        if scaling is None or scaling.nodes >= running or leaving_of(self._handler.state):
+            return
+        survived = self._board.tolerance_left(agreement.incarnation)
+        if not survived:  # not yet
+            return
+        ranks = leavers(agreement.nodes, min(survived, running - scaling.nodes), scaling.without)
+        logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
+        self._handler.scale(lambda state: _told(ranks, running, state))
+
+    def _tell_when_done(self, agreement: Agreement) -> None:
+        order, running = self._order, len(agreement.nodes)
+        if order is None or running != order.nodes or leaving_of(self._handler.state):
+            return
+        if self._board.tolerance_left(agreement.incarnation) is not None:
+            self._answer(running, done=True)
+            self._order = None
+
+    def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
+        assert self._order is not None
+        write_answer(
+            self._path,
+            ScaleAnswer(self._order.number, self._order.nodes, running, refused=refused, done=done),
+        )
+        if refused:
+            self._order = None
+
+    def _stat(self) -> Any:
+        try:
+            info = (self._path / ORDER_FILE).stat()
+        except OSError:
+            return None
+        return info.st_mtime_ns, info.st_ino
+
+
+def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:
+    """Ranks of the nodes that leave next: those that were named, then the last. Pure."""
+    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
+    return tuple(order[:number])
+
+
+def _asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+    """The order in the shared state. More nodes may join now; fewer leave when they are told."""
+    if not state.complete or state.closed:
+        return None
+    before = scaling_of(state)
+    if before is not None and before.number >= order.number:
+        return None
+    return Scaling(order.number, order.nodes, max(order.nodes, running), order.without)
+
+
+def _told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
+    """Nodes that leave, in the shared state; None where the round is over already."""
+    scaling = scaling_of(state)
+    whole = state.complete and len(state.participants) == running
+    if scaling is None or scaling.round == state.round or not whole or state.closed:
+        return None
+    leaving_of(state).update(node for node, rank in state.participants.items() if rank in ranks)
+    return replace(scaling, limit=running - len(ranks), round=state.round)

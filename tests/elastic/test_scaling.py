@@ -1,0 +1,126 @@
+"""`reft scale N`: a running job goes to another number of nodes at a step boundary, and loses no step."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
+from reft.elastic.scaling import Situation, leavers, refusal
+from reft.grid import Degrees
+from reft.protect.codes import Scheme
+from reft.store.history import read_history
+from reft.store.scale_orders import ScaleOrder, Size
+
+from .cluster import WatchedCluster, cluster
+from .test_resizing import CONFIG, OPTIONS, last_step, trains
+
+
+def scale(job: WatchedCluster, asked_on: int, *arguments: str) -> int:
+    memory = str(job.current[asked_on].memory_dir)
+    return main(["scale", *arguments, "--memory-dir", memory, "--job", job.job_id, "--wait", "240"])
+
+
+def goes_to(job: WatchedCluster, replicas: int, before: int, lives: int) -> None:
+    """The job trains on with so many replicas, and every step that was made with ``before`` of them counts."""
+    began = trains(job, replicas, last_step(job, before), lives)
+    # Told to stop, the trainers end within the last step, before the script says that it was made.
+    assert began in (last_step(job, before), last_step(job, before) + 1)
+    steps = [e["step"] for e in job.events("trained", rank=0)]
+    assert len(set(steps)) == len(steps), "a step was made twice"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG))
+    options = ("--nnodes", "2:3", *OPTIONS[2:])
+    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=options) as job:
+        trains(job, 3, 0, lives=1)
+        for wrong, why in [("1", "give a number from 2 to 3"), ("4", "give a number from 2 to 3")]:
+            assert scale(job, 0, wrong) == EXIT_NOT_WELL
+            assert why in capsys.readouterr().out
+        assert scale(job, 0, "2", "--without", "node9") == EXIT_NOT_WELL
+        assert "no node node9 trains" in capsys.readouterr().out
+        assert not job.events("begins", replicas=2)
+
+        assert scale(job, 0, "2", "--without", "node1") == EXIT_WELL
+        assert "the job goes on with 2 nodes" in capsys.readouterr().out
+        assert job.current[1].process.wait(120) == 0
+        assert not job.job_dir(1).exists(), "its memory is needed no more"
+        goes_to(job, 2, 3, lives=1)
+        last = read_history(job.job_dir(0))[-1]
+        assert (last.left, last.lost) == (["node1"], [])
+
+        assert scale(job, 0, "3") == EXIT_NOT_WELL
+        assert "2 train and none wait" in capsys.readouterr().out
+        job.replace_node(1)
+        job.wait_until(lambda: board_says_spare(job, "node1.1"), 120, "a node that waits")
+        assert len(job.events("begins", replicas=3)) == 3, "it waits: two nodes were asked for"
+        assert scale(job, 2, "3") == EXIT_WELL
+        goes_to(job, 3, 2, lives=2)
+
+        job.signal_node(0, signal.SIGUSR1)
+        assert job.current[0].process.wait(120) == 0
+        goes_to(job, 2, 3, lives=2)
+
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0, 2: 0}
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+def board_says_spare(job: WatchedCluster, node: str) -> bool:
+    path = job.job_dir(2) / "board.json"
+    rows: list[Any] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return any(row["report"]["node"] == node and row["report"]["spare"] for row in rows)
+
+
+NOW = Situation(
+    least=1, most=6, nodes=("a", "b", "c"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "without", "now", "why"),
+    [
+        (2, (), NOW, ""),
+        (5, (), NOW, ""),
+        (3, (), NOW, ""),
+        (1, ("b", "c"), NOW, ""),
+        (7, (), NOW, "--nnodes 1:6"),
+        (6, (), NOW, "3 train and 2 wait: start `reft launch` on 1 more"),
+        (2, (), replace(NOW, tolerance=None), "nothing is committed"),
+        (2, (), replace(NOW, tolerance=0), "survives the loss of none"),
+        (4, (), replace(NOW, tolerance=0), ""),
+        (2, ("d",), NOW, "no node d trains"),
+        (2, ("a", "b"), NOW, "2 nodes were named to leave, but 1 leave"),
+        (5, ("a",), NOW, "but 0 leave"),
+        (2, (), replace(NOW, workers=1), "2 trainers, which are no whole replicas of 2 stages x 2 slices"),
+        (2, (), replace(NOW, size=Size("", 12, 2)), ""),
+        (5, (), replace(NOW, size=Size("", 12, 2)), "5 replicas cannot share the 12 samples"),
+        (2, (), replace(NOW, size=Size("because", 12, 2)), "keeps its data-parallel degree of 3: because"),
+        (3, (), replace(NOW, size=Size("because", 12, 2)), ""),
+        (2, (), replace(NOW, parities=Scheme.parse("rs:2")), "at least 3 data-parallel members"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(
+    nodes: int, without: tuple[str, ...], now: Situation, why: str
+) -> None:
+    if now.workers == 1:
+        now = replace(now, degrees=Degrees(2, 3, 2))
+    said = refusal(ScaleOrder(1, nodes, without), now)
+    assert why in said
+    assert bool(why) == bool(said)
+
+
+def test_those_that_were_named_leave_first_and_then_the_last() -> None:
+    assert leavers(("a", "b", "c", "d"), 2, ()) == (3, 2)
+    assert leavers(("a", "b", "c", "d"), 3, ("a",)) == (0, 3, 2)
