@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 _BYTES = 4 * 2**20
 _CHUNKS = 16
+_WRITERS = 4
 
 
 def main(directory: Path) -> None:
-    path = directory / "another-job"
     data = os.urandom(_BYTES)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    while True:
-        for chunk in range(_CHUNKS):
-            os.pwrite(fd, data, chunk * _BYTES)
-            os.fdatasync(fd)
+
+    def write(rank: int) -> None:
+        fd = os.open(directory / f"another-job-{rank}", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        while True:
+            for chunk in range(_CHUNKS):
+                os.pwrite(fd, data, chunk * _BYTES)
+                os.fdatasync(fd)
+
+    for rank in range(1, _WRITERS):
+        threading.Thread(target=write, args=(rank,), daemon=True).start()
+    write(0)
 
 
 if __name__ == "__main__":

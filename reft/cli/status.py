@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from reft.cli.advise import advice_now
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.cli.node import node_is_well, node_status, node_table
 from reft.errors import ReftError
@@ -134,6 +135,7 @@ class _Looker:
         told = summary(board, now)
         told["warnings"] = [*said, *told["warnings"]]
         here = [node_status(path) for path in self.paths]
+        told["advice"] = [a.to_json() for a in advice_now(self.paths, board)] if running else []
         ended = None if running else _end(self.paths)
         told |= {"state": "runs" if running else "ended", "ended": ended}
         told["well"] = running and is_well(told) and all(map(node_is_well, here))
@@ -256,6 +258,7 @@ def _view(told: dict[str, Any]) -> RenderableType:
         table.add_row(name, escape(value))
     parts: list[RenderableType] = [table, _nodes(told)]
     parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in told["warnings"]]
+    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in told["advice"]]
     return Group(*parts)
 
 

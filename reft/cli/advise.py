@@ -1,0 +1,115 @@
+"""``reft advise``: what to change about a job's nodes, from what its nodes tell. Nothing is carried out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
+from reft.policy.advice import Advice, Memory, Situation, Slow, Speed, advise
+from reft.policy.scale_plan import scale_plan, to_yaml
+from reft.store.history import Round, read_history
+from reft.store.jobdir import JobDir
+from reft.store.signals import Board, Signal, read_board
+
+_LEAST_STEPS = 50
+"""Of a round, to tell a speed from it: DLRover's window."""
+_UNTIL_TRAINING = ("starting", "script", "groups", "engine", "joining", "agreeing", "transfer")
+
+
+def advise_command(
+    memory_dir: MemoryDirs = None,
+    job: Job = None,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=1, help="that the job may have; without it no more are advised")
+    ] = None,
+    as_json: AsJson = False,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="a ScalePlan for DLRover's operator (elastic.iml.github.io)")
+    ] = False,
+) -> None:
+    """What to change: nodes to replace or drop, another number of them, memory of a node.
+
+    From named stragglers, lost nodes, speeds at other numbers of nodes, and this host's memory. It is advice:
+    nothing is carried out.
+    """
+    paths = find_memory(memory_dir, job)
+    seen = situation(paths, _newest_board(paths), max_nodes)
+    found = advise(seen)
+    name = JobDir.open(paths[0]).job_id
+    if as_json or as_yaml:
+        memory = psutil.virtual_memory().total
+        # A plan of the same name is the same plan to the operator; every round has its own.
+        number = max((r.round for p in paths for r in read_history(p)), default=0)
+        cores = len(os.sched_getaffinity(0))
+        plan = scale_plan(name, number, found, workers=len(seen.nodes), cpu=cores, memory_bytes=memory)
+        told = {"job_id": name, "advice": [a.to_json() for a in found], "scale_plan": plan}
+        typer.echo(to_yaml(plan) if as_yaml else json.dumps(told, indent=2), nl=not as_yaml)
+        return
+    for advice in found:
+        typer.echo(str(advice))
+    if not found:
+        typer.echo(f"job {name}: nothing to change, as far as its nodes tell")
+
+
+def advice_now(paths: Sequence[Path], board: Board) -> tuple[Advice, ...]:
+    """For ``reft status``."""
+    return advise(situation(paths, board, None))
+
+
+def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
+    """What the nodes of this host know of a job.
+
+    Args:
+        paths: its memory.
+        board: of all its nodes, if there is one.
+        most_nodes: that it may have.
+    """
+    rounds = max((read_history(path) for path in paths), key=len, default=[])
+    rows = [row for row in (board.rows if board is not None else ()) if row.signal is not Signal.OFFLINE]
+    training = tuple(row.report.node for row in rows if not row.report.spare)
+    now = [r.report.steps_per_sec for r in rows if not r.report.spare and r.report.steps_per_sec]
+    speeds = _speeds(rounds)
+    if now and training:
+        speeds = [*speeds, Speed(len(training), min(now))]
+    host = psutil.virtual_memory()
+    return Situation(
+        nodes=training or tuple(rounds[-1].nodes if rounds else ()),
+        spares=tuple(row.report.node for row in rows if row.report.spare),
+        slow=tuple(_slow({} if board is None else board.model_dump(mode="json"))),
+        losses=Counter(node for r in rounds for node in r.lost),
+        speeds=tuple(speeds),
+        most_nodes=most_nodes,
+        memory=(Memory(JobDir.open(paths[0]).node, host.total - host.available, host.total),),
+    )
+
+
+def _slow(board: dict[str, Any]) -> Iterable[Slow]:
+    """Stragglers that the nodes have named, where they compare themselves."""
+    for found in board.get("slow") or ():
+        yield Slow(found["name"], tuple(found["nodes"]), float(found["factor"]), found["why"])
+
+
+def _speeds(rounds: Sequence[Round]) -> list[Speed]:
+    """Of the rounds before the present one: committed steps over the time from the first step on."""
+    found = []
+    for this, after in pairwise(rounds):
+        began = this.unix_secs + sum(this.secs.get(part, 0.0) for part in _UNTIL_TRAINING)
+        ended = min(after.failed_unix_secs or after.unix_secs, after.unix_secs)
+        steps = after.newest_step - (this.resumed_step or 0)
+        if steps >= _LEAST_STEPS and ended > began and this.nodes:
+            found.append(Speed(len(this.nodes), steps / (ended - began)))
+    return found
+
+
+def _newest_board(paths: Sequence[Path]) -> Board | None:
+    boards = [board for path in paths if (board := read_board(path)) is not None]
+    return max(boards, key=lambda board: board.written_unix_secs) if boards else None

@@ -1,0 +1,97 @@
+"""``reft advise``: from what a job's nodes have noted to a plan that an operator reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
+from reft.cli.advise import situation
+from reft.policy.advice import Speed
+from reft.store.history import RESUMED, STARTED, note
+from reft.store.jobdir import JobDir, write_json
+from reft.store.signals import BOARD_FILE, Board, NodeReport, Row, read_board
+
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three nodes and a spare; it began with two, and one is lost again and again."""
+    path = JobDir.open_or_create(tmp_path / "memory", "job", node="a", secret=b"s" * 32).path
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    for nodes, newest, lost in (
+        ("ab", -1, ""),
+        ("abc", 150, ""),
+        ("abc", 300, "c"),
+        ("abc", 320, "c"),
+        ("abc", 330, "c"),
+    ):
+        facts: dict[str, Any] = {"round": 1, "nodes": list(nodes), "lost": list(lost), "newest_step": newest}
+        note(path, STARTED, failures=[], joined=[], **facts)
+        now[0] += 20.0
+        note(path, RESUMED, source="memory", step=max(newest, 0), secs=20.0, times={})
+        now[0] += 100.0
+    monkeypatch.undo()
+    rows = [Row(report=NodeReport(node=n, domain=n, steps_per_sec=1.9)) for n in "abc"]
+    rows.append(Row(report=NodeReport(node="s", domain="s", spare=True)))
+    board = Board(job_id="job", rows=tuple(rows), written_unix_secs=time.time())
+    write_json(path / BOARD_FILE, board.model_dump(mode="json"))
+    return path
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str], job: Path) -> Told:
+    def ask(*options: str) -> str:
+        code = main(["advise", "--memory-dir", str(job.parent), *options])
+        assert code == EXIT_WELL
+        return capsys.readouterr().out
+
+    return ask
+
+
+def test_what_the_nodes_have_noted_is_understood(job: Path) -> None:
+    seen = situation([job], read_board(job), 4)
+    assert (seen.nodes, seen.spares) == (("a", "b", "c"), ("s",))
+    assert seen.losses == {"c": 3}
+    # 150 steps with two nodes in 120 s, of which training takes what the start left; then as told now.
+    assert [speed.workers for speed in seen.speeds] == [2, 3, 3]
+    assert 150 / 120 <= seen.speeds[0].per_sec <= 150 / 99
+    assert seen.speeds[-1] == Speed(3, 1.9)
+    assert seen.memory[0].node == "a"
+
+
+def test_it_is_told_to_people_as_json_and_as_yaml(told: Told) -> None:
+    assert "replace c: it was lost 3 times, of 3 in all" in told()
+    assert "add to 4 nodes" in told("--max-nodes", "4")
+    found = json.loads(told("--json", "--max-nodes", "4"))
+    assert [a["action"] for a in found["advice"] if a["action"] != "memory"] == ["replace", "add"]
+    spec = found["scale_plan"]["spec"]
+    assert spec["removePods"] == [{"name": "c", "type": "worker"}]
+    assert spec["replicaResourceSpecs"]["worker"]["replicas"] == 4
+    yaml = told("--yaml", "--max-nodes", "4")
+    assert '"kind": "ScalePlan"\n' in yaml
+    assert '      "replicas": 4\n' in yaml
+
+
+@pytest.mark.skipif("slow" not in Board.model_fields, reason="launchers name no stragglers")
+def test_stragglers_that_the_job_names_are_replaced(job: Path, told: Told) -> None:
+    board = read_board(job)
+    assert board is not None
+    slow = {
+        **{"kind": "node", "name": "node b", "ranks": (1,), "nodes": ("b",), "since_step": 3},
+        **{"since_unix_secs": 1.0, "factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
+    }
+    write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
+    assert "replace b: node b takes 1.50 times as long as its peers (it computes); spare s waits" in told()
+
+
+def test_without_memory_it_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--memory-dir", str(tmp_path)]) == EXIT_NOT_WELL
+    assert "no job has memory in" in capsys.readouterr().err

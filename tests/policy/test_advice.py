@@ -1,0 +1,145 @@
+"""What is advised, by tables; and DLRover's published examples, computed (REFERENCE, section 3)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reft.errors import ConfigError
+from reft.policy.advice import (
+    Action,
+    Advice,
+    Memory,
+    Situation,
+    Slow,
+    Speed,
+    advise,
+    dropping_pays,
+    gain_of_workers,
+)
+from reft.policy.scale_plan import scale_plan, to_yaml
+
+ABCD = ("a", "b", "c", "d")
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted"),
+    [
+        (Situation(ABCD), []),
+        # A straggler: a spare takes its place; without one it goes if the others are faster alone.
+        (Situation(ABCD, spares=("s",), slow=(Slow("node b", ("b",), 1.1),)), [("replace", ("b",), 4)]),
+        (Situation(ABCD, slow=(Slow("node b", ("b",), 1.2),)), [("replace", ("b",), 4)]),
+        (Situation(ABCD, slow=(Slow("node b", ("b",), 1.5),)), [("drop", ("b",), 3)]),
+        (Situation(("a",), slow=(Slow("node a", ("a",), 9.0),)), [("replace", ("a",), 1)]),
+        (Situation(ABCD, slow=(Slow("a link", ("a", "b"), 9.0),)), []),
+        # The slowest gets the only spare.
+        (
+            Situation(ABCD, spares=("s",), slow=(Slow("a", ("a",), 1.5), Slow("b", ("b",), 3.0))),
+            [("replace", ("b",), 4), ("drop", ("a",), 3)],
+        ),
+        # One node that is lost again and again.
+        (Situation(ABCD, losses={"c": 3, "a": 1}), [("replace", ("c",), 4)]),
+        (Situation(ABCD, losses={"c": 2}), []),
+        (Situation(ABCD, losses={"c": 3, "a": 2, "b": 2}), []),
+        (Situation(ABCD, losses={"gone": 5}), []),
+        (Situation(ABCD, losses={"c": 3}, slow=(Slow("c", ("c",), 2.0),)), [("drop", ("c",), 3)]),
+        # Memory that runs out.
+        (
+            Situation(ABCD, memory=(Memory("a", 80, 100), Memory("b", 95 * GIB, 100 * GIB))),
+            [("memory", ("b",), 4)],
+        ),
+        # How many nodes: DLRover's threshold is a fifth.
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9)), most_nodes=8), [("add", (), 6)]),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.2)), most_nodes=5), [("add", (), 5)]),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.19)), most_nodes=8), [("remove", (), 2)]),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9)), most_nodes=4), []),
+        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9))), []),
+        (Situation(ABCD, speeds=(Speed(4, 1.9), Speed(2, 1.0)), most_nodes=8), []),
+        (Situation(ABCD, speeds=(Speed(4, 1.0),), most_nodes=8), []),
+    ],
+    ids=lambda v: str(v)[:60],
+)
+def test_what_is_advised(seen: Situation, wanted: list[tuple[str, tuple[str, ...], int]]) -> None:
+    assert [(str(a.action), a.nodes, a.workers) for a in advise(seen)] == wanted
+    assert all(a.why and str(a) and json.dumps(a.to_json()) for a in advise(seen))
+
+
+def test_a_node_is_dropped_only_where_the_others_are_faster_without_it() -> None:
+    """Simulated: a synchronous step takes as long as its slowest; a node less means more work for the others."""
+    for nodes in (2, 3, 4, 8):
+        for factor in (1.05, 1.2, 1.4, 1.9, 2.1, 3.0):
+            with_it = max([1.0] * (nodes - 1) + [factor]) / nodes
+            without = 1.0 / (nodes - 1)
+            assert dropping_pays(nodes, factor) == (without < with_it * (1 - 1e-12))
+
+
+# -- published (REFERENCE, section 3) -------------------------------------------------------------------
+
+
+def test_published_threshold_of_a_worker_more() -> None:
+    """(change of speed / change of workers) / (speed / workers) >= 0.2."""
+    assert gain_of_workers(Speed(10, 100.0), Speed(12, 104.0)) == pytest.approx(0.2)
+    assert (
+        gain_of_workers(Speed(1, 10.0), Speed(2, 20.0))
+        == gain_of_workers(Speed(2, 20.0), Speed(1, 10.0))
+        == 1
+    )
+    with pytest.raises(ConfigError, match="different numbers"):
+        gain_of_workers(Speed(3, 1.0), Speed(3, 2.0))
+    with pytest.raises(ConfigError, match="above 0"):
+        Speed(1, 0.0)
+
+
+PUBLISHED_PLAN = {
+    "apiVersion": "elastic.iml.github.io/v1alpha1",
+    "kind": "ScalePlan",
+    "metadata": {"labels": {"scale-type": "auto"}, "name": "deepctr-auto-job-scaleplan-2"},
+    "spec": {
+        "createPods": [],
+        "ownerJob": "deepctr-auto-job",
+        "removePods": [],
+        "replicaResourceSpecs": {"worker": {"replicas": 4, "resource": {"cpu": "1", "memory": "4170Mi"}}},
+    },
+}
+"""DLRover's example of a plan that its master writes; it also has the addresses of parameter servers."""
+
+
+def test_published_scale_plan() -> None:
+    more = Advice(Action.ADD, (), 4, "")
+    plan = scale_plan("deepctr-auto-job", 2, [more], workers=2, cpu=1, memory_bytes=4170 * 2**20)
+    spec = dict(plan["spec"])
+    assert (spec.pop("migratePods"), spec.pop("psHosts")) == ([], [])  # of nothing, and no parameter servers
+    assert plan | {"spec": spec} == PUBLISHED_PLAN
+
+
+def test_what_is_advised_becomes_a_plan() -> None:
+    found = advise(
+        Situation(
+            ABCD,
+            slow=(Slow("b", ("b",), 2.0),),
+            losses={"c": 4},
+            memory=(Memory("a", 95 * GIB, 100 * GIB),),
+        )
+    )
+    spec = scale_plan("job", 1, found, workers=4, cpu=8, memory_bytes=100 * GIB)["spec"]
+    assert spec["removePods"] == [{"name": "b", "type": "worker"}, {"name": "c", "type": "worker"}]
+    # The dropped one has no successor, the replaced one has.
+    assert spec["replicaResourceSpecs"]["worker"] == {
+        "replicas": 3,
+        "resource": {"cpu": "8", "memory": "102400Mi"},
+    }
+    assert spec["migratePods"] == [{"name": "a", "resource": {"cpu": "8", "memory": "121600Mi"}}]
+
+
+def test_the_yaml_says_the_same_whatever_a_job_is_called() -> None:
+    name = "no: - \"job\" # 1\n'yes'"
+    text = to_yaml({"a": {"b": [], "c": name, "n": 3}, "l": [{"name": name, "r": {"cpu": "1"}}, "x"]})
+    assert text == (
+        '"a":\n  "b": []\n  "c": ' + json.dumps(name) + '\n  "n": 3\n'
+        '"l":\n  -\n    "name": ' + json.dumps(name) + '\n    "r":\n      "cpu": "1"\n  - "x"\n'
+    )
+    yaml = pytest.importorskip("yaml", reason="PyYAML is no dependency")
+    plan = scale_plan(name, 1, [], workers=4, cpu=1, memory_bytes=2**30)
+    assert yaml.safe_load(to_yaml(plan)) == plan
