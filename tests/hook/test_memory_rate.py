@@ -109,6 +109,14 @@ def test_the_overhead_is_held_when_another_job_loads_the_link_and_the_rate_comes
     assert ranks.wish == 1
 
 
+def test_slower_steps_are_looked_into_before_the_next_look_is_due() -> None:
+    ranks = SimulatedRanks()
+    ranks.run(1100)  # the last look was at step 1024, the next is due at 1536
+    ranks.cost = 0.3
+    ranks.run(150)
+    assert ranks.wish == 10
+
+
 def test_where_no_step_is_without_a_version_some_are_made_so_now_and_then() -> None:
     """Rarely: in one of ten steps at most."""
     ranks = SimulatedRanks()
