@@ -238,12 +238,18 @@ def test_a_rendezvous_that_dies_alone_is_served_again(
     job.reach(6)
     batch_host = job.facts["BatchHost"]
     (served,) = rendezvous(cluster, batch_host)
+    words = served.cmdline()
+    state = Path(words[words.index("--state-dir") + 1])
+    assert (state / "rendezvous.journal").stat().st_size > 0
     served.kill()
     job.wait_until(lambda: rendezvous(cluster, batch_host), "the rendezvous to be served again")
+    (again,) = rendezvous(cluster, batch_host)
+    assert again.cmdline() == words
     job.reach(12)
     cluster.kill_node([name for name in job.trainers() if name != batch_host][-1])
     ends_without_requeue(job)
     check_losses(job, undisturbed)
+    assert not state.exists()
 
 
 def rendezvous(cluster: SlurmCluster, host: str) -> list[psutil.Process]:

@@ -171,18 +171,31 @@ def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry
 
 def test_a_rendezvous_that_dies_alone_is_served_again_where_it_was(dry: Dry) -> None:
     dry.steps("while [ $(grep -c rendezvous reft.calls) -lt 3 ]; do sleep 0.02; done; exit 0")
-    process = psutil.Process(dry.start("h100.sbatch", "train.py").pid)
+    process = psutil.Process(dry.start("h100.sbatch", "train.py", TMPDIR=str(dry.directory)).pid)
     for number in (1, 2):
         wait_until(lambda n=number: len(dry.called("reft")) == n and serving(process))
+        first = dry.called("reft")[0]
+        state = Path(first.partition("--state-dir ")[2])
+        (state / f"kept-{number}").touch()
         for one in serving(process):
             one.kill()
     assert process.wait(SECS) == 0
-    first, *again = dry.called("reft")
     assert first.startswith("rendezvous --host")
-    assert again == [first] * 2
+    assert dry.called("reft") == [first] * 3
+    assert state.parent == dry.directory, "on the batch host's own disk"
+    assert not state.exists(), "it goes with the job"
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(dry.directory)], (
         "none is left"
     )
+
+
+def test_where_there_is_no_room_for_its_state_a_rendezvous_is_served_without(dry: Dry) -> None:
+    dry.steps("while [ ! -e reft.calls ]; do sleep 0.02; done")
+    code, out = dry.run("h100.sbatch", "train.py", TMPDIR=str(dry.directory / "absent"))
+    assert code == 0, out
+    assert "a rendezvous that is served again begins anew" in out
+    (call,) = dry.called("reft")
+    assert "--state-dir" not in call
 
 
 def serving(script: psutil.Process) -> list[psutil.Process]:
