@@ -21,7 +21,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,9 +129,14 @@ def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], hos
     """
     recorded = _record(engine)
     per_step = PerStepValues(engine, host_state)
+    given = client_state(host_state).keys()
+    contents = {
+        name: _without_methods(content, given) if name == recorded.model_file else content
+        for name, content in recorded.files.items()
+    }
     files = {
         name: TemplateBuilder(name, images, per_step.resolver(content), host_state).build(content)
-        for name, content in recorded.files.items()
+        for name, content in contents.items()
     }
     import deepspeed
 
@@ -143,6 +148,12 @@ def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], hos
         versions={"deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)},
     )
     return template.encode()
+
+
+def _without_methods(content: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Without those that the client state is written over. DeepSpeed since 0.18 saves the module's attribute
+    ``universal_checkpoint_info``, and Megatron's models have a method of that name."""
+    return {key: value for key, value in content.items() if key not in given or not callable(value)}
 
 
 class _RecordingEngine:

@@ -80,4 +80,4 @@ def load_checkpoint(model: list[Any]) -> int:
 
 
 def _universal_checkpoint_info(model: list[Any]) -> dict[str, Any]:
-    return {"universal_checkpoint_version": 0.2, "vocabulary_parameter_patterns": ["weight"]}
+    return {"universal_checkpoint_version": 0.2, **model[0].universal_checkpoint_info()}

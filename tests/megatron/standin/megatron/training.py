@@ -48,7 +48,18 @@ def _layers(hidden_size: int) -> list[nn.Module]:
     ]
 
 
-class Model(nn.Sequential):
+class _Described(nn.Module):
+    """Has a method where DeepSpeed looks for a value to save, as the program's models have."""
+
+    def universal_checkpoint_info(self) -> dict[str, Any]:
+        return {"vocabulary_parameter_patterns": ["weight"]}
+
+
+class PipelineModel(_Described, deepspeed.pipe.PipelineModule):  # type: ignore[misc]
+    """Has its state dict in a pipeline's form."""
+
+
+class Model(_Described, nn.Sequential):
     """Has its state dict in a form of its own in checkpoints, as the program's models have without a pipeline."""
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
@@ -128,7 +139,7 @@ def _engine(args: Namespace) -> Any:
     layers = _layers(args.hidden_size)
     module: nn.Module = Model(*layers)
     if not args.no_pipeline_parallel:
-        module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=_loss)
+        module = PipelineModel(layers, num_stages=1, loss_fn=_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler: Any = Scheduler(optimizer)
     engine, *_ = deepspeed.initialize(args=args, model=module, optimizer=optimizer, lr_scheduler=scheduler)
