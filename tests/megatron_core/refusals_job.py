@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 import reft
+from reft.megatron.core.support import check_release
 from tests.megatron_core.cpu import compute_on_cpu
 from tests.megatron_core.job import model_chunks, transformer_config
 
@@ -51,19 +52,25 @@ def main() -> None:
             told[name] = f"{type(error).__name__}: {error}"
 
     def with_setting(name: str, of: Any, value: Any) -> None:
-        before = getattr(of, name)
-        setattr(of, name, value)
+        before = dict(vars(of))
+        setattr(of, name, value)  # 0.16 has not all of them
         ask(name, lambda: reft.attach_megatron(chunks, optimizer, micro_batches=1))
-        setattr(of, name, before)
+        delattr(of, name)
+        vars(of).update(before)
 
     with_setting("fp8", config, "hybrid")
     with_setting("context_parallel_size", config, 2)
     with_setting("cuda_graph_impl", config, "local")
+    with_setting("gtp_weight_remat_size", config, 2)
+    with_setting("expert_gtp_weight_remat_size", config, 2)
     with_setting("num_distributed_optimizer_instances", chunks[0].ddp_config, 2)
     with_setting("reuse_grad_buf_for_mxfp8_param_ag", chunks[0].ddp_config, True)
     with_setting("use_precision_aware_optimizer", settings, True)
     with_setting("optimizer_cpu_offload", settings, True)
     with_setting("overlap_param_gather_with_optimizer_step", settings, True)
+    with_setting("use_layer_wise_distributed_optimizer", settings, True)
+    with_setting("optimizer_cuda_graph", settings, True)
+    ask("release", lambda: check_release(("0.15",)))
     ask("chunk", lambda: reft.attach_megatron([chunks[0].module], optimizer, micro_batches=1))
     ask("layerwise", lambda: reft.attach_megatron(chunks, WithMore(optimizer), micro_batches=1))
     ask("scheduler", lambda: reft.attach_megatron(chunks, optimizer, object(), micro_batches=1))

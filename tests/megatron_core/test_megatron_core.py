@@ -28,7 +28,8 @@ STEPS, KILLED_AT = 6, 4
 _SECS = 400.0
 _RESUMED = re.compile(r"resumed at step (\d+) from (\w+)")
 _COMMAND = (str(Path(__file__).with_name("job.py")), "--steps", str(STEPS))
-_ENV = {"PYTHONPATH": str(Path(__file__).parents[2])}
+_PATHS = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+_ENV = {"PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}
 
 _SHORT = {
     "ForwardPass": "F",
@@ -176,6 +177,16 @@ def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
             "set context_parallel_size",
         ),
         "cuda_graph_impl": ("UnsupportedStateError", "CUDA graphs (local)", "set cuda_graph_impl to none"),
+        "gtp_weight_remat_size": (
+            "UnsupportedStateError",
+            "weights in 2 shards",
+            "set gtp_weight_remat_size",
+        ),
+        "expert_gtp_weight_remat_size": (
+            "UnsupportedStateError",
+            "weights in 2 shards",
+            "set expert_gtp_weight_remat_size",
+        ),
         "num_distributed_optimizer_instances": ("UnsupportedStateError", "2 instances", "to 1"),
         "reuse_grad_buf_for_mxfp8_param_ag": (
             "UnsupportedStateError",
@@ -189,6 +200,9 @@ def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
             "set optimizer_cpu_offload to False",
         ),
         "overlap_param_gather_with_optimizer_step": ("UnsupportedStateError", "its own step", "to False"),
+        "use_layer_wise_distributed_optimizer": ("UnsupportedStateError", "layer-wise", "to False"),
+        "optimizer_cuda_graph": ("UnsupportedStateError", "a CUDA graph", "set optimizer_cuda_graph"),
+        "release": ("ConfigError", "found megatron-core 0.", "expected 0.15.x"),
         "chunk": ("UnsupportedStateError", "Float16Module", "wrap the model in"),
         "layerwise": ("UnsupportedStateError", "WithMore", "get_megatron_optimizer"),
         "scheduler": ("UnsupportedStateError", "builtins.object", "state_dict and load_state_dict"),

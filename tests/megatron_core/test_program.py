@@ -170,6 +170,18 @@ def test_another_release_is_refused_by_what_it_lacks(install: Any) -> None:
         install("megatron.training.training", {"reft": ENABLED}, load_checkpoint=len)
 
 
+def test_another_release_of_its_core_is_refused_by_its_number(
+    install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training loop of one's own may have it; this program's was not run with it."""
+    import megatron.core
+
+    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
+    monkeypatch.setattr(megatron.core, "__version__", "0.19.2")
+    with pytest.raises(ConfigError, match=r"found megatron-core 0\.19\.2; expected 0\.16\.x"):
+        module.validate_args(Namespace())
+
+
 def test_p10_a_block_that_is_not_enabled_changes_nothing(install: Any) -> None:
     module = install("megatron.training.training", {"reft": {"enabled": False}}, train_step=len)
     assert module.train_step is len

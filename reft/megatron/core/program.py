@@ -35,6 +35,7 @@ from reft.errors import ConfigError
 from reft.hook.calls import bind, replace
 from reft.hook.start_checks import warn
 from reft.megatron.core.attach import MegatronProtection, attach_megatron
+from reft.megatron.core.support import PROGRAM_RELEASES, check_release
 from reft.naming import BLOCK_NAME
 from reft.refusal import end_in_words
 from reft.store.progress import Phase
@@ -220,8 +221,10 @@ class TrainingProgram:
     def _check(self, args: Any) -> None:
         """
         Raises:
-            ConfigError: the program was started with an option that reft cannot resume.
+            ConfigError: the program is of a release that was never tried, or was started with an option that
+                reft cannot resume.
         """
+        check_release(PROGRAM_RELEASES)
         for name, reason in _REFUSED.items():
             if getattr(args, name, False):
                 option = "--" + name.replace("_", "-")

@@ -25,8 +25,10 @@ _FUSED = (
 _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")
 )
-_RELEASES = ("0.16",)
+_RELEASES = ("0.16", "0.19")
 """Whose classes were read and run."""
+PROGRAM_RELEASES = ("0.16",)
+"""Of Megatron-LM, whose training loop was read and run."""
 
 Fact = tuple[bool, str, str]
 
@@ -40,8 +42,11 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
     )
 
 
-def check_release() -> None:
+def check_release(releases: Sequence[str] = _RELEASES) -> None:
     """
+    Args:
+        releases: those that are taken, such as ``0.16``.
+
     Raises:
         ConfigError: Megatron-core is not installed, or of a release that was never tried.
     """
@@ -52,10 +57,9 @@ def check_release() -> None:
         raise ConfigError(
             "megatron-core is not installed; install it: pip install 'reft-ckpt[megatron]'"
         ) from error
-    if not found.startswith(tuple(f"{release}." for release in _RELEASES)):
-        raise ConfigError(
-            f"found megatron-core {found}; expected {', '.join(_RELEASES)}.x, which reft knows: install it"
-        )
+    if not found.startswith(tuple(f"{release}." for release in releases)):
+        expected = " or ".join(f"{release}.x" for release in releases)
+        raise ConfigError(f"found megatron-core {found}; expected {expected}, which reft knows: install it")
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
@@ -101,6 +105,9 @@ def _of_model(config: Any) -> Iterator[Fact]:
     yield get("fp4") is not None, f"FP4 ({get('fp4')})", "train in bf16, fp16 or fp32"
     degree = get("context_parallel_size") or 1
     yield degree > 1, f"context parallel groups of {degree}", "set context_parallel_size to 1"
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since 0.19
+        shards = get(name) or 1
+        yield shards > 1, f"weights in {shards} shards ({name})", f"set {name} to 1"
     graphs = get("cuda_graph_impl") or "none"
     yield graphs != "none", f"CUDA graphs ({graphs})", "set cuda_graph_impl to none"
 
@@ -120,6 +127,10 @@ def _of_optimizer(part: Any) -> Iterator[Fact]:
     yield bool(get("use_precision_aware_optimizer")), f"{path} aware of precision", "switch it off"
     yield bool(get("optimizer_cpu_offload")), f"{path} with CPU offload", "set optimizer_cpu_offload to False"
     overlaps = bool(get("overlap_param_gather_with_optimizer_step"))
+    layers = bool(get("use_layer_wise_distributed_optimizer"))
+    what = f"{path} beside a layer-wise optimizer"
+    yield layers, what, "set use_layer_wise_distributed_optimizer to False"
+    yield bool(get("optimizer_cuda_graph")), f"{path} in a CUDA graph", "set optimizer_cuda_graph to False"
     what = f"{path} that gathers parameters during its own step"
     yield overlaps, what, "set overlap_param_gather_with_optimizer_step to False"
     if class_path(inner) in _FUSED:
