@@ -16,7 +16,7 @@ LAYERS = (
     ("protect",),
     ("config",),
     ("config_keys", "config_read"),
-    ("faults", "state"),
+    ("faults", "speed", "state"),
     ("store",),
     ("comm",),
     ("data", "load", "snapshot"),

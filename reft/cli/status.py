@@ -24,6 +24,7 @@ from reft.cli.advise import advice_now
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.cli.node import node_is_well, node_status, node_table
 from reft.errors import ReftError
+from reft.speed.reports import STEP_PARTS
 from reft.store.history import describe_parts, read_history
 from reft.store.jobdir import DAEMON_FILE, JobDir, is_running, read_json
 from reft.store.observe import Doing, NodeObserver
@@ -31,6 +32,7 @@ from reft.store.progress import read_pages
 from reft.store.signals import Board, Row, Signal, is_well, read_board, summary
 
 _OLD_SECS = 10.0
+_MOST_RANKS = 16
 _STYLES = {
     Signal.HEALTHY: "green",
     Signal.COMPLETED: "green",
@@ -257,6 +259,8 @@ def _view(told: dict[str, Any]) -> RenderableType:
     for name, value in _facts(told):
         table.add_row(name, escape(value))
     parts: list[RenderableType] = [table, _nodes(told)]
+    if told["speeds"]:
+        parts.append(_speeds(told))
     parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in told["warnings"]]
     parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in told["advice"]]
     return Group(*parts)
@@ -309,6 +313,23 @@ def _nodes(told: dict[str, Any]) -> Table:
             escape(_shards(node)),
             escape(": ".join(filter(None, (_doing(node), node["why"])))),
         )
+    return table
+
+
+def _speeds(told: dict[str, Any]) -> Table:
+    """Of the ranks that compute longest."""
+    longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
+    left_out = len(longest) - _MOST_RANKS
+    table = Table("rank", "node", "step", *STEP_PARTS, title="what a step consists of, in ms")
+    slow = {rank for s in told["slow"] for rank in s["ranks"]}
+    for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
+        style = _STYLES[Signal.UNHEALTHY] if speed["rank"] in slow else ""
+        secs = (speed[f"{name}_secs"] for name in ("step", *STEP_PARTS))
+        table.add_row(
+            str(speed["rank"]), escape(speed["node"]), *(f"{s * 1000:.3g}" for s in secs), style=style
+        )
+    if left_out > 0:
+        table.caption = f"and {left_out} that compute no longer than these"
     return table
 
 

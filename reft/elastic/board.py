@@ -16,7 +16,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from reft.elastic.rendezvous_client import RendezvousClient
 from reft.errors import ReftError
 from reft.grid import Degrees
 from reft.hook.coordinates import kernel_id
+from reft.speed.reports import SpeedReport, Straggler
+from reft.speed.stragglers import SpeedWatch
 from reft.store.jobdir import write_json
 from reft.store.observe import Doing, NodeObserver
 from reft.store.rendezvous_store import RendezvousStore, StoreError
@@ -39,6 +42,7 @@ from reft.store.signals import (
     tolerance_now,
     updated_row,
 )
+from reft.store.speed_report import speed_report
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +111,7 @@ class StatusBoard:
         self._still_periods = 0
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
+        self._watch = SpeedWatch()
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
 
     def start(self) -> None:
@@ -193,6 +198,8 @@ class StatusBoard:
             self._store = self._connect()
         store = self._store
         store.set(f"node/{self._node}", report.pack())
+        speed = speed_report(self._path, self._node, report.round)
+        store.set(f"speed/{self._node}", speed.pack())
         held = store.peek("board")
         now = time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
@@ -207,7 +214,7 @@ class StatusBoard:
         if self._board.row(self._node) is None:
             self._enlist(store)
         if self._is_keeper():
-            self._keep(store, report, elapsed)
+            self._keep(store, report, speed, elapsed)
 
     def _enlist(self, store: RendezvousStore) -> None:
         """Let the keeper know that there is this node."""
@@ -226,7 +233,9 @@ class StatusBoard:
         patience = 0 if not self._board.keeper else _KEEPER_PERIODS + min(turn, 8)
         return self._still_periods >= patience
 
-    def _keep(self, store: RendezvousStore, mine: NodeReport, elapsed_secs: float) -> None:
+    def _keep(
+        self, store: RendezvousStore, mine: NodeReport, speed: SpeedReport, elapsed_secs: float
+    ) -> None:
         """Put the reports together."""
         period, now = self._period_secs(), time.time()
         # The keeper may have stood still itself: that is nobody else's silence.
@@ -250,23 +259,29 @@ class StatusBoard:
                 )
             )
         kept, forgotten = sort_out(rows, now)
+        others = [row for row in kept if row.report.node != self._node]
+        self._watch.look([speed, *_speeds(store, others)], now)
         board = Board(
             job_id=self._job_id,
             keeper=self._node,
             number=self._board.number + 1,
             unix_secs=now,
             rows=tuple(kept),
+            slow=self._watch.slow(),
+            speeds=self._watch.speeds(),
         )
         data = board.pack()
         done, held = store.compare_set("board", self._held, data)
         if not done:
             return  # somebody else keeps it: read it at the next turn
+        tell_changes(self._board.slow, board.slow)
         self._board, self._held, self._still_periods = board, held, 0
         if forgotten and listed is not None:
             left = [n for n in json.loads(listed) if n not in forgotten]
             store.compare_set("nodes", listed, json.dumps(left).encode())
             for name in forgotten:
                 store.delete(f"node/{name}")
+                store.delete(f"speed/{name}")
 
     def _write(self, report: NodeReport) -> None:
         """The copy on this node, with this node's own newest report."""
@@ -300,6 +315,25 @@ def _report(store: RendezvousStore, node: str) -> NodeReport | None:
         return NodeReport.unpack(data)
     except ValueError:
         return None
+
+
+def _speeds(store: RendezvousStore, rows: Sequence[Row]) -> Iterator[SpeedReport]:
+    """Of the nodes that are there."""
+    for row in rows:
+        data = None if row.signal is Signal.OFFLINE else store.peek(f"speed/{row.report.node}")
+        if data is not None:
+            with suppress(ValueError):
+                yield SpeedReport.unpack(data)
+
+
+def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> None:
+    """Log who has become slow, and who is no more: each once."""
+    was, now = {s.name: s for s in before}, {s.name: s for s in after}
+    for name, straggler in now.items():
+        if name not in was:
+            logger.warning("%s", straggler)
+    for name in was.keys() - now.keys():
+        logger.info("%s is no slower than its peers any more", name)
 
 
 def sort_out(rows: list[Row], now: float) -> tuple[list[Row], set[str]]:

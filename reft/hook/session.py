@@ -90,6 +90,7 @@ class Session:
                 self.memory.job_dir.path, local_rank(), self.control.rank, config.patience
             )
             undo.callback(self.progress.close)
+            self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
             self._put_together(client_state)
             undo.callback(self.daemon.close)
             undo.callback(self.state.close)

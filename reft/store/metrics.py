@@ -15,6 +15,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from reft.config import MetricsConfig
+from reft.speed.reports import STEP_PARTS
 from reft.store.jobdir import JobDir
 from reft.store.signals import Board, Signal, read_board, summary
 
@@ -53,6 +54,14 @@ METRICS = (
     Metric("reft_round", "starts of the trainers under these launchers"),
     Metric("reft_step", "newest optimizer step that was made"),
     Metric("reft_steps_per_second", "optimizer steps per second, over the last 64 steps seen"),
+    Metric(
+        "reft_step_part_seconds",
+        "seconds of a step, by rank and part: compute, busy (ready to compute, without a core), transfer, "
+        "wait, other; means over the last steps",
+        ("rank", "part"),
+    ),
+    Metric("reft_slow", "how many times as long as its peers what is slow takes", ("kind", "name")),
+    Metric("reft_slow_cost_seconds", "seconds of every step that it costs, at most", ("kind", "name")),
     Metric("reft_committed_step", "optimizer step of the newest committed version"),
     Metric("reft_commit_age_seconds", "seconds since the newest committed version was whole"),
     Metric("reft_commit_lag_steps", "optimizer steps made since the newest committed version"),
@@ -107,6 +116,14 @@ def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
         if each["node"] == node:
             yield from (("reft_node_signal", (str(s),), float(s is signal)) for s in Signal)
     yield from (("reft_nodes", (str(s),), float(n)) for s, n in counted.items())
+    for speed in told["speeds"]:
+        if speed["node"] == node:
+            rank = str(speed["rank"])
+            yield from (("reft_step_part_seconds", (rank, p), float(speed[f"{p}_secs"])) for p in STEP_PARTS)
+    for slow in told["slow"]:
+        labels = (str(slow["kind"]), str(slow["name"]))
+        yield "reft_slow", labels, float(slow["factor"])
+        yield "reft_slow_cost_seconds", labels, float(slow["cost_secs"])
     commit = told["newest_commit"]
     plain = {
         "reft_round": told["round"],

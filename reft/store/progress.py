@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from reft.store.step_times import RING_BYTES, Part, StepClock, StepTimes, part_of, read_steps
+
 logger = logging.getLogger(__name__)
 
 PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
@@ -25,6 +27,8 @@ _PAGE_BYTES = 4096
 _MAGIC = 0x72656674_70616731
 _WORDS, _RING, _RING_AT = 80, 64, 16
 _NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
+_TIMES_AT = _PAGE_BYTES
+_FILE_BYTES = _TIMES_AT + RING_BYTES
 _PER_SEC = 10**9
 
 
@@ -46,6 +50,7 @@ class Phase(IntEnum):
 
 _IS, _PID, _RANK, _STEP, _PHASE, _POSITION, _INSTRUCTION, _NANOS = range(8)
 _PATIENCE, _SIGNAL, _STEPS, _LONGEST = range(8, 12)
+_PLACE, _PLACE_BITS = 14, 20
 _LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BETWEEN: _LONGEST + 2}
 """Where the longest time is that one took; the ring holds the steps'."""
 
@@ -100,6 +105,8 @@ class ProgressPage:
         self._position = 0
         self._began = time.monotonic_ns()
         self._made_first = False
+        self._clock = StepClock(memoryview(self._page)[_TIMES_AT:].cast("q"))
+        self._parts = [Part.OTHER] * _MOST_NAMES
         words = self._words
         words[_PID], words[_RANK], words[_PATIENCE] = os.getpid(), rank, int(patience * 1000)
         words[_PHASE], words[_NANOS] = Phase.LOADING, self._began
@@ -113,7 +120,7 @@ class ProgressPage:
         self._position = position = self._position + 1
         words[_POSITION] = position
         words[_INSTRUCTION] = number
-        words[_NANOS] = time.monotonic_ns()
+        words[_NANOS] = self._clock.enter(self._parts[number])
 
     def number_of(self, name: str) -> int:
         """The number for a name; 0 where the page has no room for another."""
@@ -122,6 +129,7 @@ class ProgressPage:
             at = _NAMES_AT + number * _NAME_BYTES
             self._page[at : at + _NAME_BYTES] = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
             self._names[name] = number
+            self._parts[number] = part_of(name)
         return self._names.get(name, 0)
 
     # -- every step --------------------------------------------------------------------------------
@@ -135,12 +143,13 @@ class ProgressPage:
         if self._words[_PHASE] not in (Phase.STEP, Phase.FIRST_STEP):
             self._position = 0
             self._enter(Phase.STEP if self._made_first else Phase.FIRST_STEP)
+            self._clock.begin(self._began)
 
     def end_step(self, step: int) -> None:
         """The step, or its part, has returned. ``step``: the last one that was made."""
         words = self._words
         if words[_PHASE] == Phase.STEP:
-            words[_RING_AT + words[_STEPS] % _RING] = time.monotonic_ns() - self._began
+            words[_RING_AT + words[_STEPS] % _RING] = self._clock.end(step, self._began)
             words[_STEPS] += 1
         if words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
             self._made_first = True
@@ -158,6 +167,7 @@ class ProgressPage:
         finally:
             self._enter(before)
             self._began = began + self._began - entered  # what it took is not the step's
+            self._clock.leave_out(time.monotonic_ns() - entered)
 
     def _enter(self, phase: Phase) -> None:
         words, now = self._words, time.monotonic_ns()
@@ -173,9 +183,15 @@ class ProgressPage:
         """It writes its stacks on that signal."""
         self._words[_SIGNAL] = number
 
+    def set_place(self, place: tuple[int, int, int]) -> None:
+        """Its pipeline stage, replica and tensor slice."""
+        pp, dp, tp = place
+        self._words[_PLACE] = 1 + (((pp << _PLACE_BITS) + dp) << _PLACE_BITS) + tp
+
     def close(self) -> None:
         """It is not watched any more."""
         self._enter(Phase.ENDED)
+        self._clock.close()
         self._path.unlink(missing_ok=True)
 
 
@@ -185,15 +201,15 @@ def _make(path: Path) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # Written to: a full tmpfs is an error here, not a SIGBUS later.
-            os.posix_fallocate(fd, 0, _PAGE_BYTES)
-            return mmap.mmap(fd, _PAGE_BYTES)
+            os.posix_fallocate(fd, 0, _FILE_BYTES)
+            return mmap.mmap(fd, _FILE_BYTES)
         finally:
             os.close(fd)
     except OSError as error:
         logger.warning(
             "%s cannot be made (%s): this trainer is not watched, it trains all the same", path, error
         )
-        return mmap.mmap(-1, _PAGE_BYTES)
+        return mmap.mmap(-1, _FILE_BYTES)
 
 
 # -- who reads -----------------------------------------------------------------------------------------
@@ -233,6 +249,44 @@ def _read(path: Path) -> Seen | None:
             stack_signal=words[_SIGNAL],
             state=process_state(words[_PID]),
         )
+    return None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What the last steps of a trainer consisted of.
+
+    Attributes:
+        rank: of the trainer.
+        pid: of its process.
+        place: its pipeline stage, replica and tensor slice.
+        steps: the last 64 of them, by number.
+    """
+
+    rank: int
+    pid: int
+    place: tuple[int, int, int]
+    steps: list[StepTimes]
+
+
+def read_times(job_dir: Path) -> list[Timed]:
+    """Of the trainers of this node whose place is known; files that are no such pages are left out."""
+    found = (_timed(path) for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")))
+    return [timed for timed in found if timed is not None]
+
+
+def _timed(path: Path) -> Timed | None:
+    with suppress(OSError, ValueError, struct.error):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            page = os.pread(fd, _FILE_BYTES, 0)
+        finally:
+            os.close(fd)
+        words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
+        if words[_IS] == _MAGIC and words[_PLACE] > 0:
+            place, mask = words[_PLACE] - 1, (1 << _PLACE_BITS) - 1
+            at = (place >> 2 * _PLACE_BITS, place >> _PLACE_BITS & mask, place & mask)
+            return Timed(words[_RANK], words[_PID], at, read_steps(page[_TIMES_AT:_FILE_BYTES]))
     return None
 
 

@@ -21,6 +21,7 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
+from reft.speed.reports import RankSpeed, Straggler
 from reft.store.jobdir import read_json
 from reft.store.label import Label
 
@@ -169,6 +170,8 @@ class Board(_Message):
         number: one more with every change.
         unix_secs: when it was put together, by the keeper's clock.
         rows: by node.
+        slow: ranks, nodes and links that are slower than their peers, the costliest first.
+        speeds: of what the ranks' last steps consisted.
         written_unix_secs: when a launcher wrote this copy into its node's memory.
         store_lost_unix_secs: since when that launcher does not reach the others; None: it does.
     """
@@ -178,6 +181,8 @@ class Board(_Message):
     number: int = 0
     unix_secs: float = 0.0
     rows: tuple[Row, ...] = ()
+    slow: tuple[Straggler, ...] = ()
+    speeds: tuple[RankSpeed, ...] = ()
     written_unix_secs: float = 0.0
     store_lost_unix_secs: float | None = None
 
@@ -329,7 +334,9 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         "restarts": max((r.report.restarts for r in rows), default=0),
         "last_recovery": None if last is None else last.model_dump(mode="json"),
         "nodes": [_node(r, r.report.node in needed) for r in sorted(rows, key=lambda r: r.report.node)],
-        "warnings": list(_warnings(rows, needed, left)),
+        "slow": [s.model_dump(mode="json") for s in board.slow],
+        "speeds": [s.model_dump(mode="json") for s in board.speeds],
+        "warnings": [*_warnings(rows, needed, left), *map(str, board.slow)],
         "as_of_unix_secs": board.unix_secs,
     }
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.errors import ConfigError
+from reft.speed.reports import Kind, RankSpeed, Straggler
 from reft.store.jobdir import JobDir, write_json
 from reft.store.label import Label
 from reft.store.metrics import METRICS, MetricsServer, values
@@ -36,7 +37,16 @@ def board() -> Board:
     facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
     here = NodeReport(node="a", domain="a", signal=Signal.COMPLETED, shards=(shard,), **facts)
     gone = NodeReport(node="b", domain="b", shards=(shard.model_copy(update={"at": (0, 1, 0)}),))
-    return Board(job_id="job", rows=(Row(report=here), Row(report=gone, offline_unix_secs=95.0)))
+    speed = RankSpeed(
+        **{"rank": 3, "node": "a", "at": (0, 0, 0), "step_secs": 0.5, "compute_secs": 0.2, "busy_secs": 0.0},
+        **{"transfer_secs": 0.1, "wait_secs": 0.15, "other_secs": 0.05},
+    )
+    slow = Straggler(
+        **{"kind": Kind.RANK, "name": "rank 3 (a)", "ranks": (3,), "nodes": ("a",), "since_step": 4},
+        **{"since_unix_secs": 80.0, "factor": 1.5, "cost_secs": 0.1, "cost_share": 0.2, "why": "it computes"},
+    )
+    rows = (Row(report=here), Row(report=gone, offline_unix_secs=95.0))
+    return Board(job_id="job", rows=rows, slow=(slow,), speeds=(speed,))
 
 
 @pytest.fixture

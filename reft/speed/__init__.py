@@ -1,0 +1,1 @@
+"""How fast each rank is, and what the job loses."""
