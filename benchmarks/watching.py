@@ -4,7 +4,7 @@
 
 A trainer notes every instruction of the pipeline's schedule on its page. Rounds of the same empty
 instruction, called as the engine calls it, alternate: as it is, and with the note around it; the difference
-is the note's cost. Beside it the same for a step (its beginning and end). A daemon looks at the pages of its
+is the note's cost; likewise for two that compute and do not, in turns. Beside it the same for a step (its beginning and end). A daemon looks at the pages of its
 node four times a second: the processor seconds of one look at the pages of so many trainers, whose processes
 exist.
 """
@@ -29,6 +29,9 @@ from reft.store.hangs import Watch
 from reft.store.progress import ProgressPage, read_pages
 
 LOOKS_PER_SEC = 4
+STEP_SECS, MICRO_BATCHES = 0.1, 8
+"""Of the step whose share is told: a short one. The middle stage of a pipeline has six instructions per micro
+batch, two of which compute, and three at the end."""
 TRAINERS = (1, 8)
 
 
@@ -44,6 +47,12 @@ def thread_secs(call: Callable[[], Any], times: int) -> float:
     return (time.thread_time() - began) / times
 
 
+def step_share(note_secs: float, turn_secs: float, step_secs: float) -> float:
+    """The part of a step that its notes take."""
+    notes = (4 * MICRO_BATCHES + 3 - 2 * MICRO_BATCHES) * note_secs
+    return (notes + 2 * MICRO_BATCHES * turn_secs + step_secs) / STEP_SECS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,13 +65,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.calls = 3, 200
-    notes, steps, looks = [], [], {trainers: [] for trainers in TRAINERS}
+    notes, turns, steps, looks = [], [], [], {trainers: [] for trainers in TRAINERS}
     with tempfile.TemporaryDirectory(prefix="reft-bench-", dir=options.shm) as folder:
         page = open_page(Path(folder), 0, 0, 10.0)
         noted = at_instruction(page, "ForwardPass")(instruction)
+        sent = at_instruction(page, "SendActivation")(instruction)
         for _ in range(options.rounds):
             plain = thread_secs(lambda: instruction(buffer_id=0), options.calls)
             notes.append(thread_secs(lambda: noted(buffer_id=0), options.calls) - plain)
+            page.begin_step()
+            # To computing and back: how long the thread had no core is read as it comes and as it goes.
+            both = thread_secs(lambda: (noted(buffer_id=0), sent(buffer_id=0)), options.calls)
+            turns.append(both - 2 * plain)
+            page.end_step(1)
             steps.append(thread_secs(lambda: (page.begin_step(), page.end_step(1)), options.calls))
             for trainers in TRAINERS:
                 pages = [ProgressPage(Path(folder), n, n, 10.0) for n in range(1, trainers)]
@@ -79,7 +94,13 @@ def main() -> None:
         "command": " ".join(["python", "benchmarks/watching.py", *sys.argv[1:]]),
         "machine": machine(),
         "note_secs": estimate(notes).to_json(),
+        "to_computing_and_back_secs": estimate(turns).to_json(),
         "step_secs": estimate(steps).to_json(),
+        "share_of_a_step": {
+            "step_secs": STEP_SECS,
+            "micro_batches": MICRO_BATCHES,
+            "share": step_share(estimate(notes).median, estimate(turns).median, estimate(steps).median),
+        },
         "look_secs": {str(trainers): estimate(found).to_json() for trainers, found in looks.items()},
         "daemon_share_of_a_core": {
             str(trainers): LOOKS_PER_SEC * estimate(found).median for trainers, found in looks.items()
