@@ -4,9 +4,9 @@
 
 A trainer notes every instruction of the pipeline's schedule on its page. Rounds of the same empty
 instruction, called as the engine calls it, alternate: as it is, and with the note around it; the difference
-is the note's cost; likewise for two that compute and do not, in turns. Beside it the same for a step (its beginning and end). A daemon looks at the pages of its
-node four times a second: the processor seconds of one look at the pages of so many trainers, whose processes
-exist.
+is the note's cost; likewise for two, one of which computes. Beside it the same for a step (its beginning and
+end). A daemon looks at the pages of its node four times a second: the processor seconds of one look at the
+pages of so many trainers, whose processes exist.
 """
 
 from __future__ import annotations

@@ -270,6 +270,8 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "state", told["state"] if told["ended"] is None else f"does not run: {told['ended']}"
     speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
+    if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
+        yield "since the start", _since_start(counts)
     commit = told["newest_commit"]
     if commit is None:
         yield "newest commit", "none"
@@ -288,6 +290,19 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "last recovery", f"{_clock(last['unix_secs'])}, {why}{resumed}"
         yield "its seconds", f"{total:.1f}: {parts}" if parts else "not known yet"
     yield "restarts", str(told["restarts"])
+
+
+def _since_start(counts: dict[str, Any]) -> str:
+    speed = counts["samples_per_sec"]
+    made = counts["newest_step"] - counts["first_step"]
+    lost = (f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
+    parts = (
+        f"{made} steps in {counts['elapsed_secs']:.0f} s",
+        "" if speed is None else f"{speed:.3g} samples/s",
+        f"{counts['effective_ratio']:.1%} effective",
+        ", ".join(lost) and f"lost to {', '.join(lost)}",
+    )
+    return "; ".join(filter(None, parts))
 
 
 def _losses(told: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from reft.elastic.accounts import Accounts
 from reft.elastic.options import LaunchOptions
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.errors import ReftError
@@ -112,6 +113,7 @@ class StatusBoard:
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
         self._watch = SpeedWatch()
+        self._accounts = Accounts(path)
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
 
     def start(self) -> None:
@@ -181,7 +183,9 @@ class StatusBoard:
         """Look at this node, tell of it, and learn of the others."""
         self._number += 1
         doing = replace(self._doing, spare=self._is_spare())
-        report = self._observer.look(doing).model_copy(update={"number": self._number})
+        counts = self._accounts.look(self._board.slow)
+        changes = {"number": self._number, "counts": counts}
+        report = self._observer.look(doing).model_copy(update=changes)
         if ending:
             report = report.model_copy(update={"left": True, "why": self._left})
         try:

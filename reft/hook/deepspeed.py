@@ -101,6 +101,7 @@ def attach(
         program.join(session)
     if (unloadable := why_not_loadable(engine)) is not None:
         warn(session, unloadable)
+    session.progress.set_samples(int(engine.train_batch_size()))
     setattr(engine, _SESSION, session)
     _wrap(seen, session)
     report_untried(session)

@@ -90,7 +90,6 @@ class Session:
                 self.memory.job_dir.path, local_rank(), self.control.rank, config.patience
             )
             undo.callback(self.progress.close)
-            self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
             self._put_together(client_state)
             undo.callback(self.daemon.close)
             undo.callback(self.state.close)
@@ -118,6 +117,8 @@ class Session:
             micro_batches=self.engine.micro_batches,
             ranks_here=self.ranks_here,
         )
+        if not self.copying.engine.asynchronous:  # else calls return before their work is done
+            self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
         self.protection = self._protect_as_configured()
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
         recomputing = Recomputing(

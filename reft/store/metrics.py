@@ -62,6 +62,11 @@ METRICS = (
     ),
     Metric("reft_slow", "how many times as long as its peers what is slow takes", ("kind", "name")),
     Metric("reft_slow_cost_seconds", "seconds of every step that it costs, at most", ("kind", "name")),
+    Metric(
+        "reft_effective_training_ratio", "time that was training that counts, since the job's start, 0 to 1"
+    ),
+    Metric("reft_lost_seconds_total", "seconds since the job's start that were lost, by cause", ("cause",)),
+    Metric("reft_samples_per_second", "samples trained on per second, since the job's start"),
     Metric("reft_committed_step", "optimizer step of the newest committed version"),
     Metric("reft_commit_age_seconds", "seconds since the newest committed version was whole"),
     Metric("reft_commit_lag_steps", "optimizer steps made since the newest committed version"),
@@ -124,11 +129,16 @@ def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
         labels = (str(slow["kind"]), str(slow["name"]))
         yield "reft_slow", labels, float(slow["factor"])
         yield "reft_slow_cost_seconds", labels, float(slow["cost_secs"])
+    counts = told["since_start"] or {}
+    for cause, secs in (counts.get("lost_secs") or {}).items():
+        yield "reft_lost_seconds_total", (cause,), float(secs)
     commit = told["newest_commit"]
     plain = {
         "reft_round": told["round"],
         "reft_step": told["step"],
         "reft_steps_per_second": told["steps_per_sec"],
+        "reft_effective_training_ratio": counts.get("effective_ratio"),
+        "reft_samples_per_second": counts.get("samples_per_sec"),
         "reft_committed_step": None if commit is None else commit["step"],
         "reft_commit_age_seconds": told["commit_age_secs"],
         "reft_commit_lag_steps": told["commit_lag_steps"],

@@ -50,7 +50,7 @@ class Phase(IntEnum):
 
 _IS, _PID, _RANK, _STEP, _PHASE, _POSITION, _INSTRUCTION, _NANOS = range(8)
 _PATIENCE, _SIGNAL, _STEPS, _LONGEST = range(8, 12)
-_PLACE, _PLACE_BITS = 14, 20
+_PLACE, _SAMPLES, _PLACE_BITS = 14, 15, 20
 _LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BETWEEN: _LONGEST + 2}
 """Where the longest time is that one took; the ring holds the steps'."""
 
@@ -71,6 +71,7 @@ class Seen:
         phase_secs: longest time that it took for what it is at; 0: none yet.
         stack_signal: signal on which it writes its stacks; 0: none.
         state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
+        samples_per_step: of the whole job; 0: not known.
     """
 
     local_rank: int
@@ -86,6 +87,7 @@ class Seen:
     phase_secs: float
     stack_signal: int
     state: str
+    samples_per_step: int = 0
 
 
 class ProgressPage:
@@ -188,6 +190,10 @@ class ProgressPage:
         pp, dp, tp = place
         self._words[_PLACE] = 1 + (((pp << _PLACE_BITS) + dp) << _PLACE_BITS) + tp
 
+    def set_samples(self, per_step: int) -> None:
+        """Samples that the whole job trains on in a step."""
+        self._words[_SAMPLES] = per_step
+
     def close(self) -> None:
         """It is not watched any more."""
         self._enter(Phase.ENDED)
@@ -248,6 +254,7 @@ def _read(path: Path) -> Seen | None:
             phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
             stack_signal=words[_SIGNAL],
             state=process_state(words[_PID]),
+            samples_per_step=words[_SAMPLES],
         )
     return None
 

@@ -21,6 +21,7 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
+from reft.speed.effective import Counts
 from reft.speed.reports import RankSpeed, Straggler
 from reft.store.jobdir import read_json
 from reft.store.label import Label
@@ -112,6 +113,7 @@ class NodeReport(_Message):
         restarts: after failures.
         recovery: the last of them.
         warnings: for people.
+        counts: the job's, as this node has counted them; None: not yet.
         left: it has ended, and says so.
     """
 
@@ -132,6 +134,7 @@ class NodeReport(_Message):
     restarts: int = 0
     recovery: Recovery | None = None
     warnings: Texts = ()
+    counts: Counts | None = None
     left: bool = False
 
     def pack(self) -> bytes:
@@ -334,10 +337,26 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         "restarts": max((r.report.restarts for r in rows), default=0),
         "last_recovery": None if last is None else last.model_dump(mode="json"),
         "nodes": [_node(r, r.report.node in needed) for r in sorted(rows, key=lambda r: r.report.node)],
+        "since_start": _since_start(rows),
         "slow": [s.model_dump(mode="json") for s in board.slow],
         "speeds": [s.model_dump(mode="json") for s in board.speeds],
         "warnings": [*_warnings(rows, needed, left), *map(str, board.slow)],
         "as_of_unix_secs": board.unix_secs,
+    }
+
+
+def _since_start(rows: Iterable[Row]) -> dict[str, Any] | None:
+    """What the node that has counted for longest has counted."""
+    counts = max(
+        (r.report.counts for r in rows if r.report.counts), key=lambda c: c.elapsed_secs, default=None
+    )
+    if counts is None:
+        return None
+    return {
+        **counts.model_dump(mode="json"),
+        "effective_ratio": counts.effective_ratio,
+        "samples_per_sec": counts.samples_per_sec,
+        "lost_secs": counts.lost_secs,
     }
 
 

@@ -67,12 +67,12 @@ def test_a_rank_slowed_by_a_fifth_is_named_while_the_others_are_not(
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG))
     with cluster(tmp_path, "paced.py", str(config), "100000", nodes=2, procs_per_node=2) as job:
-        job.wait_until(lambda: last_step(job) >= SETTLED, 300, "some steps")
+        job.wait_until(lambda: last_step(job) >= SETTLED, 900, "some steps")
         assert slow(job) == []
         pid = job.events("step", rank=SLOWED)[-1]["pid"]
         began = last_step(job)
         with quota(pid):
-            job.wait_until(lambda: bool(slow(job)), 300, "somebody to be named")
+            job.wait_until(lambda: bool(slow(job)), 600, "somebody to be named")
             named = slow(job)
             ended = last_step(job)
             capsys.readouterr()

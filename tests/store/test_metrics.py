@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.errors import ConfigError
+from reft.speed.effective import Counts
 from reft.speed.reports import Kind, RankSpeed, Straggler
 from reft.store.jobdir import JobDir, write_json
 from reft.store.label import Label
@@ -35,6 +36,7 @@ def board() -> Board:
     )
     last = Recovery(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
     facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
+    facts["counts"] = Counts(began_unix_secs=1.0, elapsed_secs=10.0, samples=40, recovering_secs=2.0)
     here = NodeReport(node="a", domain="a", signal=Signal.COMPLETED, shards=(shard,), **facts)
     gone = NodeReport(node="b", domain="b", shards=(shard.model_copy(update={"at": (0, 1, 0)}),))
     speed = RankSpeed(
