@@ -323,9 +323,10 @@ class Persister:
                 persist.dir,
                 message,
             )
+        gone = label not in committed_labels(self._job_dir)
         if not isinstance(error, OvertakenError):
             self._refused = label
-        elif label != self._refused:  # else it is storage that failed, for as long as memory had it
+        elif gone and label != self._refused:  # else it is storage that failed, for as long as memory had it
             self._status.update_persist(overtaken=label)
         stale = persist.stale_since_step if persist.stale_since_step is not None else label.step
         self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
@@ -333,7 +334,7 @@ class Persister:
             future = self._asked.pop(label, None)
             if future is not None and not future.cancelled():
                 future.set_exception(PersistError(message))
-            if self._due == label and label not in committed_labels(self._job_dir):
+            if self._due == label and gone:
                 # Overwritten meanwhile: every node goes on with the next version that is due.
                 self._due = None
             if self._due is not None and self._due <= label:

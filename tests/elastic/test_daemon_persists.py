@@ -11,7 +11,7 @@ import pytest
 
 from reft.config import PersistConfig, ReftConfig
 from reft.config_read import parse_block
-from reft.errors import PersistError
+from reft.errors import OvertakenError, PersistError
 from reft.grid import Coordinate
 from reft.store import fence
 from reft.store.client import DaemonClient, DaemonError, request
@@ -104,6 +104,9 @@ def test_a_version_that_memory_overtook_is_named_to_the_trainers(
         def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
             if refuses.is_set():
                 raise PersistError("no space left")
+            if label.step == 3 and self.calls.count(3) == 0:
+                self.calls.append(3)
+                raise OvertakenError("a trainer of this node holds its lock still")
             return persist_label(job_dir, label, config)
 
     run_here(persist=BusyWriter())
@@ -111,6 +114,10 @@ def test_a_version_that_memory_overtook_is_named_to_the_trainers(
     client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
     client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {}, due=True)  # no slot holds it
     wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}, "step 2")
+    commit(job_dir, 0, Label(1, 3))
+    client.notify_commit(Label(1, 3), Coordinate(0, 0, 0), {}, due=True)  # memory has it: tried again
+    wait_for(lambda: "holds its lock" in (persist_status(job_dir)["error"] or ""), "the lock to be met")
+    assert persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}
     refuses.set()
     commit(job_dir, 0, Label(1, 4))
     client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, due=True)
