@@ -30,8 +30,8 @@ _PARTS = ("alone", "another process loads the disk", "alone again")
 _LOOK_SECS = 0.1
 _START_SECS = 240.0
 _MODEL = (
-    *("--layers", "2", "--hidden", "192", "--heads", "6", "--kv-heads", "6", "--ffn", "512"),
-    *("--vocab", "16384", "--seq", "32", "--micro-batch", "1", "--micro-batches", "2"),
+    *("--layers", "4", "--hidden", "192", "--heads", "6", "--kv-heads", "6", "--ffn", "512"),
+    *("--vocab", "2048", "--seq", "32", "--micro-batch", "1", "--micro-batches", "2"),
     *("--pp", "1", "--dp", "2"),
     *("--steps", "1000000", "--log-interval", "1000"),
 )
