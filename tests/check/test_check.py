@@ -1,0 +1,110 @@
+"""Four nodes of this machine are checked; one of them is held back, or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, main
+from reft.store.door import listen
+from reft.store.keyvalue import KeyValueServer
+from reft.store.user_secret import user_secret
+from tests.prefork import Popen
+
+NODES, BAD = 4, 2
+
+
+def check(folder: Path, *options: str, disturb: Any = None) -> list[tuple[int | None, dict[str, Any]]]:
+    """Exit code and JSON of every node; a node that ``disturb`` keeps from ending has none."""
+    server = KeyValueServer(listen("127.0.0.1", 0), user_secret())
+    outputs = [folder / f"node{n}.json" for n in range(NODES)]
+    command = [sys.executable, "-m", "reft.cli", "check", "--json", "--nnodes", str(NODES), *options]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{server.port}"]
+    nodes = [
+        Popen(
+            [*command, "--node-id", f"node{n}"],
+            stdout=out.open("wb"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for n, out in enumerate(outputs)
+    ]
+    ended = threading.Event()
+    disturber = threading.Thread(target=disturb, args=(nodes[BAD].pid, ended)) if disturb else None
+    try:
+        if disturber is not None:
+            disturber.start()
+        codes = [p.wait(400) if n != BAD or disturb is not hang else None for n, p in enumerate(nodes)]
+    finally:
+        ended.set()
+        if disturber is not None:
+            disturber.join()
+        for process in nodes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait(30)
+        server.close()
+    return [(c, {} if c is None else json.loads(o.read_text())) for c, o in zip(codes, outputs, strict=True)]
+
+
+def throttle(pid: int, ended: threading.Event) -> None:
+    """A quota of a third of the processor."""
+    with suppress(ProcessLookupError):
+        while not ended.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.04)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.02)
+
+
+def hang(pid: int, ended: threading.Event) -> None:
+    """It stands still for ever."""
+    os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("disturb", [throttle, hang])
+def test_the_bad_one_of_four_is_named_by_all(tmp_path: Path, disturb: Any) -> None:
+    told = check(tmp_path, "--secs", "3", "--factor", "2", "--timeout", "90", disturb=disturb)
+    heard = [(code, found) for code, found in told if code is not None]
+    assert len(heard) >= NODES - 1
+    for code, found in heard:
+        assert code == EXIT_NOT_WELL
+        if disturb is throttle:
+            (bad,) = found["bad"]
+            assert bad["node"] == f"node{BAD}"
+            assert any("multiplies matrices" in why for why in bad["reasons"])
+        else:
+            assert [b["reasons"] for b in found["bad"]] == [["it does not answer"]]
+
+
+def test_one_node_is_checked_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json", "--secs", "0.1"]) == EXIT_WELL
+    told = json.loads(capsys.readouterr().out)
+    (node,) = told["nodes"]
+    assert node["alone"]["matmul_flops"] > 1e8
+    assert node["alone"]["memory_bytes"] > 1e7
+    assert told["well"]
+    assert main(["check", "--secs", "0.1"]) == EXIT_WELL
+    assert "all nodes are well" in capsys.readouterr().out
+
+
+def test_several_nodes_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--nnodes", "2"]) == EXIT_WRONG_USE
+    assert "reft rendezvous" in capsys.readouterr().err
+
+
+def test_a_rendezvous_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    arguments = ["check", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--secs", "0.1"]
+    assert main(arguments) == EXIT_NOT_WELL
+    assert "does not answer" in capsys.readouterr().err
