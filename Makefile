@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv mpi-libraries etcd wheel docs clock demo test test-all lint bench gpu faults storm matrix megatron slurm mpi clean
+.PHONY: venv mpi-libraries etcd wheel docs clock demo test test-all lint bench gpu faults storm soak matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -97,6 +97,11 @@ faults: venv  ## the fault matrix: every pair of values, with all variants and p
 
 storm: venv  ## real jobs under random attacks, compared with undisturbed runs: SEED=, SECS=
 	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs $(or $(SECS),1800) $(ARGS)
+
+# Hours on a small machine. What it prints names the seed that makes the same attacks again.
+soak: venv  ## 100 attacks at least over all layouts, compared with undisturbed runs, and fifty restarts that leak nothing: SEED=
+	$(PYTEST) tests/attack/test_flat.py tests/elastic/test_scaling.py tests/elastic/test_resize_sequence.py
+	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs 0 --least 100 --attacks 12 $(ARGS)
 
 matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows
 	$(BIN)/python -m tests.matrix $(ARGS)

@@ -41,6 +41,8 @@ class Trainers:
 
     def begin(self, number: int) -> None:
         """A round is about to start."""
+        if self._notes != self._root:
+            shutil.rmtree(self._notes, ignore_errors=True)
         self._notes = self._root / str(number)
         try:
             # The directory of all rounds is gone where somebody has removed the job's memory.

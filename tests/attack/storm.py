@@ -198,10 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     storm = Storm(Scratch(root), Random(args.seed), kinds, args.steps, args.attacks)
     began = time.monotonic()
     episodes: list[Episode] = []
-    while not episodes or time.monotonic() - began < args.secs:
+    while not episodes or time.monotonic() - began < args.secs or attacks_of(episodes) < args.least:
         setup = setups[len(episodes) % len(setups)]
         console.print(f"[bold]{len(episodes)}[/] {setup.name}, {time.monotonic() - began:.0f} s")
-        episode = storm.episode(setup, len(episodes), began + args.secs)
+        until = float("inf") if attacks_of(episodes) < args.least else began + args.secs
+        episode = storm.episode(setup, len(episodes), until)
         episodes.append(episode)
         _show(episode)
         if args.json:
@@ -218,6 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if summary["good"] else 1
 
 
+def attacks_of(episodes: Sequence[Episode]) -> int:
+    """How many there were."""
+    return sum(len(e.attacks) for e in episodes)
+
+
 def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float) -> dict[str, Any]:
     """What ``--json`` writes."""
     recoveries = [r for e in episodes if e.verdict for r in e.verdict.recoveries]
@@ -227,7 +233,7 @@ def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float
         "secs": round(secs, 1),
         "cores": os.cpu_count(),
         "setups": sorted({e.setup.name for e in episodes}),
-        "attacks": sum(len(e.attacks) for e in episodes),
+        "attacks": attacks_of(episodes),
         "attacks_by_kind": dict(sorted(Counter(a["kind"] for e in episodes for a in e.attacks).items())),
         "recoveries": len(recoveries),
         "recoveries_by_source": dict(Counter(r.source for r in recoveries)),
@@ -258,6 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.storm", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--secs", type=float, default=1800.0, help="attack for so long (default %(default)s)")
+    parser.add_argument("--least", type=int, default=0, help="and until there were so many attacks")
     parser.add_argument("--steps", type=int, help="of every job (default: what suits each)")
     parser.add_argument("--attacks", type=int, default=6, help="most on one job (default %(default)s)")
     parser.add_argument("--setups", nargs="+", choices=[s.name for s in SETUPS], help="only these jobs")

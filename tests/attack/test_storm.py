@@ -11,9 +11,10 @@ import pytest
 from reft.tools.demo.history import History
 from tests.attack.storm import Storm, main
 from tests.attack.storm_attacks import ATTACKS
-from tests.attack.storm_job import Chapter
+from tests.attack.storm_job import Chapter, StormCluster
 from tests.attack.storm_judge import Verdict, judge
 from tests.attack.storm_setups import SETUPS
+from tests.elastic.cluster import SCRIPTS
 from tests.faults.job import Scratch
 
 REFERENCE = {step: float(step).hex() for step in range(1, 31)}
@@ -108,6 +109,27 @@ def test_setups_differ_and_their_schemes_are_possible() -> None:
     for setup in SETUPS:
         assert load_config({"reft": setup.block(Path("/checkpoints"))}).enabled
         assert setup.shape.degrees.world_size == setup.shape.nodes * setup.shape.procs_per_node
+
+
+def test_a_node_of_the_storm_comes_back_as_the_job_that_it_was(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    cluster = StormCluster(
+        command=[str(SCRIPTS / "light.py"), "wait", "plain"],
+        directory=tmp_path,
+        nodes=1,
+        env={"TEST_EVENTS": str(tmp_path / "events")},
+    )
+
+    def lives(number: int) -> bool:
+        return len(list((tmp_path / "events").glob("worker-*.jsonl"))) >= number
+
+    with cluster:
+        cluster.start()
+        cluster.wait_until(lambda: lives(1), 120, "the first life")
+        cluster.cut_power(rendezvous=True)
+        cluster.come_back()
+        cluster.wait_until(lambda: lives(2), 120, "the second life")
+        assert cluster.log(0).count("reft [local/launcher node0] round 1, start") == 2
 
 
 @pytest.mark.long

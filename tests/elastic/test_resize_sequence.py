@@ -1,0 +1,116 @@
+"""A job that goes through several sizes is, from each resize on, the job of that size, to the bit; and reads every
+sample once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hook.ranks import run_ranks
+from tests.hook.test_resizing import to_universal
+
+from .cluster import WatchedCluster, cluster
+from .dealt_job import BATCH, CONFIG, SAMPLES
+from .test_resizing import last_step, trains
+from .test_scaling import scale
+
+JOB = Path(__file__).with_name("dealt_job.py")
+CONF = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5,join_timeout=240"
+
+
+@dataclass
+class Phase:
+    """What one start of the trainers did.
+
+    Attributes:
+        replicas: how many there were.
+        begins: newest step that was made before.
+        ids: samples of every step, by rank and micro-batch.
+        losses: likewise.
+    """
+
+    replicas: int
+    begins: int
+    ids: dict[int, dict[int, Any]] = field(default_factory=dict)
+    losses: dict[int, dict[int, Any]] = field(default_factory=dict)
+
+
+def phases(job: WatchedCluster) -> list[Phase]:
+    """Those that made a step."""
+    found: dict[int, Phase] = {}
+    for event in job.events():
+        phase = found.setdefault(event["start"], Phase(event["replicas"], event["step"]))
+        if event["event"] == "trained":
+            phase.ids.setdefault(event["step"], {})[event["rank"]] = event["ids"]
+            phase.losses.setdefault(event["step"], {})[event["rank"]] = event["losses"]
+    return [found[start] for start in sorted(found) if found[start].ids]
+
+
+def went_on(tmp_path: Path) -> list[Phase]:
+    """Four replicas; a node is lost, another leaves as it is told, and two come."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
+    options = ("--nnodes", "2:4", "--max-restarts", "0", "--rdzv-conf", CONF)
+    with cluster(tmp_path, "../dealt_job.py", str(config), nodes=4, options=options) as job:
+        trains(job, 4, 0, lives=1)
+        job.kill_node(1)
+        trains(job, 3, last_step(job, 4), lives=1)
+        job.kill_node(3)
+        trains(job, 2, last_step(job, 3), lives=1)
+        job.replace_node(1)
+        job.replace_node(3)
+        trains(job, 4, last_step(job, 2), lives=2)
+        assert scale(job, 0, "2") == 0  # one after the other: each takes its part of the state along
+        trains(job, 2, last_step(job, 4), lives=2)
+        found = phases(job)
+        job.finish()
+        job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
+    return found
+
+
+def is_within(wanted: list[int], found: list[int]) -> bool:
+    """Whether one comes after the other, whatever lies between: nodes may come one by one."""
+    left = iter(found)
+    return all(size in left for size in wanted)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sample_once(
+    tmp_path: Path,
+) -> None:
+    found = went_on(tmp_path)
+    sizes = [phase.replicas for phase in found]
+    assert is_within([4, 3, 2, 4, 2], sizes), sizes
+    counted: Counter[int] = Counter()
+    tag, root = "", tmp_path / "reference" / "chain"
+    root.mkdir(parents=True)
+    for number, phase in enumerate(found):
+        until = found[number + 1].begins if number + 1 < len(found) else max(phase.ids) - 1
+        made = {step: phase.ids[step] for step in range(phase.begins + 1, until + 1)}
+        life = {
+            "tag": tag,
+            "until": until,
+            "save": f"step{until}",
+            "ids": {step: [ranks[r] for r in range(phase.replicas)] for step, ranks in made.items()},
+        }
+        (root / "life.json").write_text(json.dumps(life))
+        told = run_ranks(JOB, root, world=phase.replicas)
+        for step in made:
+            for rank in range(phase.replicas):
+                assert phase.losses[step][rank] == told[rank]["losses"][str(step)], (number, step, rank)
+        for ranks in made.values():
+            read = [i for batches in ranks.values() for ids in batches for i in ids]
+            assert len(read) == BATCH, "the global batch is kept"
+            counted.update(read)
+        to_universal(root.parent, life["save"])
+        tag = f"{life['save']}-universal"
+    steps = sum(counted.values()) // BATCH
+    passes, rest = divmod(steps * BATCH, SAMPLES)
+    assert set(counted.values()) <= {passes, passes + 1}
+    assert sum(times == passes + 1 for times in counted.values()) == rest
