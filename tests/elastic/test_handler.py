@@ -372,7 +372,9 @@ def three(server: KeyValueServer) -> list[StoreRendezvous]:
 
     handlers[0].scale(ask)
     for handler in handlers:
-        handler._keep_alive()
+        deadline = time.monotonic() + WAIT_SECS
+        while not handler.num_nodes_waiting() and time.monotonic() < deadline:
+            handler._keep_alive()  # looks at the store again, but not at once
         assert handler.num_nodes_waiting()
         assert handler.is_whole
     assert [h.is_leaving for h in handlers] == [False, False, True]
