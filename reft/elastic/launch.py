@@ -444,6 +444,8 @@ class Launcher(Observer):
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():
             logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
+        elif not (self._options.keep_memory or self._was_replaced):
+            self._memory.discard_unused()
 
     def _why_ended(self) -> str:
         if self._ended_well:

@@ -137,7 +137,7 @@ class NodeMemory:
             ) from error
 
     def discard_unused(self) -> None:
-        """No round was formed: what this launcher made goes again, what it found stays."""
+        """No version was taken: what this launcher made goes again, what it found stays."""
         if self._made and self._lock is not None and not self.holds_versions():
             if self._is_ours():
                 shutil.rmtree(self.path, ignore_errors=True)

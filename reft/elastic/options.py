@@ -54,7 +54,7 @@ class LaunchOptions:
         block_file: holds the ``reft`` block; None where the DeepSpeed JSON does.
         dry_run: end before the first step.
         daemon: start the node daemon.
-        keep_memory: do not remove the memory after a good end.
+        keep_memory: do not remove the memory after a good end, nor where no version was taken.
         grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
         stop_secs: time for trainers to end when a round is over.
         free_restarts: restarts because of lost peers, without progress in between.

@@ -100,7 +100,10 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         help="further modules for that process, with commas between them",
     )
     ours.add_argument(
-        "--keep-memory", "--keep_memory", action="store_true", help="keep the memory after a good end, too"
+        "--keep-memory",
+        "--keep_memory",
+        action="store_true",
+        help="keep the memory after a good end, and where no version was taken",
     )
     ours.add_argument(
         "--grace-secs",

@@ -115,6 +115,37 @@ def test_memory_is_counted_for_a_number_of_parameters(config: dict[str, Any], sa
     assert "GB" not in unknown
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        # 14 bytes, and a copy of the weights; the optimizer's 12 to a peer.
+        (
+            {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+                "reft": {**ON, "protection": "arc"},
+            },
+            "every step 16 GB are copied to the hosts' memory, and 12 GB go to peers",
+        ),
+        ({"reft": {**ON, "protection": "arc:2", "interval_steps": 5}}, "every 5 steps 36 GB are copied"),
+        ({"reft": {**ON, "protection": "aec"}}, "every step at most 24 GB are copied"),
+        (
+            {"reft": {**ON, "protection": "auto"}},
+            "12 GB are copied to the hosts' memory, and what the chosen",
+        ),
+        ({"reft": {**ON, "variant": "none"}}, "nothing is copied"),
+    ],
+)
+def test_the_bytes_of_a_version_are_counted(config: dict[str, Any], said: str) -> None:
+    assert said in check_config(config, 1e9).facts["cost"]
+
+
+def test_without_a_number_of_parameters_the_cost_is_told_by_parameter() -> None:
+    cost = check_config({"reft": {**ON, "protection": "arc"}}).facts["cost"]
+    assert "24 bytes a parameter are copied" in cost
+    assert "GB" not in cost
+
+
 def test_no_block_is_told_with_what_to_write() -> None:
     with pytest.raises(ConfigError, match='write "reft"'):
         check_config({"train_batch_size": 8})

@@ -61,7 +61,8 @@ LAUNCHERS = (
     ),
     Tested(
         "`deepspeed --hostfile` over several hosts",
-        "not tried; `reft launch --hostfile FILE`, on each of the hosts, is",
+        "no test has run it; `reft launch --hostfile FILE`, on each of the hosts, is. DeepSpeed hands on no variable of "
+        "reft's: `memory_dir` and `job_id` belong into the block, `REFT_SECRET` and others into `.deepspeed_env`",
         "elastic/test_hostfile.py",
     ),
     Tested(

@@ -23,11 +23,9 @@ class WatchedCluster(LocalCluster):
     def events(self, event: str | None = None, **wanted: Any) -> list[dict[str, Any]]:
         """Events of all trainers in the order of time."""
         found = []
-        for path in self.events_dir.glob("worker-*.jsonl"):
-            for line in path.read_text().splitlines():
-                fields = json.loads(line)
-                if event in (None, fields["event"]) and all(fields.get(k) == v for k, v in wanted.items()):
-                    found.append(fields)
+        for fields in self._written("worker-*.jsonl"):
+            if event in (None, fields["event"]) and all(fields.get(k) == v for k, v in wanted.items()):
+                found.append(fields)
         return sorted(found, key=lambda e: e["time"])
 
     def wait_for(self, event: str, count: int = 1, timeout_secs: float = 240.0, **wanted: Any) -> list[Any]:
@@ -38,12 +36,14 @@ class WatchedCluster(LocalCluster):
 
     def launcher_events(self, event: str) -> list[dict[str, Any]]:
         """Events of the launchers."""
-        found = [
-            json.loads(line)
-            for path in self.events_dir.glob("reft--1-*.jsonl")
-            for line in path.read_text().splitlines()
-        ]
-        return sorted((e for e in found if e["event"] == event), key=lambda e: e["time"])
+        found = [e for e in self._written("reft--1-*.jsonl") if e["event"] == event]
+        return sorted(found, key=lambda e: e["time"])
+
+    def _written(self, pattern: str) -> Iterator[dict[str, Any]]:
+        """All events of these files; a line that is being written, or whose writer was killed, is left out."""
+        for path in self.events_dir.glob(pattern):
+            *lines, _torn = path.read_text().split("\n")
+            yield from map(json.loads, lines)
 
     def finish(self) -> None:
         """Let the trainers of allreduce.py end well after the next step."""

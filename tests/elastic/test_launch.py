@@ -292,7 +292,7 @@ def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
     assert first["REFT_ROUND"] == "1"
 
 
-def test_errors_are_shown_restarts_counted_and_the_memory_kept(tmp_path: Path) -> None:
+def test_errors_are_shown_restarts_counted_and_no_memory_without_a_version_is_left(tmp_path: Path) -> None:
     with single(tmp_path, "raise", options=("--max-restarts", "1")) as job:
         assert job.wait(240) == {0: 1}
         log = job.log(0)
@@ -303,7 +303,7 @@ def test_errors_are_shown_restarts_counted_and_the_memory_kept(tmp_path: Path) -
         assert "restarts used: 1 of 1 (--max-restarts): the job ends" in log
         counts = [e["env"]["TORCHELASTIC_RESTART_COUNT"] for e in job.events("start")]
         assert counts == ["0", "1"]
-        assert job.job_dir(0).is_dir()
+        assert not job.job_dir(0).exists()
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 
@@ -332,7 +332,7 @@ def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number
         assert job.wait(240) == {0: 128 + number}
         assert [e["number"] for e in job.events("signal")] == [number, number]
         assert len(job.events("flushed")) == 2
-        assert job.job_dir(0).is_dir()
+        assert not job.job_dir(0).exists(), "no version was taken"
         assert "Traceback" not in job.log(0)
         job.wait_until(job.none_left, 240, "the end of all processes")
 

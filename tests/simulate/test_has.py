@@ -248,6 +248,8 @@ def test_a_pipeline_is_printed_and_given_as_json(capsys):
         (["has", "--protection", "prayer"], "known: none, arc, aec"),
         (["has", "--model", "34b", "--dp", "1"], "at least two data-parallel peers"),
         (["has", "--timeline", "a.png"], "--model"),
+        (["pipeline", "--forward-ms", "-3"], "'--forward-ms': Input should be greater than or equal to 0"),
+        (["pipeline", "--backward-ms", "-3"], "'--backward-ms': Input should be greater than or equal to 0"),
         (["pipeline", "--schedule", "dualpipe-v", "--micro-batches", "4"], "at least 8"),
         (["pipeline", "--schedule", "interleaved", "--micro-batches", "6"], "multiple of 4"),
     ],

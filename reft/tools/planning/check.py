@@ -132,7 +132,7 @@ def _facts(config: Mapping[str, Any], block: ReftConfig, parameters: float | Non
         "survives": survives,
         "after a failure": _rolled_back(block),
         "memory": _memory(config, block, parameters),
-        "cost": "copies run in the pipeline's idle time; 'reft plan' computes bytes and seconds for a model",
+        "cost": _cost(config, block, parameters),
         "storage": f"{persist.dir}, {storage}" if persist.dir is not None else "nothing",
     }
 
@@ -147,31 +147,74 @@ def _rolled_back(block: ReftConfig) -> str:
 
 def _memory(config: Mapping[str, Any], block: ReftConfig, parameters: float | None) -> str:
     """Of all nodes together, with Adam: weights and moments, and what protects them."""
-    half = any(_part(config, key).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
-    partitioned = _part(config, "zero_optimization").get("stage", 0) == 1
-    weights, optimizer = (2, 12) if half else (4, 8)
-    own = block.arena_count * (weights + optimizer)
-    versions = f"{block.arena_count} versions of {weights + optimizer} bytes a parameter (Adam)"
+    version = _version(config, block)
+    arenas = block.arena_count
+    versions = f"{arenas} versions of {version.own} bytes a parameter (Adam)"
     if block.chooses:
-        known = "" if parameters is None else f", {_gb(parameters * own)} without it"
+        known = "" if parameters is None else f", {_gb(parameters * arenas * version.own)} without it"
         return f"{versions}, and the redundancy that is chosen{known}{_how_to_know(parameters)}"
-    scheme = block.scheme
-    if partitioned:
-        more = weights * (scheme.copies + scheme.parities) + optimizer * scheme.certain_losses
-    else:
-        more = (weights + optimizer) * (scheme.copies + scheme.parities)
-    kept = f"{versions}{_redundancy(block, partitioned)}"
+    kept = f"{versions}{_redundancy(config, block)}"
     if parameters is None:
         return f"{kept}{_how_to_know(None)}"
-    least, most = parameters * own, parameters * (own + block.arena_count * more)
-    # A parity is a part of what it protects: how large a part, the number of replicas decides.
-    bound = "" if least == most else "at most " if scheme.parities else ""
-    return f"{kept}: {bound}{_gb(most)} for {parameters:.3g} parameters, over all nodes together"
+    most = parameters * arenas * (version.own + version.redundant + version.sent)
+    return f"{kept}: {_bound(block)}{_gb(most)} for {parameters:.3g} parameters, over all nodes together"
 
 
-def _redundancy(block: ReftConfig, partitioned: bool) -> str:
+def _cost(config: Mapping[str, Any], block: ReftConfig, parameters: float | None) -> str:
+    """What a version moves, over all nodes together."""
+    if block.variant is Variant.NONE:
+        return "nothing is copied"
+
+    def amount(per_parameter: int) -> str:
+        return f"{per_parameter} bytes a parameter" if parameters is None else _gb(per_parameter * parameters)
+
+    version = _version(config, block)
+    often = "every step" if block.version_steps == 1 else f"every {block.version_steps} steps"
+    if block.adapts:
+        often = "at every version"
+    copied = amount(version.own + version.redundant)
+    moved = f"{often} {_bound(block)}{copied} are copied to the hosts' memory"
+    if version.sent:
+        moved += f", and {amount(version.sent)} go to peers over the network"
+    if block.chooses:
+        moved += ", and what the chosen redundancy takes"
+    return f"{moved}; in a pipeline's idle time, where it suffices; 'reft plan' computes seconds for a model"
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Bytes a parameter, with Adam: of the state; redundant ones that ranks copy from their own replica,
+    where a parity counts as a whole copy; and ZeRO partitions that are sent to peers."""
+
+    own: int
+    redundant: int
+    sent: int
+
+
+def _version(config: Mapping[str, Any], block: ReftConfig) -> _Version:
+    half = any(_part(config, key).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
+    weights, optimizer = (2, 12) if half else (4, 8)
+    own = weights + optimizer
+    if block.chooses:
+        return _Version(own, 0, 0)
+    times = block.scheme.copies + block.scheme.parities
+    if _is_partitioned(config):
+        return _Version(own, weights * times, optimizer * block.scheme.certain_losses)
+    return _Version(own, own * times, 0)
+
+
+def _is_partitioned(config: Mapping[str, Any]) -> bool:
+    return bool(_part(config, "zero_optimization").get("stage", 0) == 1)
+
+
+def _bound(block: ReftConfig) -> str:
+    """A parity is a part of what it protects: how large a part, the number of replicas decides."""
+    return "at most " if not block.chooses and block.scheme.parities else ""
+
+
+def _redundancy(config: Mapping[str, Any], block: ReftConfig) -> str:
     scheme = block.scheme
-    copied = scheme.certain_losses if partitioned else scheme.copies
+    copied = scheme.certain_losses if _is_partitioned(config) else scheme.copies
     parts = [f"{copied} more cop{'y' if copied == 1 else 'ies'}"] if copied else []
     if scheme.parities:
         parts.append(f"{scheme.parities} parit{'y' if scheme.parities == 1 else 'ies'} of a part each")
