@@ -60,8 +60,13 @@ LAUNCHERS = (
         "elastic/test_launchers.py",
     ),
     Tested(
-        "`deepspeed --hostfile` over several hosts",
-        "no test has run it; `reft launch --hostfile FILE`, on each of the hosts, is. DeepSpeed hands on no variable of "
+        "`deepspeed --hostfile FILE --no_ssh --node_rank N`, on each of the hosts",
+        "the same; a host that comes back without its memory gets its state from the others",
+        "elastic/test_hosts_of_deepspeed.py",
+    ),
+    Tested(
+        "`deepspeed --hostfile FILE`, which starts the other hosts by `ssh`, `pdsh` or MPI",
+        "not run; `reft launch --hostfile FILE`, on each of the hosts, is. DeepSpeed hands on no variable of "
         "reft's: `memory_dir` and `job_id` belong into the block, `REFT_SECRET` and others into `.deepspeed_env`",
         "elastic/test_hostfile.py",
     ),
