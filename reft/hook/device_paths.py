@@ -79,6 +79,10 @@ def _recomputes(session: Session) -> bool:
     return session.config.recompute
 
 
+def _finds_the_interval(session: Session) -> bool:
+    return session.config.adapts
+
+
 def _exact_adam(session: Session) -> bool:
     return session.state.adapter.steps_exactly
 
@@ -93,6 +97,7 @@ PATHS: tuple[DevicePath, ...] = (
     DevicePath("parities by torch", ("reft.protect.xor_torch",), _parities_by_torch),
     DevicePath("capture of gradients", ("reft.state.gradients",), _recomputes),
     DevicePath("ExactAdam", ("reft.optim",), _exact_adam),
+    DevicePath("costs of copies within the device", ("reft.hook.device_costs",), _finds_the_interval),
     DevicePath("restoring to a device", ("reft.hook.restore",), _always),
     DevicePath("random states of a device", ("reft.state.rng",), _always),
 )

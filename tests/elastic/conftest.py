@@ -39,11 +39,17 @@ def run_here(job_dir: JobDir) -> Iterator[Callable[..., Daemon]]:
         thread = threading.Thread(target=daemon.run)
         thread.start()
         started.append((daemon, thread))
-        # Not the one before, which answers until this one has taken the socket over.
         began = daemon.status.snapshot()["started_unix_secs"]
-        wait_for(
-            lambda: answers(job_dir) and request_status(job_dir)["started_unix_secs"] == began, "the daemon"
-        )
+
+        def runs() -> bool:
+            """Whether it answers: not the one before, which does until this one has taken the socket over,
+            in whose midst there is none."""
+            try:
+                return request_status(job_dir)["started_unix_secs"] == began
+            except (OSError, EOFError):
+                return False
+
+        wait_for(runs, "the daemon")
         return daemon
 
     yield start

@@ -21,8 +21,10 @@ from reft.optim import ExactAdam
 ROOT = Path(reft.__file__).parents[1]
 ASKS_ONLY = {
     "reft.hook.device_paths",
+    "reft.hook.rates",
     "reft.profile.profiler",
     "reft.protect.backend",
+    "reft.tools.check.measures",
     "reft.tools.pretrain.train",
 }
 """Modules that name a device's interface to choose by it, or are no part of a protected job."""
