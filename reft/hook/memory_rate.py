@@ -67,7 +67,8 @@ class MemoryRate:
         fits: shortest interval, at least as long as the given one, that goes with the one on storage.
         copies: what is known of the copies by now.
         known: costs and interval of an earlier start; None has the first steps profiled.
-        on_change: told of the costs and the interval whenever a window was judged.
+        on_change: told of the costs and the interval whenever a window was judged, by the thread that asks
+            for the wish; the training thread does not wait for it.
         clock: seconds.
     """
 
@@ -97,6 +98,7 @@ class MemoryRate:
         self._usual: float | None = None
         self._probe_from: int | None = None
         self._lost_most = self._peak_bytes = 0
+        self._news: tuple[Costs, int] | None = None
         self._committed_step: int | None = None
         self.costs: Costs | None = None
         """As Algorithm 1 took them; None while they are measured."""
@@ -153,7 +155,11 @@ class MemoryRate:
             windows: how often one fits into the idle time, as planned.
         """
         with self._lock:
-            return self._bounded(max(windows, self._wish()))
+            wanted = self._bounded(max(windows, self._wish()))
+            news, self._news = self._news, None
+        if news is not None:
+            self._on_change(*news)
+        return wanted
 
     def _wish(self) -> int:
         if self.rate is None:
@@ -220,7 +226,7 @@ class MemoryRate:
         self._probe_from = None
         self._usual = median(self._recent) if self._recent else None
         self.costs = self._costs(seen)
-        self._on_change(self.costs, self.rate.interval_steps)
+        self._news = self.costs, self.rate.interval_steps
 
     def _probes(self) -> bool:
         """Whether versions are taken less often for a while, to have steps without one."""

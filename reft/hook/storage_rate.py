@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from reft.config import PersistConfig
 from reft.grid import Topology
 from reft.policy.frequency import Costs, Observed, Rate, RateLimits, Why, adapt
+from reft.policy.pairs import Pauses
 from reft.policy.storage_interval import (
     StorageCosts,
     Wishes,
@@ -39,8 +39,6 @@ _FIRST_STEPS = 50
 """Until the first version goes to storage: CheckFreq profiles for so many iterations, without checkpoints."""
 _PLAIN_STEPS = 64
 _LEAST_PLAIN = 3
-_PAUSE = 20
-"""Times the median: so long is no step, but an evaluation or whatever the script does between two."""
 _REPAIR_SECS = 600.0
 """From the loss of a node to the version that is protected again: twice the five minutes that are published
 for a hot recovery with a replacement (Paddle)."""
@@ -106,6 +104,7 @@ class StorageRate:
         self._clock = clock
         self._lock = threading.Lock()
         self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._pauses = Pauses()
         self._writing_secs, self._writing_steps = 0.0, 0
         self._before: tuple[int, float] | None = None
         self._on_its_way: tuple[Label, float] | None = None
@@ -145,7 +144,7 @@ class StorageRate:
             return due
 
     def _count(self, step_secs: float, steps: int) -> None:
-        if self._plain and step_secs > _PAUSE * median(self._plain):
+        if self._pauses.has(step_secs, self._plain):
             return
         if self._on_its_way is None:
             self._plain.extend([step_secs] * min(steps, _PLAIN_STEPS))

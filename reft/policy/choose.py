@@ -166,7 +166,7 @@ class Choice:
             return why
         more = alternative.busiest.moved_bytes - self.chosen.busiest.moved_bytes
         return (
-            f"moves {_bytes(more)} more a step"
+            f"moves {amount(more)} more a step"
             if more
             else "moves as much, but takes more memory or decoding"
         )
@@ -317,8 +317,8 @@ def _reason(chosen: Alternative, wished: int, usable: Sequence[Alternative], sit
     load = chosen.busiest
     parts = [
         f"survives the loss of {_nodes(chosen.tolerance)}, {wished} wished",
-        f"{_bytes(load.to_host_bytes)} to the host"
-        + (f", {_bytes(load.sent_bytes)} to peers" if load.sent_bytes else ""),
+        f"{amount(load.to_host_bytes)} to the host"
+        + (f", {amount(load.sent_bytes)} to peers" if load.sent_bytes else ""),
         f"{_memory(chosen.memory_bytes)} on the fullest node"
         + ("" if chosen.limit_bytes is None else f", {_memory(chosen.limit_bytes)} may be used"),
     ]
@@ -404,7 +404,8 @@ def _memory(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _bytes(nbytes: float) -> str:
+def amount(nbytes: float) -> str:
+    """Bytes for people, three digits: ``1.23 GB``."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

@@ -12,8 +12,9 @@ _AROUND = 4
 _MOST_PAIRS = 64
 _LEFT_OUT = 8
 """One in so many differences at either end is left out of the mean: an evaluation, a hiccup of the host."""
-_PAUSE = 20
-"""Times the median: so long is no step, but an evaluation or whatever the script does between two."""
+_PAUSE, _MOST_PAUSES = 20, 4
+"""Times the median: so long is no step, but an evaluation or whatever the script does between two. More of
+them in a row are steps: training has become as slow."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,29 @@ class Cost:
     pairs: int
 
 
+class Pauses:
+    """Tells what lies between two steps from the steps."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def has(self, secs: float, plain: deque[float]) -> bool:
+        """Whether so long is no step.
+
+        Args:
+            secs: of the next one.
+            plain: seconds of steps; forgotten where steps are of another length from now on.
+        """
+        if not plain or secs <= _PAUSE * median(plain):
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        if self._in_a_row > _MOST_PAUSES:
+            self._in_a_row = 0
+            plain.clear()
+        return True
+
+
 class Pairs:
     """Steps with and without a checkpoint beside them, in the order in which they were made.
 
@@ -41,6 +65,7 @@ class Pairs:
 
     def __init__(self) -> None:
         self._plain: deque[float] = deque(maxlen=_MOST_PAIRS)
+        self._pauses = Pauses()
         self._before: list[float] = []
         self._beside: list[float] = []
         self._after: list[float] = []
@@ -55,7 +80,7 @@ class Pairs:
             begins: a checkpoint was begun right before it.
             beside: one was under way in it.
         """
-        if self._plain and secs > _PAUSE * median(self._plain):
+        if self._pauses.has(secs, self._plain):
             self._start_over()
             return
         if not beside:

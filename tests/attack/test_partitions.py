@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,9 @@ class Partitioned(FaultJob):
 
 
 @contextmanager
-def started(scratch: Scratch, name: str, shape: Shape) -> Iterator[Partitioned]:
+def started(scratch: Scratch, name: str, shape: Shape, **keys: Any) -> Iterator[Partitioned]:
     """The job trains and has a checkpoint; in the end its losses are the undisturbed run's, and it never went
-    back behind a commit."""
+    back behind a commit. ``keys``: further ones of the block."""
     reference = scratch.reference(shape, OPTIMIZER, REFERENCE_STEPS)
     persist_dir = scratch.root / f"{name}-persisted"
     block = {
@@ -59,6 +60,7 @@ def started(scratch: Scratch, name: str, shape: Shape) -> Iterator[Partitioned]:
         "block_bytes": 16384,
         "commit_timeout_secs": 20.0,
         "persist": {"dir": str(persist_dir), "interval_steps": 5},
+        **keys,
     }
     job = Partitioned(
         *(scratch, name, shape, OPTIMIZER),
@@ -121,7 +123,8 @@ def test_peers_that_cannot_reach_each_other_wait_and_go_on_when_they_can(
 
 
 def test_of_two_halves_the_one_with_the_store_goes_on(scratch: Scratch) -> None:
-    with started(scratch, "halves", DP4) as job:
+    """Two nodes of four are lost with their memory: the versions survive that, and none is made again."""
+    with started(scratch, "halves", DP4, protection="arc:2") as job:
         network = job.cluster.network
         lone = [job.cluster.current[i] for i in (2, 3)]
         network.cut([n.node_id for n in lone], [STORE, "node0", "node1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,22 @@ def test_the_overhead_is_held_when_another_job_loads_the_link_and_the_rate_comes
     ranks.cost = 0.01
     ranks.run(3000)
     assert ranks.wish == 1
+
+
+def test_p6_training_does_not_wait_until_what_was_measured_is_kept() -> None:
+    """It is written to a file by the thread that asks for the wish; a step ends meanwhile."""
+    ended = []
+
+    def keep(costs: Costs, interval_steps: int) -> None:
+        training = threading.Thread(target=ranks.rates[0].step, args=(ranks.step + 1, 1.0), daemon=True)
+        training.start()
+        training.join(30)
+        ended.append(not training.is_alive())
+
+    ranks = SimulatedRanks(ranks=1, on_change=keep)
+    ranks.run(100)
+    assert ended
+    assert all(ended)
 
 
 def test_slower_steps_are_looked_into_before_the_next_look_is_due() -> None:

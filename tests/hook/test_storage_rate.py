@@ -157,6 +157,22 @@ def test_an_evaluation_between_two_steps_is_no_cost_of_a_checkpoint() -> None:
     assert job.overheads[0] == pytest.approx(0.0)
 
 
+def test_training_that_becomes_much_slower_for_good_is_measured_anew() -> None:
+    told: list[float] = []
+    rate = StorageRate(
+        PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}),
+        on_change=lambda costs, steps: told.append(costs.step_secs),
+        clock=lambda: now,
+    )
+    now = 0.0
+    for step in range(1, 201):
+        now += 1.0 if step <= 40 else 30.0
+        if step % 50 == 10:
+            rate.answered({"persisted": [1, step - 10], "failing": False})
+        rate.committed(Label(1, step), 50)
+    assert told[-1] == 30.0
+
+
 def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> None:
     coordinates = tuple(Coordinate(0, dp, 0) for dp in range(4))
     topology = Topology(Degrees(1, 4, 1), coordinates, ("a", "b", "c", "d"))

@@ -48,6 +48,17 @@ def test_an_evaluation_and_a_hiccup_are_no_cost() -> None:
     assert found.secs == pytest.approx(0.05, abs=1e-9)
 
 
+def test_training_that_becomes_much_slower_for_good_is_learned_anew() -> None:
+    pairs = Pairs()
+    simulated(pairs, 5, 12, cost=0.05, noise=0.0)
+    pairs.forget()
+    for i in range(60):
+        pairs.step(30.0 + 2.0 * (i % 5 == 0), begins=i % 5 == 0, beside=i % 5 == 0)
+    found = pairs.cost()
+    assert found is not None
+    assert (found.plain_secs, found.secs) == (30.0, pytest.approx(2.0))
+
+
 def test_checkpoints_that_touch_each_other_tell_nothing() -> None:
     pairs = Pairs()
     for i in range(50):

@@ -100,6 +100,12 @@ def test_a_plan_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in wide, text
 
 
+def test_what_a_small_model_moves_is_said_in_its_own_unit(run: Run) -> None:
+    said = run(FP16, *SMALL, "--parameters", "1e5", "--micro-batches", "4").out
+    assert "moves +8.51 kB" in said
+    assert "e-0" not in said
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "layouting", "wishes"),
     [

@@ -1,7 +1,8 @@
 """One node's part of a check: it measures, tells the others through the rendezvous store, and meets them.
 
-Nobody waits for a node that does not answer for longer than ``timeout_secs`` per turn; what is agreed on (the
-pairs, the verdict) is what the first node that was done has written.
+Nobody waits for a node that does not answer for longer than ``timeout_secs`` per turn. The pairs are those
+that the first node that was done has written; the verdict follows, on every node, from what it has heard in
+time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from reft.errors import ConfigError
 from reft.store.rendezvous_store import RendezvousStore
 from reft.tools.check.measures import measure_alone, measure_reduction
 from reft.tools.check.verdict import Alone, Pair, Verdict, first_pairs, judge, second_pairs
@@ -90,10 +92,16 @@ class NodeCheck:
     def run(self) -> Checked:
         """
         Raises:
+            ConfigError: all nodes of this check have come already: it is an earlier one's place.
             StoreError: the rendezvous store does not answer.
         """
         settings = self._settings
         self._index = self._store.add("joined", 1) - 1
+        if self._index >= settings.nodes:
+            raise ConfigError(
+                f"{settings.node} is node {self._index + 1} of a check of {settings.nodes}: an earlier check "
+                f"was made under this id, or --nnodes is too small; give every check another --rdzv-id"
+            )
         self._tell("name", settings.node)
         names = self._gather("name", range(settings.nodes))
         # Together: what others of the same host do shows in what each can do.

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from reft.policy.choose import GIB, Alternative
+from reft.policy.choose import GIB, Alternative, amount
 from reft.policy.loads import Load
 from reft.tools.planning.plan import JobPlan, duration
 from reft.tools.planning.survival import HOUR
@@ -108,7 +108,7 @@ def _verdict(plan: JobPlan, alternative: Alternative) -> str:
     if alternative.tolerance < plan.choice.wished:
         return "unprotected" if not alternative.tolerance else "survives less"
     more = alternative.busiest.moved_bytes - chosen.busiest.moved_bytes
-    return f"moves +{more / 1e9:.2g} GB" if more else "more memory"
+    return f"moves +{amount(more)}" if more else "more memory"
 
 
 def _excluded(plan: JobPlan) -> list[str]:
