@@ -151,7 +151,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         state, node = context.state, self._this_node
         leaving = leaving_of(state)
         taken = (seats_of(state).keys() | state.participants.keys() | state.wait_list) - leaving
-        is_free = len(taken) < context.settings.max_nodes and leaving <= {node}
+        is_free = len(taken) < context.settings.max_nodes and (node in leaving or not leaving)
         if state.closed or node in taken or is_free:
             if state.complete:
                 # A round that is over: how many the next one may have is counted above.

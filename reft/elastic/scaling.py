@@ -202,18 +202,24 @@ class Scaler:
         early = time.monotonic() - self._waits_since < _FIRST_VERSION_SECS
         if early and self._board.tolerance_left(agreement.incarnation) is None:
             return
-        self._seen = seen
         order = read_order(self._path)
         if order is None or self._handler.is_closed():  # which looks at who waits now
+            self._seen = seen
             return
-        self._order = order
         running = len(agreement.nodes)
         why = refusal(order, self._situation(agreement))
+        if not why:
+            self._handler.scale(lambda state: _asked(order, running, state))
+            granted = scaling_of(self._handler.state)
+            if granted is None or granted.number < order.number:
+                return  # the round is over: another look, in the next one
+            if granted.number > order.number:
+                why = "a later order came from another node: ask again, and set the clocks of the nodes alike"
+        self._seen, self._order = seen, order
         if why:
             logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
             self._answer(running, refused=why)
             return
-        self._handler.scale(lambda state: _asked(order, running, state))
         logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
         self._answer(running)
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
-from reft.elastic.scaling import Situation, leavers, refusal
+from reft.elastic.agreement import Agreement
+from reft.elastic.scaling import Scaler, Situation, leavers, refusal
+from reft.elastic.shared_state import Scaling, scaling_of, set_scaling
 from reft.grid import Degrees
 from reft.protect.codes import Scheme
 from reft.store.history import read_history
-from reft.store.scale_orders import ScaleOrder, Size
+from reft.store.scale_orders import ScaleOrder, Size, read_answer, write_order
 
 from .cluster import WatchedCluster, cluster
 from .test_resizing import CONFIG, OPTIONS, last_step, trains
@@ -124,3 +130,76 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
 def test_those_that_were_named_leave_first_and_then_the_last() -> None:
     assert leavers(("a", "b", "c", "d"), 2, ()) == (3, 2)
     assert leavers(("a", "b", "c", "d"), 3, ("a",)) == (0, 3, 2)
+
+
+class Shared:
+    """What a launcher's rendezvous shares with others, without them."""
+
+    def __init__(self) -> None:
+        self.state = _RendezvousState()
+        self.state.complete = True
+        self.answers = True
+
+    def is_closed(self) -> bool:
+        if not self.answers:
+            raise RendezvousConnectionError("the store does not answer")
+        return False
+
+    def scale(self, change: Callable[[_RendezvousState], Scaling | None]) -> None:
+        if (scaling := change(self.state)) is not None:
+            set_scaling(self.state, scaling)
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.fixture
+def look(shared: Shared, tmp_path: Path) -> Callable[[], None]:
+    options: Any = SimpleNamespace(config=SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1))
+    board: Any = SimpleNamespace(tolerance_left=lambda incarnation: 1, degrees=None)
+    handler: Any = shared
+    nodes = ("a", "b", "c")
+    agreement = Agreement(1, nodes, nodes, ((0,), (1,), (2,)), restarts_used=0, known_step=1)
+    scaler = Scaler(handler, options, tmp_path, board)
+    return lambda: scaler.look(agreement, group_rank=1)
+
+
+def test_an_order_is_followed_when_the_store_answers_again(
+    shared: Shared, look: Callable[[], None], tmp_path: Path
+) -> None:
+    shared.answers = False
+    order = write_order(tmp_path, 2, ())
+    look()
+    assert read_answer(tmp_path) is None
+    shared.answers = True
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert not answer.refused
+    assert scaling_of(shared.state) == Scaling(order.number, 2, 3)
+
+
+def test_an_order_that_comes_while_a_round_ends_is_followed_in_the_next_one(
+    shared: Shared, look: Callable[[], None], tmp_path: Path
+) -> None:
+    shared.state.complete = False
+    write_order(tmp_path, 2, ())
+    look()
+    assert read_answer(tmp_path) is None
+    shared.state.complete = True
+    look()
+    assert scaling_of(shared.state) is not None
+
+
+def test_an_order_by_a_clock_that_is_behind_is_refused(
+    shared: Shared, look: Callable[[], None], tmp_path: Path
+) -> None:
+    """It would not be followed: the newest one holds."""
+    order = write_order(tmp_path, 2, ())
+    set_scaling(shared.state, Scaling(order.number + 1, 3, 3))
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "set the clocks" in answer.refused
