@@ -151,9 +151,11 @@ def dropping_pays(nodes: int, factor: float) -> bool:
 
 def _about_stragglers(seen: Situation) -> Iterable[Advice]:
     n, spares = len(seen.nodes), list(seen.spares)
+    told: set[tuple[str, ...]] = set()
     for slow in sorted(seen.slow, key=lambda s: -s.factor):
-        if len(slow.nodes) != 1:
-            continue  # a link: no node is to blame
+        if len(slow.nodes) != 1 or slow.nodes in told:
+            continue  # a link: no node is to blame; or another rank of a node whose place is given away
+        told.add(slow.nodes)
         why = f" ({slow.why})" if slow.why else ""
         said = f"{slow.name} takes {slow.factor:.2f} times as long as its peers{why}"
         if spares:

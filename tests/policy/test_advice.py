@@ -39,6 +39,15 @@ GIB = 2**30
             Situation(ABCD, spares=("s",), slow=(Slow("a", ("a",), 1.5), Slow("b", ("b",), 3.0))),
             [("replace", ("b",), 4), ("drop", ("a",), 3)],
         ),
+        # Two slow ranks of one node take one spare.
+        (
+            Situation(
+                ABCD,
+                spares=("s", "t"),
+                slow=(Slow("rank 0", ("a",), 3.0), Slow("rank 1", ("a",), 2.0), Slow("b", ("b",), 1.5)),
+            ),
+            [("replace", ("a",), 4), ("replace", ("b",), 4)],
+        ),
         # One node that is lost again and again.
         (Situation(ABCD, losses={"c": 3, "a": 1}), [("replace", ("c",), 4)]),
         (Situation(ABCD, losses={"c": 2}), []),
