@@ -69,6 +69,7 @@ test: venv  ## what takes minutes is left to test-all
 	$(call run_tests,-m 'not long')
 
 test-all: export REFT_RANDOM_EXAMPLES = 1
+test-all: export REFT_KILLS = 100
 test-all: venv  ## long tests too, and new examples for what is tested with random ones
 	$(call run_tests)
 

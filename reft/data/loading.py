@@ -12,6 +12,7 @@ counts what was handed out, not what was read ahead; to come back sets two numbe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +20,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from reft.data import place
+from reft.data.batches import Batches, Reached, SharedBatches, StaticBatches
 from reft.data.order import Deal, JobPosition, Order, SampleOrder, decode, encode
-from reft.data.passes import raw_iterator
+from reft.data.passes import is_left_out, raw_iterator, received_by
 from reft.data.registry import Registry
 from reft.data.sample_rng import SeededCollation, SeededDataset
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LOADERS: Registry[dict[str, Any]] = Registry("reft.data.loader(dataset")
 _DECIDED = {
@@ -33,26 +37,6 @@ _DECIDED = {
     "generator": "give seed=",
 }
 """What ``DataLoader`` takes and a position of the whole job does not allow."""
-
-
-class _Batches:
-    """A batch sampler of one replica from a position on: lists of (epoch, sample)."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._deal: Deal | None = None
-        self._rank = 0
-        self._at = JobPosition()
-
-    def begin_at(self, at: JobPosition, deal: Deal, rank: int) -> None:
-        self._at, self._deal, self._rank = at, deal, rank
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        assert self._deal is not None
-        at, deal, rank = self._at, self._deal, self._rank
-        while count := deal.next(at):
-            yield self._order.part(at.consumed, count, deal.part(count, rank))
-            at = deal.behind(at)
 
 
 class Progress:
@@ -83,6 +67,7 @@ class Reading:
         self._owner = owner
         self._progress = progress
         self._inner: Iterator[Any] = iter(())
+        self._reached: Reached | None = None
         self._moves = 0
 
     @property
@@ -104,16 +89,25 @@ class Reading:
     def __next__(self) -> Any:
         WATCH.before_batch(self)
         progress = self._progress
-        if self._moves != progress.moves:
+        reached = self._reached
+        if reached is None or self._moves != progress.moves:
             # What was read ahead from elsewhere is dropped.
-            self._moves, self._deal = progress.moves, self._owner.deal
-            self._inner = self._owner.read_from(progress.at)
+            self._moves = progress.moves
+            self._inner, reached = self._owner.read_from(progress.at)
+            self._reached = reached
+        received = received_by(self._inner)
         try:
             batch = next(self._inner)
         except StopIteration:
             progress.counts = True
             raise
-        progress.at = self._deal.behind(progress.at)
+        except Exception:
+            if is_left_out(self._inner, received):
+                progress.at = reached.behind(progress.at)
+                self._owner.left_out()
+            raise
+        progress.at = reached.behind(progress.at)
+        self._owner.ends_step = reached.ends_step
         progress.taken += 1
         progress.counts = progress.counts or not WATCH.is_watching
         WATCH.after_batch(self)
@@ -129,12 +123,15 @@ class Loader:
         batch_size: samples of a replica in a micro-batch.
         drop_last: whether what does not fill a micro-batch is left out.
         inner: torch's ``DataLoader``.
+        ends_step: of ``order="dynamic"``, whether the batch that was last handed out is the replica's last
+            one of its step; else None.
     """
 
     def __init__(
         self,
         dataset: Any,
         order: Order,
+        batches: Batches,
         *,
         seed: int,
         batch_size: int,
@@ -144,8 +141,6 @@ class Loader:
         name: str,
         options: dict[str, Any],
     ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
         if not options.get("in_order", True):
             raise ConfigError(
                 "reft.data.loader takes no in_order=False: a position counts batches in their order, and "
@@ -161,7 +156,9 @@ class Loader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._order = order
-        self._batches = _Batches(order)
+        self._batches = batches
+        self._loads = 0
+        """How often a version was loaded."""
         self._given = replica
         self._name = name
         self.inner: DataLoader[Any] = DataLoader(
@@ -172,11 +169,14 @@ class Loader:
             generator=torch.Generator(),
             **options,
         )
+        self.ends_step: bool | None = None
+        self._has_left_out = False
         self._progress: Progress | None = None
         self._restored: JobPosition | None = None
         LOADERS.add(name, self)
         if (saved := LOADERS.take_waiting(name)) is not None:
             self._restored = decode(saved, order, name)
+            self._loads = 1
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -186,11 +186,15 @@ class Loader:
     @property
     def deal(self) -> Deal:
         """How samples are dealt out at the degree of this start."""
-        return Deal(self._order.size, self.batch_size, self.replica[1], self.drop_last)
+        return self._batches.deal(self.replica[1])
 
     def __len__(self) -> int:
-        """Batches of a whole pass."""
-        return len(self.deal)
+        """Batches of a whole pass.
+
+        Raises:
+            TypeError: replicas take as many as they come to.
+        """
+        return self._batches.length(self.replica[1])
 
     @property
     def epoch(self) -> int:
@@ -211,10 +215,23 @@ class Loader:
             return self.deal.next_pass(progress.at)
         return restored or (JobPosition() if progress is None else progress.began)
 
-    def read_from(self, at: JobPosition) -> Iterator[Any]:
-        """torch's iterator over what is left of a pass."""
-        self._batches.begin_at(at, self.deal, self.replica[0])
-        return raw_iterator(self.inner)
+    def read_from(self, at: JobPosition) -> tuple[Iterator[Any], Reached]:
+        """torch's iterator over what is left of a pass, and what follows it."""
+        reached = self._batches.begin_at(at, self.replica, self._loads)
+        return raw_iterator(self.inner), reached
+
+    def left_out(self) -> None:
+        """The data set has raised an error, which the script may catch."""
+        rank, replicas = self.replica
+        if replicas > 1 and not self._has_left_out:
+            self._has_left_out = True
+            logger.warning(
+                "the data set of the loader %r has raised an error: if the script goes on, replica %d leaves "
+                "out that micro-batch, and the others do not: their positions differ from now on, and this "
+                "one's pass ends sooner. Catch errors within the data set, and give another sample",
+                self._name,
+                rank,
+            )
 
     def _to_go_on_at(self) -> JobPosition | None:
         """The restored position, until a step is trained from it, or its pass read to the end: passes begun
@@ -238,6 +255,7 @@ class Loader:
             ConfigError: it belongs to other data or another order.
         """
         self._restored = decode(position, self._order, self._name)
+        self._loads += 1
         if self._progress is not None:
             self._progress.go_to(self._restored)
 
@@ -272,6 +290,8 @@ def loader(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
+    order: str = "static",
+    step_samples: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     dp_rank: int | None = None,
     dp_size: int | None = None,
@@ -289,6 +309,11 @@ def loader(
         seed: of the order, and of the samples' random numbers.
         drop_last: leave out what does not fill a micro-batch; else the last one of a pass is smaller, its
             samples spread evenly over the replicas.
+        order: ``"static"``, in which every replica has equally many micro-batches of a step; or
+            ``"dynamic"``, in which replicas take them as they come to them, and a slow one takes fewer: see
+            docs/data.md for the loop that this needs. A resumed run is equal to the bit with the static
+            order only.
+        step_samples: of ``"dynamic"``, samples of a step of all replicas: DeepSpeed's ``train_batch_size``.
         collate_fn: makes a batch of a list of samples; None: torch's.
         dp_rank: this rank's replica; None: the engine's, before there is one that of torch.distributed.
         dp_size: number of replicas; None: likewise.
@@ -304,9 +329,11 @@ def loader(
             f"found {type(dataset).__module__}.{type(dataset).__qualname__}; expected a data set with a "
             f"length and indices. Files of samples are read by reft.data.stream(paths, ...)"
         )
+    samples = SampleOrder(len(dataset), seed, shuffle=shuffle)
     return Loader(
         dataset,
-        SampleOrder(len(dataset), seed, shuffle=shuffle),
+        samples,
+        _batches(samples, order, step_samples, batch_size, drop_last=drop_last, name=name),
         seed=seed,
         batch_size=batch_size,
         drop_last=drop_last,
@@ -315,6 +342,29 @@ def loader(
         name=name,
         options=options,
     )
+
+
+def _batches(
+    samples: SampleOrder, order: str, step_samples: int | None, batch_size: int, *, drop_last: bool, name: str
+) -> Batches:
+    check_batch_size(batch_size)
+    if order not in ("static", "dynamic") or (order == "dynamic") != (step_samples is not None):
+        raise ConfigError(
+            f"found order {order!r} with step_samples {step_samples}; expected 'static' without, or "
+            f"'dynamic' with the samples of a step of all replicas: DeepSpeed's train_batch_size"
+        )
+    if step_samples is None:
+        return StaticBatches(samples, batch_size, drop_last=drop_last)
+    return SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
 
 
 def replica_of(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +175,17 @@ class Pass:
             now = capture_host_rng()
             self._first = now if self._begun is None or not same_host_rng(now, self._begun) else None
             self._begun = None
+        received = received_by(self._inner)
         try:
             batch = self._read_one()
         except StopIteration:
             if not self._reads_ahead:
                 self.end()
+            raise
+        except Exception:
+            if is_left_out(self._inner, received):
+                self._read += 1
+                self.taken += not self._reads_ahead
             raise
         self._read += 1
         if not self._reads_ahead:
@@ -265,8 +272,9 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
         if isinstance(loader.dataset, IterableDataset):
             # There are no indices to skip by: the pass is read again.
             inner = raw_iterator(loader)
-            for _ in itertools.islice(inner, taken):
-                pass
+            for _ in range(taken):
+                with suppress(StopIteration, Exception):  # as when they were taken
+                    next(inner)
             return inner
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
@@ -324,6 +332,17 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
         return DataLoader.__iter__(loader)
     finally:
         _unwatched = outer
+
+
+def received_by(iterator: Iterator[Any]) -> int | None:
+    """Batches that torch's iterator has received of its workers; None where there are none."""
+    return getattr(iterator, "_rcvd_idx", None)
+
+
+def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
+    """Whether torch's iterator goes on behind the batch in whose place it has raised an error: one of the
+    data set, and not that workers have died or are late."""
+    return received is None or received_by(iterator) != received
 
 
 _unwatched = False

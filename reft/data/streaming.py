@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reft.data.loading import Loader, replica_of
+from reft.data.batches import StaticBatches
+from reft.data.loading import Loader, check_batch_size, replica_of
 from reft.data.order import Indices
 from reft.data.permutation import Permutation
 from reft.data.shards import ShardSamples, check_kinds, counts_of
@@ -179,10 +180,14 @@ def stream(
     check_kinds(files)
     if lanes < 1 or block < 1:
         raise ConfigError(f"found lanes {lanes} and block {block}; expected 1 or more of each")
+    check_batch_size(batch_size)
     counts = counts_of(files, None if index is None else Path(index))
+    names = [file.name for file in files]
+    order = StreamOrder(names, counts, seed=seed, shuffle=shuffle, lanes=lanes, block=block)
     return Loader(
         ShardSamples(files, counts, block, decode),
-        StreamOrder([f.name for f in files], counts, seed=seed, shuffle=shuffle, lanes=lanes, block=block),
+        order,
+        StaticBatches(order, batch_size, drop_last=drop_last),
         seed=seed,
         batch_size=batch_size,
         drop_last=drop_last,

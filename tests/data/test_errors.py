@@ -1,0 +1,144 @@
+"""A script that catches its data set's errors and goes on: what it was given is what the position says (P8)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import reft
+from reft.state.rng import capture_rng
+from tests.data.test_watch import Engine, Life
+
+SIZE, BATCH = 24, 2
+BAD = (5, 14)
+
+
+class Damaged:
+    """Two samples cannot be read."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        if index in BAD:
+            raise ValueError(f"sample {index} is damaged")
+        return index
+
+
+class DamagedStream(IterableDataset):  # type: ignore[type-arg]
+    """It goes on behind a sample that cannot be read."""
+
+    def __iter__(self) -> Iterator[int]:
+        self._next = -1
+        return self
+
+    def __next__(self) -> int:
+        self._next += 1
+        if self._next >= SIZE:
+            raise StopIteration
+        return Damaged()[self._next]
+
+
+def static(workers: int) -> Any:
+    return reft.data.loader(Damaged(), BATCH, shuffle=True, num_workers=workers, name="damaged")
+
+
+def dynamic(workers: int) -> Any:
+    options: dict[str, Any] = {"order": "dynamic", "step_samples": BATCH, "name": "damaged"}
+    return reft.data.loader(Damaged(), BATCH, shuffle=True, num_workers=workers, **options)
+
+
+def resumable(workers: int) -> Any:
+    loader: Any = DataLoader(Damaged(), BATCH, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+    return reft.resumable(loader, name="damaged")
+
+
+def read_again(workers: int) -> Any:
+    return reft.resumable(DataLoader(DamagedStream(), 1, num_workers=workers), name="damaged")
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Life]]:
+    lives: list[Life] = []
+
+    def make(engine: Engine | None = None) -> Life:
+        lives.append(Life(engine or Engine()))
+        return lives[-1]
+
+    yield make
+    for life in lives:
+        life.data.close()
+
+
+def whole(loader: Any, life: Life, train: Callable[[Any], Any], *, stop: int | None = None) -> Any:
+    """A pass without what cannot be read; the version behind a number of trained batches."""
+    reading, saved = iter(loader), None
+    while True:
+        try:
+            train(reading)
+        except ValueError:
+            continue
+        except StopIteration:
+            return saved
+        if len(life.seen) == stop:
+            saved = life.data.state(), capture_rng()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("made", [static, dynamic, resumable, read_again])
+def test_p8_a_batch_that_could_not_be_read_is_left_out_after_a_failure_too(
+    begin: Any, made: Any, workers: int
+) -> None:
+    if made is read_again and workers:
+        workers = 1  # each would read the whole stream
+    for stop in (3, 8) if workers else range(1, 10):
+        torch.manual_seed(1)
+        life, loader = begin(), made(workers)
+        saved = whole(loader, life, lambda reading, life=life: life.train(next(reading)), stop=stop)
+        wanted = life.seen
+        life.data.close()
+
+        life, loader = begin(), made(workers)
+        life.data.restore(*saved)
+        whole(loader, life, lambda reading, life=life: life.train(next(reading)))
+        assert life.seen == wanted[stop:], f"behind batch {stop}"
+
+
+class Late(Damaged):
+    def __getitem__(self, index: int) -> int:
+        if index == SIZE // 2:
+            time.sleep(2.5)
+        return index
+
+
+def test_p8_a_batch_that_is_late_is_not_left_out() -> None:
+    one = reft.data.loader(Late(), BATCH, num_workers=1, timeout=1, name="late")
+    reading, seen, late = iter(one), list[int](), 0
+    while len(seen) < SIZE:
+        try:
+            seen += next(reading).tolist()
+        except RuntimeError:
+            late += 1
+        assert one.state_dict()["consumed"] == len(seen)
+    assert late
+    assert seen == list(range(SIZE))
+
+
+def test_p12_a_replica_that_leaves_a_batch_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    one = reft.data.loader(Damaged(), BATCH, dp_rank=1, dp_size=2, name="of two")
+    reading = iter(one)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            try:
+                next(reading)
+            except ValueError:
+                continue
+    said = [record.message for record in caplog.records if "has raised an error" in record.message]
+    assert len(said) == 1
+    assert "replica 1 leaves out that micro-batch" in said[0]
