@@ -122,8 +122,14 @@ class SharedBatches:
                 f"found step_samples {step_samples} with batch_size {batch_size}; expected whole "
                 f"micro-batches: DeepSpeed's train_batch_size"
             )
+        if order.size < step_samples:
+            raise ConfigError(
+                f"found {order.size} samples with step_samples {step_samples}; expected at least a "
+                f"whole step: give more data, or a smaller train_batch_size"
+            )
         self._order = order
         self._batch_size = batch_size
+        # Of samples one by one: what does not fill a step is left for the next pass.
         self._deal = Deal(order.size, 1, step_samples, drop_last)
         self._name = name
         self._pass: Iterator[Keys] = iter(())
@@ -137,6 +143,11 @@ class SharedBatches:
         )
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> Reached:
+        if why := place.why_equal():
+            raise ConfigError(
+                f'the loader {self._name!r} has order="dynamic", in which replicas train on unequal '
+                f'numbers of micro-batches, but {why}. Leave order="dynamic" and step_samples out'
+            )
         micro_batches = self._deal.full // self._batch_size
         if micro_batches < replica[1]:
             raise ConfigError(

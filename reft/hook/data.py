@@ -74,7 +74,7 @@ class DataPosition:
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
-        self._replica = replica
+        self._said = None if replica is None else place.Said(replica, _why_equal(engine))
         self._pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
@@ -100,15 +100,15 @@ class DataPosition:
         """The captured position that was restored, until training reads on."""
         self._left_to_program = False
         WATCH.join(self)
-        if replica is not None:
-            place.tell(replica)
+        if self._said is not None:
+            place.tell(self._said)
         if self._pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))
 
     def close(self) -> None:
         WATCH.leave(self)
-        if self._replica is not None:
-            place.withdraw(self._replica)
+        if self._said is not None:
+            place.withdraw(self._said)
         self._pass = self._source = None
         self._maybe.clear()
 
@@ -290,6 +290,14 @@ class DataPosition:
             f"from engine.global_steps. Write{_LINES_OWN}{loader}\n"
             f"or keep the position yourself:{_LINES_STATE}"
         )
+
+
+def _why_equal(engine: Any) -> str | None:
+    """See :class:`~reft.data.place.Said`."""
+    if hasattr(engine, "grid"):
+        return "the stages of a pipeline run a fixed number of micro-batches"
+    stage = getattr(engine, "zero_optimization_stage", int)()
+    return f"ZeRO-{stage} sends gradients with every micro-batch" if stage > 1 else None
 
 
 def _named(source: Any) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 
+from reft.data.place import shares_store
 from reft.env import ENV_LAUNCHER_PID
-
-_ONE_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun where the trainers of all restarts share its store."""
 
 
 def what_is_missing(persists: bool) -> str | None:
@@ -26,7 +24,7 @@ def what_is_missing(persists: bool) -> str | None:
         f"resume when the launcher restarts them. But {', '.join(missing)}. Start the script with "
         "`reft launch` instead: it takes torchrun's options"
     )
-    if os.environ.get(_ONE_STORE) == str(True):
+    if shares_store():
         said += (
             '. If it stays with torchrun: a restart may hang or end with "Gloo connectFullMesh failed", also '
             "without reft, because torchrun keeps the addresses of killed trainers in its store; set "

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import reft
+from reft.data import place
 from reft.data.sharing import SharedShards
+from reft.hook.data import DataPosition
+from tests.data.test_watch import Engine
 
 SAMPLES, SHARD = 205, 10
 FAST, SLOW, DOOMED = range(3)
@@ -103,6 +106,7 @@ def test_wrong_use_is_refused() -> None:
         ({"step_samples": 12}, "order 'static' with step_samples 12"),
         ({"order": "sorted"}, "order 'sorted'"),
         ({"order": "dynamic", "step_samples": 10}, "step_samples 10 with batch_size 4"),
+        ({"order": "dynamic", "step_samples": 100}, "99 samples with step_samples 100"),
     ],
 )
 def test_orders_that_cannot_be_are_refused(options: dict[str, object], said: str) -> None:
@@ -119,3 +123,52 @@ def test_a_dynamic_loader_says_what_it_lacks() -> None:
     two = reft.data.loader(range(99), 4, order="dynamic", step_samples=8, dp_rank=0, dp_size=2, name="two")
     with pytest.raises(reft.ConfigError, match=r"2 replicas and no torch\.distributed"):
         next(iter(two))
+
+
+class Pipeline(Engine):
+    grid = None
+
+
+class Zero(Engine):
+    def __init__(self, stage: int) -> None:
+        self.zero_optimization_stage = lambda: stage
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"), [(Pipeline(), "stages of a pipeline"), (Zero(2), "ZeRO-2"), (Zero(3), "ZeRO-3")]
+)
+def test_engines_whose_replicas_have_to_keep_step_are_refused_the_dynamic_order(
+    engine: Engine, said: str
+) -> None:
+    one = reft.data.loader(range(99), 4, order="dynamic", step_samples=8, name="refused")
+    data = DataPosition(engine, lambda: (0, 1))
+    try:
+        with pytest.raises(reft.ConfigError, match=said):
+            next(iter(one))
+    finally:
+        data.close()
+    assert next(iter(one)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_other_engines_are_not(stage: int) -> None:
+    one = reft.data.loader(range(99), 4, order="dynamic", step_samples=8, name="taken")
+    data = DataPosition(Zero(stage), lambda: (0, 1))
+    try:
+        assert next(iter(one)).tolist() == [0, 1, 2, 3]
+    finally:
+        data.close()
+
+
+def test_a_store_that_all_starts_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's: what earlier starts have taken is still in it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.delenv("REFT_LAUNCHER_PID", raising=False)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        with pytest.raises(reft.ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+            place.store(1)
+        monkeypatch.setenv("REFT_LAUNCHER_PID", "1")  # `reft launch` opens one for each start
+        place.store(1)
+    finally:
+        dist.destroy_process_group()

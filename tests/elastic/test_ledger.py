@@ -26,7 +26,9 @@ CONFIG: dict[str, Any] = {
 PATIENCE_SECS = 900
 DEGREES = (4, 3, 4, 2)
 KILLS = int(os.environ.get("REFT_KILLS", "8"))
-"""Of each job; ``make test-all`` has a hundred."""
+"""Of each long job; ``make test-all`` has a hundred."""
+SHORT = 4
+"""Of the job that ``make test`` runs: one launch of each degree."""
 
 
 def wait_for(job: WatchedCluster, books: Books, micro_batches: int) -> None:
@@ -108,7 +110,8 @@ def run(
                 # Else nothing may be left of this launch.
                 before = newest(disk)
                 job.wait_until(lambda b=before: newest(disk) != b, PATIENCE_SECS, "a checkpoint")
-            wait_for(job, books, rng.randrange(1, 60))
+            # Of the first one steps are left, whose random states are compared.
+            wait_for(job, books, rng.randrange(1, 60) + 60 * (number == 0))
         print(
             f"seed {seed}, launch {number}: {degree} replicas, {books.lives()} lives, step {books.last_step()}"
         )
@@ -117,19 +120,29 @@ def run(
     return books
 
 
-@pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("workers", [0, 3])
-@pytest.mark.parametrize("tier", ["memory", "storage"])
-def test_p8_every_sample_once_over_kills_and_other_degrees(tmp_path: Path, workers: int, tier: str) -> None:
+@pytest.mark.parametrize(
+    ("tier", "workers", "kills"),
+    [
+        ("memory", 0, SHORT),
+        *(
+            pytest.param(tier, workers, KILLS, marks=pytest.mark.long)
+            for tier in ("memory", "storage")
+            for workers in (0, 3)
+        ),
+    ],
+)
+def test_p8_every_sample_once_over_kills_and_other_degrees(
+    tmp_path: Path, tier: str, workers: int, kills: int
+) -> None:
     """Of trainers, and of whole nodes."""
-    launches = launches_of(KILLS, tier)
+    launches = launches_of(kills, tier)
     books = run(tmp_path, workers, launches, tier)
     history = books.history()
     steps = max(line["step"] for line in history)
     degrees = {degree for degree, _ in launches}
     assert {line["replicas"] for line in history} == degrees
-    assert books.lives() >= KILLS + 1
+    assert books.lives() >= kills + 1
     epochs = judge(history)
     assert epochs >= 2
     others = [line["step"] for line in history if line["replicas"] != DEGREES[0]]
@@ -137,9 +150,9 @@ def test_p8_every_sample_once_over_kills_and_other_degrees(tmp_path: Path, worke
     states = judge_rng(history, DEGREES[0], until)
     assert states > 0
     resumed = books.resumed()
-    assert resumed > KILLS / 2
+    assert resumed > kills / 2
     print(
-        f"{KILLS} kills, {books.lives()} lives, {resumed} of them went on, {steps} steps, {epochs} epochs: "
+        f"{kills} kills, {books.lives()} lives, {resumed} of them went on, {steps} steps, {epochs} epochs: "
         f"every sample once; {states} random states are the undisturbed run's"
     )
 
