@@ -13,13 +13,16 @@ _TIMES = 3
 
 def device_copy_secs(device: torch.device, nbytes: int) -> float | None:
     """Tg: seconds in which the device copies so many bytes within its own memory, scaled from a small copy.
-    Waits for the device. None where there is none."""
+    Waits for the device. None where there is none, or it gives no memory for it."""
     if device.type != "cuda" or not nbytes:
         return None
     probe = min(nbytes, _PROBE_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
     if probe < 2**12:
         return None
-    source, target = (torch.empty(probe, dtype=torch.uint8, device=device) for _ in range(2))
+    try:
+        source, target = (torch.empty(probe, dtype=torch.uint8, device=device) for _ in range(2))
+    except torch.cuda.OutOfMemoryError:  # also below what is free: a process may be given a part of it alone
+        return None
     best = float("inf")
     for _ in range(_TIMES):
         begin, end = (cuda.Event(enable_timing=True) for _ in range(2))

@@ -13,6 +13,17 @@ def test_without_a_device_there_is_nothing_to_measure() -> None:
     assert device_bytes(torch.device("cpu")) == (0, 0)
 
 
+def test_p6_a_device_that_gives_no_memory_is_not_measured_and_ends_no_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **options: object) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**35))
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert device_copy_secs(torch.device("cuda"), 2**30) is None
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: measures copies within its memory")
 def test_a_copy_within_the_device_is_measured_and_scaled_and_leaves_nothing() -> None:
     device = torch.device("cuda")
