@@ -93,7 +93,8 @@ def test_a_vote_is_one_all_reduce_of_eighteen_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
 @pytest.mark.parametrize("what", ["streams", "sums"])
 def test_the_kernel_counts_the_same_on_the_wire(name: str, what: str) -> None:
-    """All ranks together; TCP's headers and acknowledgements are in it."""
+    """All ranks together; TCP's headers and acknowledgements are in it, 3 % where it sends small segments. One
+    row of each sum sent twice would be 6 %."""
     mpi.require(name)
     tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
@@ -102,7 +103,7 @@ def test_the_kernel_counts_the_same_on_the_wire(name: str, what: str) -> None:
     least = most = sum(each["sent"] for each in said)
     if what == "sums" and name == "openmpi":
         most = TIMES * (SIZE - 1) * (SIZE + 1) * ROW_BYTES
-    assert least <= said[0]["loopback"] <= 1.02 * most + A_FEW
+    assert least <= said[0]["loopback"] <= 1.05 * most + A_FEW
 
 
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
