@@ -150,9 +150,12 @@ class StoreRendezvous(DynamicRendezvousHandler):
         """
         state, node = context.state, self._this_node
         leaving = leaving_of(state)
-        taken = (seats_of(state).keys() | state.participants.keys() | state.wait_list) - leaving
-        is_free = len(taken) < context.settings.max_nodes and (node in leaving or not leaving)
-        if state.closed or node in taken or is_free:
+        most, trains = context.settings.max_nodes, state.participants.keys()
+        taken = (seats_of(state).keys() | trains | state.wait_list) - leaving
+        is_free = len(taken) < most and (node in leaving or not leaving)
+        # One that the others went on without keeps nobody from training, although it had a seat.
+        is_one_too_many = state.complete and node not in trains and len(trains - leaving) >= most
+        if state.closed or is_free or (node in taken and not is_one_too_many):
             if state.complete:
                 # A round that is over: how many the next one may have is counted above.
                 context.settings = self._settings
@@ -160,6 +163,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
                 leaving.discard(node)  # a node was lost: its place is taken
             return _RendezvousJoinOp()(context, deadline)
         if node not in state.redundancy_list:
+            state.wait_list.discard(node)
             return _Action.ADD_TO_REDUNDANCY_LIST
         # One that fell silent meanwhile was struck out: nobody else knows any more that it leaves.
         if self._told_to_leave and self._is_dispensable(state):

@@ -485,3 +485,27 @@ def test_p3_one_of_two_nodes_that_leave_takes_the_place_of_one_that_is_lost_mean
     for (thread, _), handler in zip(threads, handlers[2:], strict=True):
         thread.join(WAIT_SECS)
         handler._stop_heartbeats()
+
+
+def test_p3_a_node_that_is_too_many_waits_where_the_store_forgot_that_it_was_told_to_leave(
+    three: list[StoreRendezvous], port: int
+) -> None:
+    """Nobody is kept from training by a node that there is no place for."""
+    for handler in three:
+        beat(handler)
+    client(port).delete("rendezvous/job")
+    for handler in three:
+        beat(handler)
+    assert not leaving_of(shared(port))
+    threads = [leave(handler) for handler in three]
+    wait_until(lambda: sorted(said[0] for _, said in threads if said) == ["a round of 2"] * 2)
+    wait_until(lambda: len(shared(port).redundancy_list) == 1)
+    handlers = [h for h, (_, said) in zip(three, threads, strict=True) if said]
+    for handler in handlers:
+        handler._stop_heartbeats()
+        beat(handler)
+    assert not shared(port).wait_list
+    assert [h.num_nodes_waiting() for h in handlers] == [0, 0]
+    handlers[0].shutdown()
+    for thread, _ in threads:
+        thread.join(WAIT_SECS)
