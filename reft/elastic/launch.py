@@ -8,13 +8,12 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from types import FrameType
+from enum import Enum, auto
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -42,6 +41,7 @@ from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.scaling import Scaler
+from reft.elastic.stop_signals import StopSignals
 from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
     ENV_CONFIG,
@@ -66,60 +66,27 @@ from reft.store.watch import CommitWatch
 
 logger = logging.getLogger("reft.elastic.launch")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _GRACE_MARGIN_SECS = 5.0
-_IMPATIENT_SECS = 1.0
 _LEAST_FLUSH_SECS = 1.0
 _ENDED_WELL = "the job ended well"
 
 
-class StopSignals:
-    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end.
+class End(Enum):
+    """How this node's part in the job ends."""
 
-    A second Ctrl-C by a person cuts the grace short.
-    """
+    UNFINISHED = auto()
+    """Told to stop, or the job has failed: it may be started again."""
+    WELL = auto()
+    LEFT = auto()
+    """It was told to leave, and the others have a version without it."""
+    REPLACED = auto()
+    """It was cut off, and the job went on without it."""
 
-    def __init__(self) -> None:
-        self.agent: ReftAgent | None = None
-        self.received: signal.Signals | None = None
-        self._at = 0.0
-        self._quiet = False
 
-    def install(self) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, self._handle)
-
-    def install_leave(self, scaler: Scaler) -> None:
-        """SIGUSR1 asks this node to leave the job."""
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            scaler.told_to_leave = True
-
-        signal.signal(signal.SIGUSR1, leave)
-
-    def elapsed_secs(self) -> float:
-        """Time since the signal; 0 if there was none."""
-        return time.monotonic() - self._at if self.received is not None else 0.0
-
-    def quieten(self) -> None:
-        """From here on the launcher tidies up, which is bounded, and is not interrupted."""
-        self._quiet = True
-
-    def ignore(self) -> None:
-        """The exit code stands: the interpreter would restore the default actions while it ends."""
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received is not None or self._quiet:
-            if number == signal.SIGINT and now - self._at > _IMPATIENT_SECS and self.agent is not None:
-                self.agent.wait_no_more()
-            return
-        self.received, self._at = signal.Signals(number), now
-        if self.agent is not None:
-            self.agent.told_to_stop = True
-        raise SignalException(f"told to stop by {self.received.name}", sigval=self.received)
+_WHY = {
+    End.WELL: "the job ended well",
+    End.LEFT: "it has left, as it was told to",
+}
 
 
 class Launcher(Observer):
@@ -141,7 +108,7 @@ class Launcher(Observer):
         self._agent: ReftAgent | None = None
         self._warm: WarmTrainers | None = None
         self._board = make_board(options, self._rendezvous, self._memory.path)
-        self._ended_well = self._was_replaced = self._has_left = False
+        self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
         self._before: Agreement | None = None
         self._failed_at: float | None = None
@@ -232,6 +199,9 @@ class Launcher(Observer):
     def trainers_run(self, group_rank: int) -> None:
         if self._scaler is not None and self._before is not None:
             self._scaler.look(self._before, group_rank)
+        elif self._signals.asked_to_leave:
+            self._signals.asked_to_leave = False
+            logger.warning("SIGUSR1 asks this node to leave; a job with a static rendezvous keeps its nodes")
 
     def state_changed(self, state: str, **facts: Any) -> None:
         failure = self._agent.failure if self._agent is not None else None
@@ -272,11 +242,11 @@ class Launcher(Observer):
             logger.warning("%s; the trainers have ended", stop)
             return 128 + int(stop.sigval)
         except FencedError as error:
-            self._was_replaced = True
+            self._end = End.REPLACED
             history.note(self._memory.path, history.ENDED, reason=str(error))
             return self._end_replaced(error)
         except LeftError as left:
-            self._has_left = True
+            self._end = End.LEFT
             history.note(self._memory.path, history.ENDED, reason=str(left))
             logger.warning("%s (exit code 0)", left)
             if self._scaler is not None:
@@ -320,8 +290,7 @@ class Launcher(Observer):
         agent = self._agent = self._make_agent(handler, info)
         agent.incarnations = self._rendezvous.incarnations
         if isinstance(handler, StoreRendezvous):
-            self._scaler = Scaler(handler, options, self._memory.path, self._board)
-            self._signals.install_leave(self._scaler)
+            self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())
@@ -339,7 +308,7 @@ class Launcher(Observer):
             outcome = self._rendezvous.outcome() or "the job ended on another node"
             if outcome == _ENDED_WELL and agent.agreement is not None:
                 # This node was cut off, and the job went on to its end with another in its place.
-                self._ended_well = True
+                self._end = End.WELL
                 return 0
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
@@ -355,7 +324,7 @@ class Launcher(Observer):
     def _end_replaced(self, error: FencedError) -> int:
         """This node is of an older start of the job than the one that runs."""
         if self._rendezvous.outcome() == _ENDED_WELL:
-            self._ended_well = True
+            self._end = End.WELL
             return 0
         logger.error("%s (exit code %d)", error, EX_FENCED)
         return EX_FENCED
@@ -369,12 +338,14 @@ class Launcher(Observer):
         """What the end of this node's trainers means for the job; returns the exit code."""
         if result is None:
             # A spare that was not needed: TorchElastic ends it when the job ends.
-            self._ended_well = self._rendezvous.outcome() == _ENDED_WELL
+            if self._rendezvous.outcome() == _ENDED_WELL:
+                self._end = End.WELL
             return 0
         if not result.is_failed():
-            self._ended_well = agent.all_ended_well
-            if self._ended_well and not self._options.keep_memory:
-                self._rendezvous.forget_commits()
+            if agent.all_ended_well:
+                self._end = End.WELL
+                if not self._options.keep_memory:
+                    self._rendezvous.forget_commits()
             self._rendezvous.close(_ENDED_WELL)
             if not agent.all_ended_well:
                 logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
@@ -430,27 +401,21 @@ class Launcher(Observer):
     def _tidy_up(self) -> None:
         if self._agent is not None:
             self._agent.close()
-        self._board.close(self._why_ended())
+        self._board.close(_WHY.get(self._end, "told to end, or the job has failed"))
         self._rendezvous.leave()
         if self._warm is not None:
             self._warm.close()
-        needed_no_more = self._ended_well or self._has_left
         if self._daemon is not None:
-            self._daemon.end(0.0 if needed_no_more or self._was_replaced else self._flush_secs())
-        self._memory.write_state(state="ended well" if self._ended_well else "ended")
-        if needed_no_more and not self._options.keep_memory:
+            self._daemon.end(self._flush_secs() if self._end is End.UNFINISHED else 0.0)
+        self._memory.write_state(state="ended well" if self._end is End.WELL else "ended")
+        if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
             self._memory.remove()
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():
             logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
-        elif not (self._options.keep_memory or self._was_replaced):
+        elif not (self._options.keep_memory or self._end is End.REPLACED):
             self._memory.discard_unused()
-
-    def _why_ended(self) -> str:
-        if self._ended_well:
-            return "the job ended well"
-        return "it has left, as it was told to" if self._has_left else "told to end, or the job has failed"
 
     def _name(self) -> str:
         return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)

@@ -24,6 +24,7 @@ from reft.elastic.board import StatusBoard
 from reft.elastic.handler import StoreRendezvous
 from reft.elastic.options import LaunchOptions
 from reft.elastic.shared_state import Scaling, leaving_of, scaling_of
+from reft.elastic.stop_signals import StopSignals
 from reft.errors import AuthenticationError, ReftError
 from reft.grid import Degrees
 from reft.protect.codes import Scheme
@@ -146,10 +147,16 @@ class Scaler:
         options: of the launcher.
         path: the job's memory on this node.
         board: of the job.
+        signals: one of them asks this node to leave.
     """
 
     def __init__(
-        self, handler: StoreRendezvous, options: LaunchOptions, path: Path, board: StatusBoard
+        self,
+        handler: StoreRendezvous,
+        options: LaunchOptions,
+        path: Path,
+        board: StatusBoard,
+        signals: StopSignals,
     ) -> None:
         self._handler = handler
         self._options = options
@@ -157,9 +164,8 @@ class Scaler:
         self._board = board
         self._seen = self._stat()  # an order of an earlier run has been dealt with
         self._order: ScaleOrder | None = None
+        self._signals = signals
         self._waits_since = time.monotonic()
-        self.told_to_leave = False
-        """A signal asks this node to leave."""
 
     def look(self, agreement: Agreement, group_rank: int) -> None:
         """Take up a new order, and go on with an old one. Best effort: it looks again."""
@@ -192,9 +198,9 @@ class Scaler:
         )
 
     def _take_order(self, agreement: Agreement) -> None:
-        if self.told_to_leave:
-            self.told_to_leave = False
+        if self._signals.asked_to_leave:
             write_order(self._path, len(agreement.nodes) - 1, (self._options.node,))
+            self._signals.asked_to_leave = False
         seen = self._stat()
         if seen == self._seen:
             self._waits_since = time.monotonic()
@@ -233,8 +239,9 @@ class Scaler:
         if not survived:  # not yet
             return
         ranks = leavers(agreement.nodes, min(survived, running - scaling.nodes), scaling.without)
-        logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
         self._handler.scale(lambda state: _told(ranks, running, state))
+        if leaving_of(self._handler.state):  # else the round is over
+            logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
 
     def _tell_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)

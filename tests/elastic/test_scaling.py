@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.elastic.agreement import Agreement
 from reft.elastic.scaling import Scaler, Situation, leavers, refusal
 from reft.elastic.shared_state import Scaling, scaling_of, set_scaling
+from reft.elastic.stop_signals import StopSignals
 from reft.grid import Degrees
 from reft.protect.codes import Scheme
 from reft.store.history import read_history
@@ -156,13 +160,19 @@ def shared() -> Shared:
 
 
 @pytest.fixture
-def look(shared: Shared, tmp_path: Path) -> Callable[[], None]:
-    options: Any = SimpleNamespace(config=SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1))
+def signals() -> StopSignals:
+    return StopSignals()
+
+
+@pytest.fixture
+def look(shared: Shared, tmp_path: Path, signals: StopSignals) -> Callable[[], None]:
+    config = SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1)
+    options: Any = SimpleNamespace(config=config, node="b")
     board: Any = SimpleNamespace(tolerance_left=lambda incarnation: 1, degrees=None)
     handler: Any = shared
     nodes = ("a", "b", "c")
     agreement = Agreement(1, nodes, nodes, ((0,), (1,), (2,)), restarts_used=0, known_step=1)
-    scaler = Scaler(handler, options, tmp_path, board)
+    scaler = Scaler(handler, options, tmp_path, board, signals)
     return lambda: scaler.look(agreement, group_rank=1)
 
 
@@ -203,3 +213,29 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
     answer = read_answer(tmp_path)
     assert answer is not None
     assert "set the clocks" in answer.refused
+
+
+def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
+    shared: Shared, look: Callable[[], None], signals: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    signals.asked_to_leave = True
+    with monkeypatch.context() as full:
+        full.setattr("reft.elastic.scaling.write_order", no_room)
+        look()
+    assert scaling_of(shared.state) is None
+    look()
+    scaling = scaling_of(shared.state)
+    assert scaling is not None
+    assert (scaling.nodes, scaling.without) == (2, ("b",))
+
+
+def test_a_signal_to_leave_ends_no_launcher_that_cannot_leave() -> None:
+    """As it does where nobody has asked for it."""
+    told = (
+        "import os, signal; from reft.elastic.stop_signals import StopSignals; signals = StopSignals(); "
+        "signals.install(); os.kill(os.getpid(), signal.SIGUSR1); assert signals.asked_to_leave"
+    )
+    subprocess.run([sys.executable, "-c", told], check=True, timeout=120)
