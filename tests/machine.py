@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
@@ -11,7 +12,7 @@ from typing import Final
 import torch
 
 _FIRST_PORT, _LAST_PORT = 20000, 32000
-_random = random.SystemRandom()
+_NEXT_PORT_FILE = f"reft-tests-port-{os.getuid()}"
 
 
 def _fp16_missing() -> str | None:
@@ -41,16 +42,29 @@ def can_give_away(uid: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on.
+    """A TCP port that nobody listens on, and that no other test on this machine was given lately.
 
     It lies below the kernel's range for outgoing connections: a port of that range may be taken by any
-    connection of a test that runs beside this one, between this call and its use.
+    connection of a test that runs beside this one, between this call and its use. Each call gives the next port,
+    also over processes: chosen by chance, two tests would now and then be given the same one before either listens.
     """
-    while True:
-        port = _random.randint(_FIRST_PORT, _LAST_PORT)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+    with open(os.path.join(tempfile.gettempdir(), _NEXT_PORT_FILE), "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        last = file.read()
+        port = int(last) if last else random.SystemRandom().randint(_FIRST_PORT, _LAST_PORT)
+        while True:
+            port = port + 1 if port < _LAST_PORT else _FIRST_PORT
+            if _is_free(port):
+                file.truncate(0)
+                file.write(str(port))
+                return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""What a copy within the device costs, and what is left of its memory."""
+"""What a copy within the device costs, and what is left of its memory: of NVIDIA's (CUDA) or AMD's (ROCm)."""
 
 from __future__ import annotations
 
