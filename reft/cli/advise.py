@@ -10,15 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
 from reft.policy.advice import Advice, Memory, Situation, Slow, Speed, advise
 from reft.policy.scale_plan import scale_plan, to_yaml
+from reft.store.free_memory import bounds
 from reft.store.history import Round, read_history
 from reft.store.jobdir import JobDir
-from reft.store.signals import Board, Signal, read_board
+from reft.store.memory_watch import fullest
+from reft.store.signals import Board, NodeReport, Signal, read_board
 
 _LEAST_STEPS = 50
 """Of a round, to tell a speed from it: DLRover's window."""
@@ -38,7 +39,7 @@ def advise_command(
 ) -> None:
     """What to change: nodes to replace or drop, another number of them, memory of a node.
 
-    From named stragglers, lost nodes, speeds at other numbers of nodes, and this host's memory. It is advice:
+    From named stragglers, lost nodes, speeds at other numbers of nodes, and the nodes' memory. It is advice:
     nothing is carried out.
     """
     paths = find_memory(memory_dir, job)
@@ -46,7 +47,7 @@ def advise_command(
     found = advise(seen)
     name = JobDir.open(paths[0]).job_id
     if as_json or as_yaml:
-        memory = psutil.virtual_memory().total
+        memory = min((b.limit_bytes for b in bounds(paths[0]) if b.limit_bytes > 0), default=0)
         # A plan of the same name is the same plan to the operator; every round has its own.
         number = max((r.round for p in paths for r in read_history(p)), default=0)
         cores = len(os.sched_getaffinity(0))
@@ -80,7 +81,6 @@ def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None
     speeds = _speeds(rounds)
     if now and training:
         speeds = [*speeds, Speed(len(training), min(now))]
-    host = psutil.virtual_memory()
     return Situation(
         nodes=training or tuple(rounds[-1].nodes if rounds else ()),
         spares=tuple(row.report.node for row in rows if row.report.spare),
@@ -88,8 +88,21 @@ def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None
         losses=Counter(node for r in rounds for node in r.lost),
         speeds=tuple(speeds),
         most_nodes=most_nodes,
-        memory=(Memory(JobDir.open(paths[0]).node, host.total - host.available, host.total),),
+        memory=tuple(_memory(paths[0], [row.report for row in rows])),
     )
+
+
+def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
+    """Of every node that tells of its memory; of this one where none does."""
+    told = [report for report in reports if report.memory]
+    for report in told:
+        if (use := fullest(report.memory)) is not None:
+            said = str(report.runs_out[0]) if report.runs_out else ""
+            yield Memory(report.node, use.peak_bytes, use.limit_bytes, use.name, said)
+    if not told:
+        found = max(bounds(path), key=lambda b: b.used_bytes / max(1, b.limit_bytes), default=None)
+        if found is not None and found.limit_bytes > 0:
+            yield Memory(JobDir.open(path).node, found.used_bytes, found.limit_bytes, found.name)
 
 
 def _slow(board: dict[str, Any]) -> Iterable[Slow]:

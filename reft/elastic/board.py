@@ -114,6 +114,8 @@ class StatusBoard:
         self._lost_since: float | None = None
         self._watch = SpeedWatch()
         self._accounts = Accounts(path)
+        self._memory_told: set[str] = set()
+        self._memory_round = 0
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
 
     def start(self) -> None:
@@ -186,6 +188,7 @@ class StatusBoard:
         counts = self._accounts.look(self._board.slow)
         changes = {"number": self._number, "counts": counts}
         report = self._observer.look(doing).model_copy(update=changes)
+        self._tell_memory(report)
         if ending:
             report = report.model_copy(update={"left": True, "why": self._left})
         try:
@@ -196,6 +199,16 @@ class StatusBoard:
             logger.debug("the status board cannot be reached: %s", error)
             self._drop()
         self._write(report)
+
+    def _tell_memory(self, report: NodeReport) -> None:
+        """Log what is running out on this node: each memory once in a start of the trainers."""
+        if report.round != self._memory_round:
+            self._memory_round = report.round
+            self._memory_told.clear()
+        for found in report.runs_out:
+            if found.name not in self._memory_told:
+                self._memory_told.add(found.name)
+                logger.warning("%s", found)
 
     def _exchange(self, report: NodeReport) -> None:
         if self._store is None:

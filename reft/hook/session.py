@@ -12,6 +12,7 @@ from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
 from reft.hook.coordinates import local_rank
 from reft.hook.copying import Copying
+from reft.hook.device_memory import DeviceMemory
 from reft.hook.engine import TrainingEngine
 from reft.hook.engine_state import ClientState, EngineState
 from reft.hook.fence import OptimizerFence
@@ -61,6 +62,7 @@ class Session:
         state: of the engine.
         fence: training waits there (P2).
         progress: what this rank is at, for its node's daemon.
+        device_memory: what it has of its device, beside that.
         monitoring: tells DeepSpeed's monitor, on rank 0.
         stopping: ends the job that is told to end.
         tracer: of steps, for tests, pictures and the profiler.
@@ -117,6 +119,7 @@ class Session:
             micro_batches=self.engine.micro_batches,
             ranks_here=self.ranks_here,
         )
+        self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
         self.protection = self._protect_as_configured()
@@ -343,6 +346,7 @@ class Session:
         """A step has returned. Raises only to stop when told so."""
         self.boundary()
         self.progress.end_step(self._last_step)
+        self.device_memory.after_step()
         self.monitoring.after_step(self._last_step, self.tolerance)
         waited_secs = self.fence.take_waited_secs()
         if self.tracer.active and self.worker is not None:

@@ -71,12 +71,16 @@ class Memory:
 
     Attributes:
         node: its name.
-        used_bytes, total_bytes: at the fullest, and in all.
+        used_bytes, total_bytes: at the fullest, and in all; what limits it may be a control group.
+        of: what it is the memory of, for people.
+        runs_out: how it is running out, for people; "" where it is not.
     """
 
     node: str
     used_bytes: int
     total_bytes: int
+    of: str = "the host"
+    runs_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,12 +190,16 @@ def _about_losses(seen: Situation) -> Iterable[Advice]:
 
 def _about_memory(seen: Situation) -> Iterable[Advice]:
     for memory in seen.memory:
+        if memory.runs_out:
+            yield Advice(Action.MEMORY, (memory.node,), len(seen.nodes), memory.runs_out)
+            continue
         part = memory.used_bytes / memory.total_bytes
         if part >= _MEMORY_RISK:
             wanted = ceil(_MEMORY_ROOM * memory.used_bytes / 2**20) * 2**20
             yield Advice(
                 *(Action.MEMORY, (memory.node,), len(seen.nodes)),
-                f"{part:.0%} of its memory was in use; give it {wanted / 2**30:.1f} GiB before it runs out",
+                f"{part:.0%} of the memory of {memory.of} was in use; give it {wanted / 2**30:.1f} GiB "
+                f"before it runs out",
                 wanted,
             )
 

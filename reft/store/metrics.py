@@ -67,6 +67,9 @@ METRICS = (
     ),
     Metric("reft_lost_seconds_total", "seconds since the job's start that were lost, by cause", ("cause",)),
     Metric("reft_samples_per_second", "samples trained on per second, since the job's start"),
+    Metric("reft_memory_used_bytes", "bytes in use of a memory that limits the trainers", ("memory",)),
+    Metric("reft_memory_limit_bytes", "bytes at which that memory is full", ("memory",)),
+    Metric("reft_memory_full_seconds", "seconds until a memory that is running out is full", ("memory",)),
     Metric("reft_committed_step", "optimizer step of the newest committed version"),
     Metric("reft_commit_age_seconds", "seconds since the newest committed version was whole"),
     Metric("reft_commit_lag_steps", "optimizer steps made since the newest committed version"),
@@ -129,6 +132,13 @@ def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
         labels = (str(slow["kind"]), str(slow["name"]))
         yield "reft_slow", labels, float(slow["factor"])
         yield "reft_slow_cost_seconds", labels, float(slow["cost_secs"])
+    for use in told["memory"]:
+        if use["node"] == node:
+            yield "reft_memory_used_bytes", (str(use["name"]),), float(use["used_bytes"])
+            yield "reft_memory_limit_bytes", (str(use["name"]),), float(use["limit_bytes"])
+    for running_out in told["runs_out"]:
+        if running_out["node"] == node:
+            yield "reft_memory_full_seconds", (str(running_out["name"]),), float(running_out["in_secs"])
     counts = told["since_start"] or {}
     for cause, secs in (counts.get("lost_secs") or {}).items():
         yield "reft_lost_seconds_total", (cause,), float(secs)

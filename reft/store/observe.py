@@ -17,9 +17,18 @@ from reft.store.header import ArenaHeader, ArenaState
 from reft.store.history import HISTORY_FILE, Round, read_history, restarts_among
 from reft.store.jobdir import DAEMON_FILE, JobDir, is_running, read_json
 from reft.store.label import Label
+from reft.store.memory_watch import MemoryWatch
 from reft.store.progress import Phase, Seen, read_pages
 from reft.store.protection import ProtectionRecord, read_record
-from reft.store.signals import MOST_WARNINGS, NodeReport, Recovery, Shard, Signal
+from reft.store.signals import (
+    MOST_MEMORIES,
+    MOST_RUNNING_OUT,
+    MOST_WARNINGS,
+    NodeReport,
+    Recovery,
+    Shard,
+    Signal,
+)
 from reft.store.watch import CommitWatch
 
 _SPEED_STEPS = 64
@@ -87,6 +96,7 @@ class NodeObserver:
         self._domain = domain
         self._has_daemon = has_daemon
         self._speed = Speed()
+        self._memory = MemoryWatch(path)
         self._step: int | None = None
         self._arenas: CommitWatch | None = None
         self._times: dict[Signal, float] = {}
@@ -105,6 +115,8 @@ class NodeObserver:
         # Trainers that have ended take their pages along: the last step that was seen stays.
         self._step = step = max((p.step for p in pages), default=self._step)
         self._note_versions(heads)
+        steps_per_sec = self._speed.look(pages[0]) if pages else None
+        self._memory.look(pages, steps_per_sec)
         why = doing.failed or _not_well(status, step)
         self._enter(self._signal_now(doing, bool(pages), why), doing)
         return NodeReport(
@@ -117,13 +129,15 @@ class NodeObserver:
             doing=doing.words,
             why=why,
             step=step,
-            steps_per_sec=self._speed.look(pages[0]) if pages else None,
+            steps_per_sec=steps_per_sec,
             shards=_shards(heads),
             trainers=sum(p.state not in ("", "Z") for p in pages),
             tolerance=None if record is None else record.tolerance,
             restarts=len(restarts),
             recovery=_recovery(restarts[-1]) if restarts else None,
             warnings=tuple(self._warnings(doing, status, record))[:MOST_WARNINGS],
+            memory=self._memory.uses[:MOST_MEMORIES],
+            runs_out=self._memory.runs_out[:MOST_RUNNING_OUT],
         )
 
     def _heads(self) -> list[ArenaHeader]:
@@ -191,6 +205,7 @@ class NodeObserver:
             yield "its daemon does not run: the launcher starts it again"
         if not self._has_daemon:
             yield "it has no daemon: no checkpoints on storage"
+        yield from filter(None, (use.fragmented for use in self._memory.uses))
         if record is None:
             return
         if degraded := record.degraded:

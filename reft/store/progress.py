@@ -11,9 +11,10 @@ import mmap
 import os
 import struct
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -25,7 +26,8 @@ PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
 """Of the page of a trainer, and of the file for its stacks; before them its local rank."""
 _PAGE_BYTES = 4096
 _MAGIC = 0x72656674_70616731
-_WORDS, _RING, _RING_AT = 80, 64, 16
+_WORDS, _RING, _RING_AT = 96, 64, 16
+_DEVICE_AT, _DEVICE_WORDS = 80, 6
 _NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
 _TIMES_AT = _PAGE_BYTES
 _FILE_BYTES = _TIMES_AT + RING_BYTES
@@ -56,6 +58,25 @@ _LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BET
 
 
 @dataclass(frozen=True)
+class DeviceUse:
+    """A trainer's device memory, as its allocator counts it; bytes.
+
+    Attributes:
+        total: that the trainer may have: the device's, without what others take.
+        allocated, peak_allocated: in tensors, now and at most.
+        reserved, peak_reserved: taken from the device, now and at most.
+        retries: allocations that had to give cached memory back first.
+    """
+
+    total: int
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+    retries: int
+
+
+@dataclass(frozen=True)
 class Seen:
     """A trainer as its page tells of it.
 
@@ -72,6 +93,7 @@ class Seen:
         stack_signal: signal on which it writes its stacks; 0: none.
         state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
         samples_per_step: of the whole job; 0: not known.
+        device: its memory; None: it has none.
     """
 
     local_rank: int
@@ -88,6 +110,7 @@ class Seen:
     stack_signal: int
     state: str
     samples_per_step: int = 0
+    device: DeviceUse | None = None
 
 
 class ProgressPage:
@@ -194,6 +217,10 @@ class ProgressPage:
         """Samples that the whole job trains on in a step."""
         self._words[_SAMPLES] = per_step
 
+    def set_device(self, use: DeviceUse) -> None:
+        """What it has of its device's memory."""
+        self._words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS] = memoryview(array("q", astuple(use)))
+
     def close(self) -> None:
         """It is not watched any more."""
         self._enter(Phase.ENDED)
@@ -255,8 +282,13 @@ def _read(path: Path) -> Seen | None:
             stack_signal=words[_SIGNAL],
             state=process_state(words[_PID]),
             samples_per_step=words[_SAMPLES],
+            device=_device(words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS]),
         )
     return None
+
+
+def _device(words: tuple[int, ...]) -> DeviceUse | None:
+    return DeviceUse(*words) if words[0] > 0 else None
 
 
 @dataclass(frozen=True)

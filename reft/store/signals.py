@@ -22,6 +22,7 @@ from reft.grid import Coordinate, Degrees
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
 from reft.speed.effective import Counts
+from reft.speed.memory import MemoryUse, RunsOut
 from reft.speed.reports import RankSpeed, Straggler
 from reft.store.jobdir import read_json
 from reft.store.label import Label
@@ -30,6 +31,7 @@ BOARD_FILE = "board.json"
 MOST_CHARACTERS = 200
 """Of a text in a report; longer ones are cut."""
 MOST_WARNINGS = 6
+MOST_MEMORIES, MOST_RUNNING_OUT = 24, 3
 _MOST_BOARD_BYTES = 64 * 2**20
 """Of a board, once it is unpacked: 65,536 nodes."""
 
@@ -113,6 +115,8 @@ class NodeReport(_Message):
         restarts: after failures.
         recovery: the last of them.
         warnings: for people.
+        memory: that limits its trainers, and how much of it is in use.
+        runs_out: which of it will be full, the soonest first.
         counts: the job's, as this node has counted them; None: not yet.
         left: it has ended, and says so.
     """
@@ -134,6 +138,8 @@ class NodeReport(_Message):
     restarts: int = 0
     recovery: Recovery | None = None
     warnings: Texts = ()
+    memory: tuple[MemoryUse, ...] = ()
+    runs_out: tuple[RunsOut, ...] = ()
     counts: Counts | None = None
     left: bool = False
 
@@ -340,7 +346,17 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         "since_start": _since_start(rows),
         "slow": [s.model_dump(mode="json") for s in board.slow],
         "speeds": [s.model_dump(mode="json") for s in board.speeds],
-        "warnings": [*_warnings(rows, needed, left), *map(str, board.slow)],
+        "memory": [{"node": n.node, **m.model_dump(mode="json")} for n in present for m in n.memory],
+        "runs_out": [
+            {"node": n.node, **r.model_dump(mode="json"), "said": f"{n.node}: {r}"}
+            for n in present
+            for r in n.runs_out
+        ],
+        "warnings": [
+            *_warnings(rows, needed, left),
+            *map(str, board.slow),
+            *(f"{n.node}: {r}" for n in present for r in n.runs_out),
+        ],
         "as_of_unix_secs": board.unix_secs,
     }
 

@@ -1,6 +1,6 @@
 """Two pipeline stages with two replicas that compute for a while in every step, and tell of every step.
 
-ARGS: DeepSpeed's JSON, and the last step.
+ARGS: DeepSpeed's JSON, and the last step; and a rank that keeps so many MiB of every step, where one is to leak.
 """
 
 import json
@@ -45,9 +45,12 @@ def main() -> None:
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
     engine.load_checkpoint(str(events / "checkpoints"))
     data, last = Batches(), int(sys.argv[2])
+    leaks = int(sys.argv[4]) if sys.argv[3:4] == [str(rank)] else 0
+    kept = []
     with (events / f"worker-{rank}.jsonl").open("a") as file:
         while engine.global_steps < last and not (events / "finish").exists():
             engine.train_batch(data)
+            kept.append(bytearray(b"x") * (leaks * 2**20))
             told = {"event": "step", "time": time.time(), "rank": rank, "pid": os.getpid()}
             file.write(json.dumps(told | {"step": engine.global_steps}) + "\n")
             file.flush()
