@@ -79,16 +79,12 @@ def is_within(wanted: list[int], found: list[int]) -> bool:
     return all(size in left for size in wanted)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3000)
-def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sample_once(
-    tmp_path: Path,
-) -> None:
-    found = went_on(tmp_path)
-    sizes = [phase.replicas for phase in found]
-    assert is_within([4, 3, 2, 4, 2], sizes), sizes
+def is_of_its_layouts(found: list[Phase], root: Path, pp: int = 1, tp: int = 1) -> None:
+    """Every phase's losses are those of a job of its layout, which DeepSpeed loaded from its own checkpoint of the
+    version; every sample of the job was read once."""
+    job = JOB if pp * tp == 1 else JOB.with_name("grid_job.py")
     counted: Counter[int] = Counter()
-    tag, root = "", tmp_path / "reference" / "chain"
+    tag, root = "", root / "reference" / "chain"
     root.mkdir(parents=True)
     for number, phase in enumerate(found):
         until = found[number + 1].begins if number + 1 < len(found) else max(phase.ids) - 1
@@ -98,12 +94,14 @@ def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sampl
             "until": until,
             "save": f"step{until}",
             "ids": {step: [ranks[r] for r in range(phase.replicas)] for step, ranks in made.items()},
+            **{"pp": pp, "tp": tp},
         }
         (root / "life.json").write_text(json.dumps(life))
-        told = run_ranks(JOB, root, world=phase.replicas)
+        told = run_ranks(job, root, world=phase.replicas * pp * tp)
+        whole = {rank.get("dp", at): rank["losses"] for at, rank in enumerate(told) if rank.get("last", True)}
         for step in made:
             for rank in range(phase.replicas):
-                assert phase.losses[step][rank] == told[rank]["losses"][str(step)], (number, step, rank)
+                assert phase.losses[step][rank] == whole[rank][str(step)], (number, step, rank)
         for ranks in made.values():
             read = [i for batches in ranks.values() for ids in batches for i in ids]
             assert len(read) == BATCH, "the global batch is kept"
@@ -114,3 +112,39 @@ def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sampl
     passes, rest = divmod(steps * BATCH, SAMPLES)
     assert set(counted.values()) <= {passes, passes + 1}
     assert sum(times == passes + 1 for times in counted.values()) == rest
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sample_once(
+    tmp_path: Path,
+) -> None:
+    found = went_on(tmp_path)
+    sizes = [phase.replicas for phase in found]
+    assert is_within([4, 3, 2, 4, 2], sizes), sizes
+    is_of_its_layouts(found, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("pp", "tp", "sizes"), [(2, 1, [2, 1, 2]), (1, 2, [2, 1])], ids=["pp2", "tp2"])
+def test_p1_so_is_a_job_of_stages_and_one_of_slices(
+    tmp_path: Path, pp: int, tp: int, sizes: list[int]
+) -> None:
+    """A node holds a replica; one dies, and another takes its place."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True, "tolerance": 0}}))
+    options = ("--nnodes", "1:2", "--max-restarts", "0", "--rdzv-conf", CONF)
+    arguments = ("../grid_job.py", str(config), str(pp), str(tp))
+    with cluster(tmp_path, *arguments, nodes=2, procs_per_node=2, options=options) as job:
+        trains(job, 2, 0, lives=1)
+        job.kill_node(1)
+        trains(job, 1, last_step(job, 2), lives=1)
+        if len(sizes) > 2:
+            job.replace_node(1)
+            trains(job, 2, last_step(job, 1), lives=2)
+        found = phases(job)
+        job.finish()
+        job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
+    assert [phase.replicas for phase in found] == sizes
+    is_of_its_layouts(found, tmp_path, pp, tp)

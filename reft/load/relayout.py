@@ -1,0 +1,353 @@
+"""Taking up a version in another layout (PP x DP x TP): where every element of a rank's state comes from.
+Pure.
+
+What is one and the same element is told by names: a parameter has one name in all layouts (DeepSpeed's
+``PipelineModule`` numbers layers over all stages), and with it its master and the optimizer's state for
+it. Of a parameter that tensor slices share, each holds an equal part of one dimension. ZeRO's partitions are
+equal parts of a group's parameters laid end to end, padded with zeros. Offsets and counts are in elements.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import msgpack
+
+from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees
+
+WEIGHT = "model"
+"""What a model computes with; the other parts of a parameter's state are the optimizer's."""
+WHOLE = -1
+"""Of :attr:`Parameter.split`: every tensor slice has the same."""
+Group = tuple[int, int]
+"""(pp, tp)."""
+
+
+class Parameter(NamedTuple):
+    """One rank's part of a parameter.
+
+    Attributes:
+        name: in the model.
+        shape: of this rank's part.
+        split: dimension of which every tensor slice has an equal part, :data:`WHOLE`, or None: not known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks of one (pp, tp) hold; the same on all its replicas.
+
+    Attributes:
+        parameters: of the model, each once.
+        groups: names of the optimizer's parameters, by group and in its order.
+        kinds: what the optimizer has for the parameters, by group: ``master``, and names of its state. Each
+            is a tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
+        flat: the parameters of a group lie end to end in one tensor.
+        parted: elements of a group's tensors that every replica has; empty where they are not dealt out.
+    """
+
+    parameters: tuple[Parameter, ...]
+    groups: tuple[tuple[str, ...], ...]
+    kinds: tuple[tuple[str, ...], ...]
+    flat: bool
+    parted: tuple[int, ...] = ()
+
+    def encode(self) -> bytes:
+        """For the host state."""
+        fields = [list(map(tuple, self.parameters)), self.groups, self.kinds, self.flat, self.parted]
+        body: bytes = msgpack.packb(fields)
+        return body
+
+    @classmethod
+    def decode(cls, body: bytes) -> Held:
+        parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
+        return cls(
+            tuple(Parameter(name, tuple(shape), split) for name, shape, split in parameters),
+            tuple(map(tuple, groups)),
+            tuple(map(tuple, kinds)),
+            flat,
+            tuple(parted),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what.
+
+    Attributes:
+        degrees: of the job.
+        held: by (pp, tp).
+    """
+
+    degrees: Degrees
+    held: Mapping[Group, Held]
+
+
+class Move(NamedTuple):
+    """Elements that one rank of the old layout has, and where a rank of the new one puts them.
+
+    Attributes:
+        source: the old rank.
+        tensor: its tensor.
+        start: first element in it.
+        numel: how many.
+        target: tensor of the new rank.
+        at: first element in that.
+    """
+
+    source: Coordinate
+    tensor: str
+    start: int
+    numel: int
+    target: str
+    at: int
+
+
+class Padding(NamedTuple):
+    """Elements of a new rank's tensor that are zero."""
+
+    target: str
+    at: int
+    numel: int
+
+
+class _Extent(NamedTuple):
+    """Elements [start, start + numel) of a rank's part of a parameter lie at ``at`` in a tensor."""
+
+    kind: str
+    name: str
+    start: int
+    numel: int
+    tensor: str
+    at: int
+
+
+def _extents(held: Held, dp: int) -> Iterator[_Extent]:
+    """All that replica ``dp`` holds."""
+    sizes = {p.name: p.numel for p in held.parameters}
+    for name, numel in sizes.items():
+        yield _Extent(WEIGHT, name, 0, numel, f"{WEIGHT}.{name}", 0)
+    for group, names in enumerate(held.groups):
+        for kind in held.kinds[group]:
+            if not held.flat:
+                for position, name in enumerate(names):
+                    yield _Extent(kind, name, 0, sizes[name], f"{kind}.{group}.{position}", 0)
+                continue
+            part = held.parted[group] if held.parted else sum(sizes[name] for name in names)
+            low = dp * part if held.parted else 0
+            begin = 0
+            for name in names:
+                end = begin + sizes[name]
+                first, last = max(begin, low), min(end, low + part)
+                if first < last:
+                    yield _Extent(kind, name, first - begin, last - first, f"{kind}.{group}.0", first - low)
+                begin = end
+
+
+def paddings(held: Held, dp: int) -> tuple[Padding, ...]:
+    """What lies behind the end of the groups in the partitions of replica ``dp``."""
+    sizes = {p.name: p.numel for p in held.parameters}
+    found = []
+    for group, part in enumerate(held.parted):
+        total = sum(sizes[name] for name in held.groups[group])
+        filled = max(0, min(part, total - dp * part))
+        if filled < part:
+            found += [Padding(f"{kind}.{group}.0", filled, part - filled) for kind in held.kinds[group]]
+    return tuple(found)
+
+
+def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
+    """Where all that the new rank ``at`` holds comes from, but for padding (:func:`paddings`).
+
+    Every element is written once. Where several old ranks have it (replicas, tied parameters on two stages,
+    what slices hold whole), one of them is named, the nearest by its coordinate.
+
+    Raises:
+        LayoutError: the layouts do not hold the same parameters, or it is not known how slices share one.
+    """
+    splits = _splits(old, new)
+    _check_same(old, new, splits)
+    index = _Index(old)
+    held = new.held[at.pp, at.tp]
+    shapes = {p.name: p.shape for p in held.parameters}
+    moves: list[Move] = []
+    for extent in _extents(held, at.dp):
+        was, now = index.part(extent.name).shape, shapes[extent.name]
+        for tp, start, count, skip in _slices(extent, was, now, splits[extent.name], at.tp):
+            here = extent._replace(start=start, numel=count, at=extent.at + skip)
+            moves += index.moves(here, at, tp % old.degrees.tp)
+    return tuple(moves)
+
+
+def _slices(
+    extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: int, slice_at: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """``(old slice, first element in it, count, elements of the extent before)`` of what the new slice
+    ``slice_at`` holds in ``extent``; ``old`` and ``new`` are shapes of the slices."""
+    if split == WHOLE or old == new:
+        yield slice_at, extent.start, extent.numel, 0
+        return
+    was, width = old[split], new[split]
+    inner = prod(new[split + 1 :])
+    position, end = extent.start, extent.start + extent.numel
+    while position < end:
+        row, inside = divmod(position, inner)
+        outer, column = divmod(row, width)
+        tp, there = divmod(slice_at * width + column, was)
+        # As far as this row of the new slice goes on, and the old slice too.
+        count = min(end - position, min(width - column, was - there) * inner - inside)
+        yield tp, (outer * was + there) * inner + inside, count, position - extent.start
+        position += count
+
+
+class _Index:
+    """Finds elements in the old layout."""
+
+    def __init__(self, old: Layout) -> None:
+        self._old = old
+        self._stages: dict[str, list[int]] = defaultdict(list)
+        self._parts: dict[str, Parameter] = {}
+        self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
+        for (pp, tp), held in sorted(old.held.items()):
+            for part in held.parameters if tp == 0 else ():
+                self._stages[part.name].append(pp)
+                self._parts.setdefault(part.name, part)
+
+    def part(self, name: str) -> Parameter:
+        return self._parts[name]
+
+    def _of_group(self, group: Group) -> dict[tuple[str, str], list[tuple[int, int, _Extent]]]:
+        if group not in self._found:
+            found = defaultdict(list)
+            held = self._old.held[group]
+            for dp in range(self._old.degrees.dp):
+                for extent in _extents(held, dp):
+                    found[extent.kind, extent.name].append((extent.start, dp, extent))
+            self._found[group] = {key: sorted(extents) for key, extents in found.items()}
+        return self._found[group]
+
+    def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[Move]:
+        """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank ``at``."""
+        _, _, start, numel, _, target = extent
+        stages = self._stages[extent.name]
+        pp = at.pp if at.pp in stages else stages[0]
+        extents = self._of_group((pp, tp))[extent.kind, extent.name]
+        end = start + numel
+        while start < end:
+            last = bisect_right(extents, start, key=lambda e: e[0]) - 1
+            begin = extents[last][0]
+            same = [e for e in extents[: last + 1] if e[0] == begin]
+            _, dp, found = next((e for e in same if e[1] == at.dp % self._old.degrees.dp), same[0])
+            here = min(end, begin + found.numel) - start
+            if here <= 0:
+                raise LayoutError(
+                    f"elements [{start}, {end}) of {extent.name} ({extent.kind}) are not in the version: "
+                    f"its partitions do not make up the whole; expected those of one job"
+                )
+            source = Coordinate(pp, dp, tp)
+            yield Move(source, found.tensor, found.at + start - begin, here, extent.tensor, target)
+            start, target = start + here, target + here
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def _splits(old: Layout, new: Layout) -> dict[str, int]:
+    """The dimension that slices share, of every parameter; :data:`WHOLE` where none is, or it is the same
+    on both sides.
+
+    Raises:
+        LayoutError: it is not known of a parameter, or the layouts say it differently.
+    """
+    said: dict[str, set[int]] = defaultdict(set)
+    for layout in (old, new):
+        for held in layout.held.values():
+            for part in held.parameters:
+                said[part.name].update(() if part.split is None else (part.split,))
+    if old.degrees.tp == new.degrees.tp:
+        return dict.fromkeys(said, WHOLE)
+    if several := [name for name, splits in said.items() if len(splits) > 1]:
+        raise LayoutError(
+            f"slices share different dimensions of {_some(several)} in {old.degrees} and {new.degrees}; "
+            f"give every parameter the same partition_dim in both"
+        )
+    if unknown := [name for name, splits in said.items() if not splits]:
+        raise LayoutError(
+            f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
+            f"{_some(unknown)}. Say it where the model is made, as Megatron does: parameter.partition_dim = "
+            f"the dimension of which each slice has an equal part, or -1 where each has the whole"
+        )
+    return {name: splits.pop() for name, splits in said.items()}
+
+
+def _check_same(old: Layout, new: Layout, splits: Mapping[str, int]) -> None:
+    was, now = _whole(old, splits), _whole(new, splits)
+    for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
+        if alone := sorted(here.keys() - there.keys()):
+            raise LayoutError(
+                f"{where} alone has {_some(alone)}: parameters are told by their names in the model, which "
+                f"have to be the same in both layouts ({old.degrees} and {new.degrees}); number the "
+                f"layers over all stages, as deepspeed.pipe.PipelineModule does"
+            )
+    for name in was:
+        (old_shape, old_group, old_kinds), (new_shape, new_group, new_kinds) = was[name], now[name]
+        if old_shape != new_shape:
+            raise LayoutError(
+                f"{name} has the shape {list(old_shape)} in the version ({old.degrees}) and "
+                f"{list(new_shape)} in the running job ({new.degrees}), slices put together; start the "
+                f"job with the model that wrote the version"
+            )
+        if (old_group, old_kinds) != (new_group, new_kinds):
+            raise LayoutError(
+                f"{name} is in the optimizer's group {old_group} with {_some(old_kinds)} in the version, and "
+                f"in group {new_group} with {_some(new_kinds)} in the running job; start the job with the "
+                f"optimizer and the parameter groups that wrote the version"
+            )
+
+
+_Whole = tuple[tuple[int, ...], int | None, tuple[str, ...]]
+
+
+def _whole(layout: Layout, splits: Mapping[str, int]) -> dict[str, _Whole]:
+    """Shape with all slices, group and kinds of every parameter."""
+    found: dict[str, _Whole] = {}
+    for (pp, tp), held in sorted(layout.held.items()):
+        groups = {name: group for group, names in enumerate(held.groups) for name in names}
+        for part in held.parameters:
+            group = groups.get(part.name)
+            kinds = () if group is None else tuple(sorted(held.kinds[group]))
+            shape = _whole_shape(part.shape, splits[part.name], layout.degrees.tp)
+            told = (shape, group, kinds)
+            if found.setdefault(part.name, told) != told:
+                raise LayoutError(
+                    f"{part.name} of stage {pp}, slice {tp}, is {told} there and {found[part.name]} on "
+                    f"another rank (shape, optimizer's group, state): slices and stages have to hold it alike"
+                )
+    return found
+
+
+def _whole_shape(shape: tuple[int, ...], split: int, slices: int) -> tuple[int, ...]:
+    if split == WHOLE:
+        return shape
+    if split >= len(shape):
+        raise LayoutError(f"found partition_dim {split} of a parameter with the shape {list(shape)}")
+    return (*shape[:split], shape[split] * slices, *shape[split + 1 :])
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "nothing"
