@@ -10,6 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 OTHERS = {
     "_actions": "argparse",
+    "_delay": "TorchElastic",
     "_exit": "os",
     "_get_deadline": "TorchElastic",
     "_hp_mapping": "DeepSpeed",
@@ -22,6 +23,7 @@ OTHERS = {
     "_replace": "named tuples",
     "_schema": "torch",
     "_sleep": "torch",
+    "_start_heartbeats": "TorchElastic",
     "_state_holder": "TorchElastic",
     "_stop_heartbeats": "TorchElastic",
     "_take_model_step": "DeepSpeed",

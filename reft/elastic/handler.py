@@ -89,6 +89,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._members: dict[_NodeDesc, int] = {}
         self._last_scaling: Scaling | None = None
         self._told_to_leave = False
+        self._was_spare = False
+        self._settles_at = float("-inf")
         self.left: frozenset[int] = frozenset()
         """Ranks that nodes had in the round before which have left since, as they were told to."""
         self._lost: str | None = None
@@ -99,6 +101,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self.newest_incarnation = 0
         """The newest one, as the last heartbeat found it in the store."""
         holder = StateHolder(store, node, settings)
+        self._alive_secs = holder.alive_secs
         super().__init__(node, settings, parameters.backend, store, holder)  # type: ignore[arg-type]
         self._op_executor = RendezvousExecutor(node, holder, settings)
 
@@ -110,6 +113,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         """Join the next round; see TorchElastic."""
         self._stop_heartbeats()
         self._place, self._lost = None, None
+        self._was_spare = False
         if self._state_holder.state.round == 0:
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
@@ -155,13 +159,18 @@ class StoreRendezvous(DynamicRendezvousHandler):
         is_free = len(taken) < most and (node in leaving or not leaving)
         # One that the others went on without keeps nobody from training, although it had a seat.
         is_one_too_many = state.complete and node not in trains and len(trains - leaving) >= most
-        if state.closed or is_free or (node in taken and not is_one_too_many):
+        is_forgotten = self._is_forgotten(state)
+        may_join = is_free and not is_forgotten
+        if state.closed or may_join or (node in taken and not is_one_too_many):
+            self._was_spare = False
             if state.complete:
                 # A round that is over: how many the next one may have is counted above.
                 context.settings = self._settings
             if not state.closed and node in leaving and node not in state.redundancy_list:
                 leaving.discard(node)  # a node was lost: its place is taken
             return _RendezvousJoinOp()(context, deadline)
+        if is_forgotten and _is_empty(state):
+            return _Action.SYNC
         if node not in state.redundancy_list:
             state.wait_list.discard(node)
             return _Action.ADD_TO_REDUNDANCY_LIST
@@ -170,6 +179,16 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._op_executor.run(self._leave, self._get_deadline(self._settings.timeout.heartbeat))
             raise LeftError("this node has left the job, as it was told to; the job goes on without it")
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
+
+    def _is_forgotten(self, state: _RendezvousState) -> bool:
+        """Whether the store has lately lost that this node is a spare: it may have lost as well who trains,
+        and they tell it with their next heartbeats."""
+        now = time.monotonic()
+        if self._this_node in state.redundancy_list:
+            self._was_spare = True
+        elif self._was_spare:
+            self._was_spare, self._settles_at = False, now + self._alive_secs
+        return now < self._settles_at
 
     def _is_dispensable(self, state: _RendezvousState) -> bool:
         """Whether the others have committed a version without this node, whose memory they may have needed
@@ -254,7 +273,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
             raise RendezvousConnectionError(self._lost)
         state = self._state_holder.state
         if self._place is None or not self._has_lost_its_place(state):
-            return len(state.wait_list) or int(self.is_scaled_down)
+            # For whom there is no place, it sees that itself, and is a spare then.
+            waiting = 0 if self.is_full else len(state.wait_list)
+            return waiting or int(self.is_scaled_down)
         # The job goes on, or gathers, without this node: it joins again.
         return max(1, len(state.wait_list))
 

@@ -215,7 +215,7 @@ class Scaler:
         running = len(agreement.nodes)
         why = refusal(order, self._situation(agreement))
         if not why:
-            self._handler.scale(lambda state: _asked(order, running, state))
+            self._handler.scale(lambda state: asked(order, running, state))
             granted = scaling_of(self._handler.state)
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
@@ -239,7 +239,7 @@ class Scaler:
         if not survived:  # not yet
             return
         ranks = leavers(agreement.nodes, min(survived, running - scaling.nodes), scaling.without)
-        self._handler.scale(lambda state: _told(ranks, running, state))
+        self._handler.scale(lambda state: told(ranks, running, state))
         if leaving_of(self._handler.state):  # else the round is over
             logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
 
@@ -274,7 +274,7 @@ def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tupl
     return tuple(order[:number])
 
 
-def _asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
     """The order in the shared state. More nodes may join now; fewer leave when they are told."""
     if not state.complete or state.closed:
         return None
@@ -284,7 +284,7 @@ def _asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling 
     return Scaling(order.number, order.nodes, max(order.nodes, running), order.without)
 
 
-def _told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
+def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
     """Nodes that leave, in the shared state; None where the round is over already."""
     scaling = scaling_of(state)
     whole = state.complete and len(state.participants) == running

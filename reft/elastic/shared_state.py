@@ -178,7 +178,7 @@ class StateHolder(_RendezvousStateHolder):
         self._key = f"rendezvous/{settings.run_id}"
         self._here = f"{self._key}/here/"
         self._look_secs = look_secs(settings.max_nodes)
-        self._alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        self.alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._state = _RendezvousState()
         self._held: bytes | None = None
         self._dirty = False
@@ -187,7 +187,7 @@ class StateHolder(_RendezvousStateHolder):
         self._seen: dict[str, datetime] = {}
         # Longer than the time between two looks.
         interval = settings.keep_alive_interval.total_seconds()
-        self._lease_secs = max(self._alive_secs / 2, interval + 1.0)
+        self._lease_secs = max(self.alive_secs / 2, interval + 1.0)
         self.grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
 
     @property
@@ -223,14 +223,20 @@ class StateHolder(_RendezvousStateHolder):
         now = time.monotonic()
         gap = now - self.synced_at
         # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
-        if self._all_are_silent() if gap == float("inf") else gap > self._alive_secs:
-            self._trusts_after = now + self._alive_secs
+        if self._all_are_silent() if gap == float("inf") else gap > self.alive_secs:
+            self._trusts_after = now + self.alive_secs
         self.synced_at = now
         if self._state.complete:
             seen = {
                 n: self._state.last_heartbeats.get(n, _time(time.time())) for n in self._state.participants
             }
-            seats_of(self._state).update(seen)
+            seats = seats_of(self._state)
+            scaling = scaling_of(self._state)
+            # Where nodes were told to leave, the limit is that of the next round.
+            is_told = scaling is not None and scaling.round == self._state.round
+            if not is_told and len(seen) >= limited(self._settings, self._state).max_nodes:
+                seats.clear()  # there is no place for those that it went on without
+            seats.update(seen)
         if now >= self._trusts_after:
             self._strike_out()
         return written
@@ -244,14 +250,14 @@ class StateHolder(_RendezvousStateHolder):
 
     def _all_are_silent(self) -> bool:
         last_seen = {**seats_of(self._state), **self._state.last_heartbeats}
-        expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
+        expired = _time(time.time()) - timedelta(seconds=self.alive_secs)
         return bool(last_seen) and all(at < expired for at in last_seen.values())
 
     def _strike_out(self) -> None:
         """Those that are silent, and while a round is left for the next one those whose launchers have ended:
         whoever waits for their places need not wait until they are silent for long."""
         state = self._state
-        expired = _time(time.time()) - timedelta(seconds=self._alive_secs)
+        expired = _time(time.time()) - timedelta(seconds=self.alive_secs)
         # A node on its way from one round to the next has its seat alone.
         last_seen = {**seats_of(state), **state.last_heartbeats}
         ended = self._ended() if seats_of(state).keys() - state.participants.keys() else set()

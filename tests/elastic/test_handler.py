@@ -353,6 +353,25 @@ def test_p3_a_launcher_that_comes_first_after_an_outage_strikes_nobody_out(
     assert newcomer._state_holder.state.participants.keys() == {h._this_node for h in joined}
 
 
+def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody(
+    joined: list[StoreRendezvous], port: int
+) -> None:
+    """It has waited for the round that is complete now without it; as soon as it looks, it is a spare."""
+    late = _NodeDesc("late", 1, 0)
+
+    def wait(state: _RendezvousState) -> None:
+        state.wait_list.add(late)
+        state.last_heartbeats[late] = datetime.now(UTC)
+        seats_of(state)[late] = datetime.now(UTC)
+
+    rewrite(port, wait)
+    for handler in joined:
+        beat(handler)
+        assert late in handler.state.wait_list
+        assert handler.num_nodes_waiting() == 0
+        assert seats_of(handler.state).keys() == {h._this_node for h in joined}, "a seat more than places"
+
+
 @pytest.fixture
 def three(server: KeyValueServer) -> list[StoreRendezvous]:
     """Three nodes in the first start of the job, the last of which was told to leave."""

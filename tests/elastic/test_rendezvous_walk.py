@@ -1,0 +1,116 @@
+"""The rendezvous of a job under whatever happens to its nodes and its store, in simulated time.
+
+Each walk draws, from its seed, what happens when: nodes that are killed, stopped, started and told to leave,
+a store that does not answer or has lost all, orders of ``reft scale``. While it lasts, no two groups of
+trainers are the same start. Afterwards nothing happens any more, and the job has to settle.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.elastic.rendezvous_world import World
+
+WALKS = [*range(24), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 300))]
+SETTLE_SECS, CALM_SECS = 45.0, 15.0
+
+
+def settled(world: World, nodes: int) -> None:
+    """So many nodes train, all in the same start, and nothing changes any more."""
+    starts = {n.trains for n in world.alive if n.trains is not None}
+    training = [n for n in world.alive if n.trains is not None]
+    state = world.shared()
+    told = {n.name: (n.trains, n.end, n.rounds[-3:]) for n in world.nodes}
+    assert len(starts) == 1, (told, vars(state))
+    assert len(training) == nodes, (told, vars(state))
+    assert sorted(next(iter(starts))[1]) == sorted(n.name for n in training), told
+    rounds = sum(len(n.rounds) for n in world.nodes)
+    world.run(CALM_SECS)
+    again = {n.name: (n.trains, n.end, n.rounds[-5:]) for n in world.nodes}
+    assert sum(len(n.rounds) for n in world.nodes) == rounds, (again, vars(world.shared()))
+
+
+def check_starts(world: World) -> None:
+    """P2: trainers of one start are one group."""
+    groups: dict[int, set[tuple[str, ...]]] = {}
+    for node in world.alive:
+        if node.trains is not None:
+            groups.setdefault(node.trains[0], set()).add(node.trains[1])
+    assert all(len(g) == 1 for g in groups.values()), groups
+
+
+def test_nodes_gather_and_spares_wait() -> None:
+    world = World(1, 2, 3)
+    with world.patched():
+        for _ in range(4):
+            world.start()
+        world.run(30.0)
+        settled(world, 3)
+        world.kill(next(n for n in world.alive if n.trains))
+        world.run(30.0)
+        settled(world, 3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int) -> None:
+    """Also where spares, who look more often than others beat, are as many as make a round."""
+    world = World(seed, 2, 3)
+    with world.patched():
+        for _ in range(5):
+            world.start()
+        world.run(20.0)
+        settled(world, 3)
+        trained = {n.name: n.rounds[:] for n in world.nodes}
+        world.table.forget()
+        world.run(20.0)
+        settled(world, 3)
+        assert {n.name: n.rounds for n in world.nodes} == trained
+
+
+@pytest.mark.parametrize("seed", WALKS)
+def test_p3_whatever_happens_the_job_settles(seed: int) -> None:
+    draw = random.Random(f"walk {seed}")
+    least = draw.choice([1, 2])
+    world = World(seed, least, most := draw.choice([2, 3, 4]))
+    with world.patched():
+        for _ in range(most + draw.choice([0, 0, 1, 2])):
+            world.start()
+            world.run(draw.uniform(0, 1))
+        world.run(draw.uniform(0, 20))
+        for _ in range(draw.randint(1, 6)):
+            happens(world, draw)
+            check_starts(world)
+            for _ in range(draw.choice([1, 5, 20])):
+                world.run(draw.choice([0.01, 0.05, 0.1, 0.3, 1.0]))
+                check_starts(world)
+        world.table.answers = True
+        for node in world.alive:
+            node.stands_until = min(node.stands_until, world.clock.now)
+        world.run(SETTLE_SECS)
+        wanted = world.order.nodes if world.order is not None else most
+        if missing := max(0, max(least, min(most, wanted)) - len(world.alive)):
+            for _ in range(missing):
+                world.start()
+            world.run(SETTLE_SECS)
+        for node in world.nodes:
+            assert not node.end.startswith("failed"), (node.name, node.end)
+        settled(world, min(most, max(least, wanted), len(world.alive)))
+
+
+def happens(world: World, draw: random.Random) -> None:
+    alive = world.alive
+    what = draw.choice(["kill", "stop", "start", "outage", "forget", "forget", "scale", "scale"])
+    if what == "kill" and len(alive) > 1:
+        world.kill(draw.choice(alive))
+    elif what == "stop" and alive:
+        world.stop(draw.choice(alive), draw.choice([0.3, 1.0, 4.0, 12.0]))
+    elif what == "start":
+        world.start()
+    elif what == "outage":
+        world.table.answers = not world.table.answers
+    elif what == "forget":
+        world.table.forget()
+    elif what == "scale":
+        world.scale(draw.randint(world.least, world.most))
