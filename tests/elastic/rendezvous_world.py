@@ -79,6 +79,7 @@ class Table:
     values: dict[str, bytes] = field(default_factory=dict)
     held_by: dict[str, Connection] = field(default_factory=dict)
     left_at: dict[str, float] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)
     answers: bool = True
 
     def forget(self) -> None:
@@ -86,6 +87,7 @@ class Table:
         self.values.clear()
         self.held_by.clear()
         self.left_at.clear()
+        self.leases.clear()
 
 
 class Connection(RendezvousStore):
@@ -157,6 +159,34 @@ class Connection(RendezvousStore):
                 self._table.left_at[name] = self._clock.now
 
 
+class LeasedConnection(Connection):
+    """As etcd's: who lives is told by leases, and missed when they are over."""
+
+    keeps_leases = True
+
+    def __init__(self, table: Table, clock: Clock, randomness: random.Random) -> None:
+        super().__init__(table, clock, randomness)
+        self._known: set[str] = set()
+        self._missed: dict[str, float] = {}
+
+    def hold(self, name: str, secs: float) -> None:
+        self._reach().leases[name] = self._clock.now + secs
+        self.names.add(name)
+
+    def alive(self, prefix: str) -> frozenset[str]:
+        now = self._clock.now
+        held = {n for n, end in self._reach().leases.items() if n.startswith(prefix) and end > now}
+        self._known |= held
+        self._missed = {n: self._missed.get(n, now) for n in self._known - held}
+        return frozenset(held)
+
+    def left(self, prefix: str) -> dict[str, float]:
+        return {n: self._clock.now - at for n, at in self._missed.items() if n.startswith(prefix)}
+
+    def close(self) -> None:
+        """The lease is left to its end."""
+
+
 @dataclass(eq=False)
 class Node:
     """One launcher, and what it has seen.
@@ -183,7 +213,7 @@ class Node:
         """The launcher's loop (:mod:`reft.elastic.agent`) around the rendezvous."""
         world = self.world
         self.wait_for_turn()
-        connection = Connection(world.table, world.clock, world.random)
+        connection = world.connection(world.table, world.clock, world.random)
         try:
             self._live(connection)
         except Killed:
@@ -304,9 +334,11 @@ class World:
     Args:
         seed: who is next, and how long everything takes.
         least, most: nodes of a round.
+        connection: to the store, of each node.
     """
 
-    def __init__(self, seed: int, least: int, most: int) -> None:
+    def __init__(self, seed: int, least: int, most: int, connection: type[Connection] = Connection) -> None:
+        self.connection = connection
         self.random = random.Random(seed)
         self.clock = Clock()
         self.clock.pause = self._pause

@@ -11,9 +11,10 @@ import random
 
 import pytest
 
-from tests.elastic.rendezvous_world import World
+from tests.elastic.rendezvous_world import Connection, LeasedConnection, World
 
-WALKS = [*range(24), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 300))]
+WALKS = [*range(16), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 300))]
+STORES = pytest.mark.parametrize("store", [Connection, LeasedConnection])
 SETTLE_SECS, CALM_SECS = 45.0, 15.0
 
 
@@ -41,8 +42,9 @@ def check_starts(world: World) -> None:
     assert all(len(g) == 1 for g in groups.values()), groups
 
 
-def test_nodes_gather_and_spares_wait() -> None:
-    world = World(1, 2, 3)
+@STORES
+def test_nodes_gather_and_spares_wait(store: type[Connection]) -> None:
+    world = World(1, 2, 3, store)
     with world.patched():
         for _ in range(4):
             world.start()
@@ -53,10 +55,11 @@ def test_nodes_gather_and_spares_wait() -> None:
         settled(world, 3)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int) -> None:
+@STORES
+@pytest.mark.parametrize("seed", range(6))
+def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int, store: type[Connection]) -> None:
     """Also where spares, who look more often than others beat, are as many as make a round."""
-    world = World(seed, 2, 3)
+    world = World(seed, 2, 3, store)
     with world.patched():
         for _ in range(5):
             world.start()
@@ -69,11 +72,12 @@ def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int) -> None:
         assert {n.name: n.rounds for n in world.nodes} == trained
 
 
+@STORES
 @pytest.mark.parametrize("seed", WALKS)
-def test_p3_whatever_happens_the_job_settles(seed: int) -> None:
+def test_p3_whatever_happens_the_job_settles(seed: int, store: type[Connection]) -> None:
     draw = random.Random(f"walk {seed}")
     least = draw.choice([1, 2])
-    world = World(seed, least, most := draw.choice([2, 3, 4]))
+    world = World(seed, least, most := draw.choice([2, 3, 4]), store)
     with world.patched():
         for _ in range(most + draw.choice([0, 0, 1, 2])):
             world.start()
