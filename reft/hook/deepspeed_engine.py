@@ -11,6 +11,7 @@ import torch
 from reft.grid import Coordinate, Degrees
 from reft.hook.coordinates import coordinate_of
 from reft.hook.data import DataPosition
+from reft.hook.held import HELD, Description
 from reft.hook.identity import flat_facts, shapes_of
 from reft.hook.install import ds_config_of
 from reft.hook.resizing import Resizing
@@ -60,6 +61,7 @@ class DeepSpeedEngine:
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
+        self._description = Description(engine, self.adapter)
         self.resizing = Resizing(self.adapter, self.micro_batches, ds_config_of(engine))
 
     @property
@@ -100,7 +102,8 @@ class DeepSpeedEngine:
         return facts
 
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        return capture_host_state(self.engine, self.adapter, client_state, self.data.state())
+        state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
+        return {**state, HELD: self._description.of_layout()}
 
     def restore(self, state: dict[str, Any]) -> None:
         restore_host_state(self.engine, self.adapter, state)

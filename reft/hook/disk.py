@@ -18,6 +18,7 @@ from typing import Any
 from reft.comm.control import ControlGroup
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate
+from reft.hook.checkpoint_parts import degrees_of
 from reft.state.codec import decode, encode
 from reft.store.label import Label
 from reft.store.persisted import (
@@ -390,7 +391,8 @@ class DiskRung:
         told = [decode(data) for data in self._control.gather_bytes(mine)]
         problems = tuple(dict.fromkeys(problem for problems, _ in told for problem in problems))
         complete = all(present for _, present in told)
-        if not complete and any(present for _, present in told) and self._control.rank == 0:
+        partly = not complete and any(present for _, present in told)
+        if partly and self._control.rank == 0 and degrees_of(checkpoint.path) is None:
             logger.warning(
                 "%s: not every rank saved its host state there; random state and data position are not "
                 "restored",

@@ -26,6 +26,7 @@ from reft.naming import own_name_of_process, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import (
     AT_LAUNCH,
+    BY_LAYOUT,
     BY_REPLICAS,
     Fact,
     Fingerprint,
@@ -251,7 +252,7 @@ class Identity:
         for fingerprint in found:
             self.require_same(fingerprint, of, BY_REPLICAS if resized else ())
 
-    def check_checkpoint(self, was: str | None, of: str, *, own: bool) -> None:
+    def check_checkpoint(self, was: str | None, of: str, *, own: bool, relaid: bool = False) -> None:
         """Before a checkpoint is loaded from disk: was it written by this job as it is now?
 
         Another job's checkpoint is loaded only where the script names its directory: that is its user's
@@ -261,6 +262,7 @@ class Identity:
             was: encoded fingerprint of the checkpoint; None where it has none.
             of: the checkpoint, for the message.
             own: it was written by this job.
+            relaid: in another layout, which is no other job as long as the global batch is the same.
 
         Raises:
             FingerprintError: it was, with other settings.
@@ -269,7 +271,7 @@ class Identity:
             return
         stored = Fingerprint.decode(was)
         if own:
-            self.require_same(stored, of)
+            self.require_same(stored, of, BY_LAYOUT if relaid else ())
         elif self._control.rank == 0:
             for line in differences(stored, self.fingerprint):
                 logger.warning("%s is another job's: %s", of, line)

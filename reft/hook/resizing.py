@@ -61,11 +61,12 @@ class Resizing:
         pieces = cut(tensors, resize, dp)
         for start, nbytes in padding(tensors, dp):
             images[1].write_from(start, torch.zeros(nbytes, dtype=torch.uint8))
-        self._convert(blob.state, resize, is_new=resize.is_new(dp))
+        self.convert(blob.state, resize, is_new=resize.is_new(dp))
         return images, pieces
 
-    def _convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
-        """What in a host state is not equal on all replicas, or follows from their number."""
+    def convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
+        """Make a host state one of this job's: what in it is not equal on all replicas, or follows from their
+        number. ``is_new``: there was no such rank."""
         # DeepSpeed steps where this is a multiple of the micro-batches of a step.
         state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
         if is_new:

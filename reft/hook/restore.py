@@ -19,6 +19,7 @@ from reft.hook.calls import LoadCall, what_it_did, what_to_write
 from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.memory_rung import MemoryRung
+from reft.hook.relayout import Relayout, other_layout
 from reft.hook.session import Session
 from reft.hook.start_checks import conditional_loads, require_first_version, warn, what_begins_anew
 from reft.load.plan import NotRecoverable, RecoveryPlan
@@ -180,8 +181,10 @@ class Restorer:
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session = self._session
+        relaid = other_layout(session, disk.path) is not None
+        own = disk.job_id == session.job_id
         session.memory.identity.check_checkpoint(
-            disk.fingerprint, f"the checkpoint {disk}", own=disk.job_id == session.job_id
+            disk.fingerprint, f"the checkpoint {disk}", own=own, relaid=relaid
         )
 
     def _load_from_disk(
@@ -197,12 +200,18 @@ class Restorer:
         """Load what was checked (P5). ``state``: this rank's host state from there."""
         session = self._session
         began = time.perf_counter()
-        path, client_state = original(str(directory), tag=tag, **options)
+        relaid = self._take_up(directory, tag)
+        if relaid is None:
+            path, client_state = original(str(directory), tag=tag, **options)
+        else:
+            path, client_state = str(directory / str(tag)), client_state_of(relaid)  # type: ignore[operator]
         if session.worker is None and start:
             session.start({})
         if path is None:
             return path, client_state
-        if state is not None:
+        if relaid is not None:
+            self._memory.after_restore(relaid)
+        elif state is not None:
             scheduler = bool(options.get("load_lr_scheduler_states", True))
             self._engine.restore_beside_checkpoint(state, scheduler=scheduler)
             self._memory.after_restore(state)
@@ -219,6 +228,14 @@ class Restorer:
             self._memory.protect()
         self._memory.report(f"disk, {path}", began)
         return path, client_state
+
+    def _take_up(self, directory: Path | None, tag: Any) -> dict[str, Any] | None:
+        """The host state of a checkpoint of another layout, taken up; None: it is DeepSpeed's to load."""
+        if directory is None or tag is None:
+            return None
+        checkpoint = Path(directory) / str(tag)
+        was = other_layout(self._session, checkpoint)
+        return None if was is None else Relayout(self._session, self._engine, checkpoint, was).take_up()
 
     def _leave_this_future(self) -> None:
         """What is in memory is the abandoned future: the versions to come belong to a new incarnation."""

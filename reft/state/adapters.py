@@ -30,7 +30,7 @@ import torch
 from reft.errors import LayoutError
 from reft.optim import ExactAdam
 from reft.state import cpu_adam
-from reft.state.catalogue import Manifest, SectionImage
+from reft.state.catalogue import Manifest, SectionImage, TensorSpec
 from reft.state.optimizer import OptimizerState
 from reft.state.support import check_engine, check_optimizer, class_path, refuse, refuse_class
 
@@ -153,6 +153,46 @@ class StateAdapter:
         """
         return ()
 
+    flat: ClassVar[bool] = False
+    """Whether the optimizer has the parameters of a group in one tensor, end to end."""
+
+    def grouped(self) -> list[list[torch.Tensor]]:
+        """The model's parameters by the optimizer's groups, in its order.
+
+        Raises:
+            LayoutError: the state cannot be told apart by parameters; says why.
+        """
+        raise LayoutError(
+            f"{class_path(self.wrapper)} cannot be taken up in another layout; zero_optimization.stage 1, "
+            f"or fp32 without ZeRO, can"
+        )
+
+    def state_like_masters(self, host_state: dict[str, Any]) -> None:
+        """Give every parameter of the optimizer the state that :meth:`host_state` of another layout lists
+        for its group, each tensor shaped as the parameter. The bytes come later.
+
+        Raises:
+            LayoutError: another optimizer wrote it, or its parameters have not all made equally many steps.
+        """
+        self._check_same(host_state)
+        layout, values = [], []
+        for number, group in enumerate(self.state.optimizer.param_groups):
+            entries, counters = host_state["layout"][number], host_state["state"][number]
+            if any(e != entries[0] for e in entries) or any(c != counters[0] for c in counters):
+                raise LayoutError(
+                    f"the parameters of the optimizer's group {number} have not all the same state and "
+                    f"counters; expected an optimizer that steps all of them in every step"
+                )
+            layout.append([entries[0]] * len(group["params"]))
+            values.append([counters[0]] * len(group["params"]))
+        specs = {
+            name: TensorSpec.of(name, p)
+            for g, i, p in self.state.params()
+            for name in (f"optimizer.{g}.{i}.{key}" for key, _ in layout[g][i] or ())
+        }
+        self.state.materialise(layout, specs)
+        host_state["layout"], host_state["state"] = layout, values
+
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
         """Give the optimizer the state entries that the snapshot has, so that the images match.
 
@@ -212,6 +252,9 @@ class PlainAdapter(StateAdapter):
 
     def _innermost(self) -> Any:
         return self.wrapper
+
+    def grouped(self) -> list[list[torch.Tensor]]:
+        return [list(group["params"]) for group in self.wrapper.param_groups]
 
     def _loss_scale(self) -> dict[str, Any]:
         return {}
@@ -273,8 +316,18 @@ class _PartitionedAdapter(StateAdapter):
     fragments of the partition and of its optimizer state."""
 
     owned = True
+    flat = True
     groups: ClassVar[str]
     """Attribute with the parameters of every group in their order."""
+
+    def grouped(self) -> list[list[torch.Tensor]]:
+        groups = [list(parameters) for parameters in vars(self.wrapper)[self.groups]]
+        if [sum(p.numel() for p in group) for group in groups] != list(self.partitioned()):
+            raise LayoutError(
+                "zero_optimization.parameter_alignment leaves gaps between parameters; what was written with "
+                "it cannot be taken up in another layout: leave it out"
+            )
+        return groups
 
     def partitioned(self) -> tuple[int, ...]:
         if vars(self.wrapper).get("round_robin_gradients"):

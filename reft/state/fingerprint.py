@@ -25,6 +25,8 @@ under another path, and a seed that is taken from the clock must not keep a job 
 BY_REPLICAS = ("layout.dp", "config.gradient_accumulation_steps")
 """What follows from the number of replicas where the global batch is kept. Not compared where a version of
 another data-parallel degree is taken up."""
+BY_LAYOUT = (*BY_REPLICAS, "layout", "model")
+"""Likewise where a version of another layout is taken up; the model is then compared name by name."""
 _AROUND = re.compile(
     r"accept|cache|checkpoint(s|ed|ing)?|ckpt|debug|deepspeed|disable|eval|exit|host(file)?|hub|job|kill|load|log"
     r"|logdir|logging|logs|nodes?|out|output|pin|port|predict|print|prof|profile|project|push|quiet|reft|report"

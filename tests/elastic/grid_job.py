@@ -62,8 +62,11 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up = ColumnParallelLinear(f"{name}.up", WIDTH, 34, 0.3, tp)
         self.down = RowParallelLinear(f"{name}.down", 34, WIDTH, 0.3, tp)
+        for parameter, dimension in zip(self.parameters(), (-1, -1, 0, 1), strict=True):
+            parameter.partition_dim = dimension  # as Megatron says it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.up.weight.dtype)
         inside = self.up(copy_to_ranks(self.norm(x), self.tp)).tanh()
         return x + self.down(inside)
 
@@ -82,7 +85,7 @@ class Said:
         self.tell: Callable[[list[list[int]], list[str]], None]
 
     def __call__(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.mse_loss(found, wanted[:, :WIDTH])
+        loss = nn.functional.mse_loss(found.float(), wanted[:, :WIDTH].float())
         self._ids.append([int(i) for i in wanted[:, WIDTH]])
         self._losses.append(loss.item().hex())
         if len(self._ids) == self._of_a_step:
@@ -91,17 +94,23 @@ class Said:
         return loss
 
 
-def engine_of(config: dict[str, Any], pp: int, tp: int) -> tuple[Any, Said]:
+def engine_of(config: dict[str, Any], pp: int, tp: int, blocks: int = 6) -> tuple[Any, Said]:
     topology = reft.topology(pp, tp=tp)
     groups = [dist.new_group(list(g)) for g in topology.get_axis_comm_lists("model")] if tp > 1 else [None]
     part = TensorParallel(groups[RANK // tp if tp > 1 else 0], RANK % tp, tp, seed=3)
     said = Said(WORLD // pp // tp)
     module = PipelineModule(
-        [Block(f"block{i}", part) for i in range(6)],
+        [Block(f"block{i}", part) for i in range(blocks)],
         topology=topology,
         loss_fn=said,
         partition_method="uniform",
     )
+    # What DeepSpeed's converter has to know of slices.
+    module.universal_checkpoint_info = {
+        "universal_checkpoint_version": 0.2,
+        "tp_replicated_parameter_patterns": [r".*\.norm\..*"],
+        "parameter_with_row_parallelism_patterns": [r".*\.down\.weight"],
+    }
     engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
     return engine, said
 

@@ -7,7 +7,6 @@ itself loaded: from its checkpoint, or its universal one where it cuts partition
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -27,7 +26,7 @@ from reft.hook.cpu import avoid_build_at_start
 from reft.hook.deepspeed import session_of
 from reft.hook.memory_rung import MemoryRung
 from reft.load.inventory import take_inventory
-from reft.state.adapters import adapter_for
+from tests.hook.images import images_of
 from tests.hook.ranks import be_a_rank, mse
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
 
@@ -141,18 +140,6 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     engine = make(config(CASES[case], **more))
     engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["tag"] + "-universal" * universal)
     return {"losses": train(engine, life["until"]), "images": images_of(engine)}
-
-
-def images_of(engine: Any) -> str:
-    """Of the model, the masters and the moments on this rank, by name: DeepSpeed makes the moments of a universal
-    checkpoint in the order of a set."""
-    total = hashlib.sha256()
-    for image in adapter_for(engine).images():
-        for spec, offset in sorted(zip(image.specs, image.offsets, strict=True), key=str):
-            memory = torch.zeros(spec.nbytes, dtype=torch.uint8)
-            image.read_into(offset, memory)
-            total.update(f"{spec}".encode() + memory.numpy().tobytes())
-    return total.hexdigest()
 
 
 def interrupted(root: Path, case: str) -> None:

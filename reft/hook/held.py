@@ -1,0 +1,111 @@
+"""What a rank of a DeepSpeed job holds, parameter by parameter: a job of another layout finds it by this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reft.errors import LayoutError
+from reft.load.relayout import WHOLE, Held, Parameter
+from reft.state.adapters import StateAdapter
+
+HELD = "held"
+"""Key of a host state: :meth:`Held.encode`, or in words why there is none."""
+
+
+class Description:
+    """Describes the live state.
+
+    Args:
+        engine: a DeepSpeed engine.
+        adapter: of the engine.
+    """
+
+    def __init__(self, engine: Any, adapter: StateAdapter) -> None:
+        self._engine = engine
+        self._adapter = adapter
+        self._known: tuple[Any, bytes | str] = (None, "")
+
+    def of_layout(self) -> bytes | str:
+        """The part of a host state; made anew only when tensors have appeared or moved."""
+        signature = self._adapter.signature()
+        if self._known[0] != signature:
+            try:
+                told: bytes | str = describe(self._engine, self._adapter).encode()
+            except LayoutError as error:
+                told = str(error)
+            self._known = signature, told
+        return self._known[1]
+
+
+def describe(engine: Any, adapter: StateAdapter) -> Held:
+    """What this rank holds now.
+
+    Raises:
+        LayoutError: the state cannot be told apart by parameters; says why.
+    """
+    named = {id(p): name for name, p in engine.module.named_parameters()}
+    grouped = adapter.grouped()
+    if strange := sum(id(p) not in named for group in grouped for p in group):
+        raise LayoutError(f"{strange} parameters of the optimizer are not the model's: they have no name")
+    if not all(grouped):
+        raise LayoutError("a group of the optimizer has no parameters")
+    groups = tuple(tuple(named[id(p)] for p in group) for group in grouped)
+    masters = {(g, i): p for g, i, p in adapter.state.params()}
+    kinds = tuple(_kinds(adapter, masters, g, named) for g in range(len(groups)))
+    sizes = tuple(masters[g, 0].numel() for g in range(len(groups))) if adapter.owned else ()
+    parameters = tuple(
+        Parameter(name, tuple(p.shape), _split(p)) for name, p in engine.module.named_parameters()
+    )
+    return Held(parameters, groups, kinds, adapter.flat, sizes)
+
+
+def _kinds(
+    adapter: StateAdapter, masters: dict[tuple[int, int], torch.Tensor], group: int, named: dict[int, str]
+) -> tuple[str, ...]:
+    """``master``, unless it is the parameter itself, and the tensors of the state."""
+    found = {}
+    for (g, i), master in masters.items():
+        if g != group:
+            continue
+        state = {k: v for k, v in adapter.state.optimizer.state.get(master, {}).items() if _is_tensor(v)}
+        for key, value in state.items():
+            if value.shape != master.shape:
+                raise LayoutError(
+                    f"optimizer.{g}.{i}.{key} has the shape {list(value.shape)} and its parameter "
+                    f"{list(master.shape)}: only state of the parameter's shape can go to another layout"
+                )
+        found[i] = (*(() if id(master) in named else ("master",)), *state)
+    if len(set(found.values())) > 1:
+        raise LayoutError(f"the parameters of the optimizer's group {group} do not all have the same state")
+    return next(iter(found.values()), ())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _split(parameter: torch.Tensor) -> int | None:
+    """By Megatron's attributes: the dimension that tensor slices share."""
+    dimension = getattr(parameter, "partition_dim", None)
+    if not isinstance(dimension, int) or getattr(parameter, "partition_stride", 1) != 1:
+        return None
+    return WHOLE if dimension < 0 else dimension
+
+
+def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
+    """The tensors that a plan names, flat.
+
+    Raises:
+        LayoutError: one is not contiguous.
+    """
+    found = {f"model.{name}": p for name, p in engine.module.named_parameters()}
+    for g, i, p in adapter.state.params():
+        found[f"master.{g}.{i}"] = p
+        state = adapter.state.optimizer.state.get(p, {})
+        found |= {f"{key}.{g}.{i}": value for key, value in state.items() if _is_tensor(value)}
+    for name, tensor in found.items():
+        if not tensor.is_contiguous():
+            raise LayoutError(f"{name} is not contiguous: make it so, or start in the layout that wrote it")
+    return {name: tensor.detach().view(-1) for name, tensor in found.items()}
