@@ -6,9 +6,13 @@ import argparse
 import shutil
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+
+from reft.tools.local_cluster import LocalClusterError
 
 
 def cases_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -40,18 +44,37 @@ def chosen(
     return script, wanted
 
 
-def run_cases(wanted: Sequence[str], trial: Callable[[Path], Callable[[str], bool]]) -> int:
-    """Run them one after the other; the exit code.
+def run_cases(wanted: Sequence[str], trial: Callable[[Path], Callable[[str], list[str] | None]]) -> int:
+    """Run them one after the other, and print what became of each as it ends; the exit code. A case that raises,
+    as one that does not end in time does, has failed, and the next one is run.
 
     Args:
         wanted: names.
-        trial: given a folder for the logs of all, runs a case by its name: whether nothing differs.
+        trial: given a folder for the logs of all, runs a case by its name: what differs, or None where it could
+            not be run and has said why.
     """
     scratch = Path(tempfile.mkdtemp(prefix="reft-megatron-"))
-    passes = trial(scratch)
-    wrong = [name for name in wanted if not passes(name)]
+    differences = trial(scratch)
+    wrong = [name for name in wanted if not _passes(name, differences)]
     if wrong:
         print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
         return 1
     shutil.rmtree(scratch)
     return 0
+
+
+def _passes(name: str, differences: Callable[[str], list[str] | None]) -> bool:
+    """Run a case and print its result: whether nothing differs."""
+    began = time.monotonic()
+    try:
+        found = differences(name)
+    except Exception as error:
+        if not isinstance(error, (AssertionError, LocalClusterError)):  # they say themselves what a job did
+            traceback.print_exc()
+        found = [f"{type(error).__name__}: {error}"]
+    if found is None:
+        return True
+    for line in found:
+        print(f"  DIFFERS {line}")
+    print(f"{'DIFFERS' if found else 'EQUAL'} {name}, {time.monotonic() - began:.0f} s", flush=True)
+    return not found
