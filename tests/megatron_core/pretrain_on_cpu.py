@@ -8,6 +8,7 @@ import importlib.util
 import runpy
 import sys
 from contextlib import nullcontext
+from copy import copy
 from importlib.metadata import distribution
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -55,6 +56,25 @@ def _leave_out_kernels() -> None:
     vars(fused_kernels)["load"] = lambda _: None
 
 
+def _take_plain_norms() -> None:
+    """With sequence parallelism the program wants apex's or TransformerEngine's: torch's compute the same, where
+    their parameters are marked as those are, so that their gradients are summed over the tensor-parallel group."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make: Any = WrappedTorchNorm.__new__
+
+    def made(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy(config)
+        alone.sequence_parallel = False
+        norm = make(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    vars_of: Any = WrappedTorchNorm
+    vars_of.__new__ = made
+
+
 def _take_index_builder() -> None:
     """The datasets' compiled part, from the package on PyPI: a checkout has it only after its own build."""
     name = "megatron.core.datasets.helpers_cpp"
@@ -77,6 +97,7 @@ def main() -> None:
     compute_on_cpu()
     _answer()
     _leave_out_kernels()
+    _take_plain_norms()
     _take_index_builder()
     sys.argv = sys.argv[1:]
     runpy.run_path(program, run_name="__main__")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reft.env import ENV_CONFIG
-from reft.errors import ConfigError
+from reft.errors import ConfigError, UnrecoverableError
 from tests.megatron.runs import Program, differences, lost_node, outcome
 
 pytestmark = pytest.mark.skipif(
@@ -26,6 +26,7 @@ STANDIN = Path(__file__).parent / "standin"
 ITERATIONS, KILLED_AT = 9, 5
 _SECS = 300.0
 ENABLED = {"enabled": True}
+LOCAL = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 0}
 
 
 def program(*arguments: str) -> Program:
@@ -67,6 +68,36 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
         assert said in disturbed.log
     for unsaid in ("the state of step", "does not know how many samples"):
         assert unsaid not in disturbed.log
+
+
+def test_local_checkpoints_are_those_that_the_program_asks_for_and_the_newer_of_memory_and_disk_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """A node is lost behind iteration 4, whose version is in memory, and in another job one behind iteration 7, when
+    that of iteration 6 is in memory, and that of 7 on disk."""
+    trained = program("--rampup-batch-size", "4", "4", "24")
+    undisturbed = trained.run(tmp_path / "undisturbed", None)
+    save = str(tmp_path / "checkpoints")
+    local = ("--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", "x")
+    again = (*local, "--non-persistent-save-interval", "2", "--save", save, "--load", save)
+    killed = trained.run(tmp_path / "killed", lost_node(4), *again, "--exit-interval", "5", lost=1)
+    assert killed.resumed == [(4, "memory")], killed.log[-4000:]
+    said = "local checkpoint of iteration %d: committed in memory on all ranks"
+    assert [at for at in range(1, 10) if said % at in killed.log] == [2, 4]
+    assert "a version every 2 iterations" in killed.log
+    fault = {"point": "during_step", "step": 7, "pp": 0, "dp": 1, "action": "kill_node"}
+    block = {"enabled": True, "faults": [fault]}
+    more = (*again, "--async-save", "--save-interval", "7")
+    newer = trained.run(tmp_path / "newer", block, *more, lost=1)
+    assert newer.resumed == [(5, "disk"), (7, "disk")], newer.log[-4000:]
+    assert said % 6 in newer.log
+    for run in (killed, newer):
+        for at, lines in run.iterations.items():
+            # Behind a load from disk the program prints an extra line, and the next one is the mean of both.
+            if at not in (7, 9):
+                assert set(lines) <= set(undisturbed.iterations[at]), at
+    assert newer.iterations.keys() == set(range(6, 10))
+    assert killed.validations | newer.validations == undisturbed.validations
 
 
 @pytest.mark.long
@@ -139,12 +170,18 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"perform_rl_step": True}, ("--perform-rl-step", "rollouts")),
         ({"moe_use_upcycling": True}, ("--moe-use-upcycling", "Start once without the reft block")),
         ({"dataloader_type": "external"}, ("--dataloader-type external", "use single or cyclic")),
+        (
+            {**LOCAL, "non_persistent_save_interval": 5},
+            ("--non-persistent-save-interval is 5", '"interval_steps": 2', "Leave one of both out"),
+        ),
+        ({**LOCAL, "iterations_to_skip": [3]}, ("--iterations-to-skip", "Leave one of both out")),
     ],
 )
 def test_an_option_that_cannot_be_resumed_is_refused_before_anything_is_built(
     install: Any, given: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
+    block = {**ENABLED, "interval_steps": 2}
+    module = install("megatron.training.arguments", {"reft": block}, validate_args=lambda args: args)
     assert module.validate_args(Namespace(perform_rl_step=False)) == Namespace(perform_rl_step=False)
     with pytest.raises(ConfigError) as refused:
         module.validate_args(Namespace(**given))
@@ -185,3 +222,18 @@ def test_another_release_of_its_core_is_refused_by_its_number(
 def test_p10_a_block_that_is_not_enabled_changes_nothing(install: Any) -> None:
     module = install("megatron.training.training", {"reft": {"enabled": False}}, train_step=len)
     assert module.train_step is len
+
+
+def test_a_local_checkpoint_is_never_claimed_before_there_is_a_training_nor_of_another_iteration() -> None:
+    from reft.megatron.core.local import LocalCheckpoints
+
+    manager, protection = LocalCheckpoints(), Namespace(iteration=4, newest=lambda: None)
+    for call in (manager.find_latest, manager.load, lambda: manager.save(None, 1)):
+        with pytest.raises(ConfigError, match="expected setup_model_and_optimizer first"):
+            call()
+    manager.attach(protection)  # type: ignore[arg-type]
+    assert manager.find_latest() == -1
+    with pytest.raises(UnrecoverableError, match="no version in memory that all ranks recover"):
+        manager.load()
+    with pytest.raises(ConfigError, match=r"iteration 5, but .* optimizer step 4"):
+        manager.save(None, 5)

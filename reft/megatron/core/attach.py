@@ -143,10 +143,7 @@ class MegatronProtection:
             UnrecoverableError: the job made progress, but nothing of it is left.
             ConfigError: it was loaded already, or has begun to train.
         """
-        if self.session.worker is not None:
-            raise ConfigError(
-                "load() was called a second time or behind the first step; call it once, before"
-            )
+        self._check_not_begun()
         recovery, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
             self.memory.check_identity(plan)
@@ -162,11 +159,43 @@ class MegatronProtection:
             return None
         if self.session.is_rank_zero and not plan.empty:
             logger.warning("resuming from disk: %s", plan)
-        self._engine.global_steps = steps
-        self.session.restored()
-        self.session.start({})
-        self.memory.report("disk, loaded by the script", began)
-        return Resumed(steps, {})
+        return self._go_on_from(steps, began)
+
+    def newest(self) -> int | None:
+        """Steps of the version that :meth:`load` would restore, None: there is none. Collective, before the
+        first step; it changes nothing.
+
+        Raises:
+            FingerprintError: it is another job's, or this one's with other settings.
+            ConfigError: the job was loaded already, or has begun to train.
+        """
+        self._check_not_begun()
+        _, plan = self.memory.survey()
+        if not isinstance(plan, RecoveryPlan):
+            return None
+        self.memory.check_identity(plan)
+        return plan.label.step
+
+    def loaded(self, steps: int) -> Resumed:
+        """The script has loaded what it has on disk, rather than the older version in memory. Collective, in
+        the place of :meth:`load`.
+
+        Args:
+            steps: that the checkpoint has made.
+
+        Raises:
+            UnrecoverableError: the ranks have loaded different steps.
+            ConfigError: the job was loaded already, or has begun to train.
+        """
+        self._check_not_begun()
+        began = time.perf_counter()
+        self._load_otherwise(lambda: steps)
+        return self._go_on_from(steps, began)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made: of the state that there is now."""
+        return self._engine.global_steps
 
     def end_step(self) -> None:
         """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its
@@ -236,6 +265,20 @@ class MegatronProtection:
         return step
 
     # -- start ---------------------------------------------------------------------------------------
+
+    def _check_not_begun(self) -> None:
+        if self.session.worker is not None:
+            raise ConfigError(
+                "load() was called a second time or behind the first step; call it once, before"
+            )
+
+    def _go_on_from(self, steps: int, began: float) -> Resumed:
+        """The script has loaded its checkpoint."""
+        self._engine.global_steps = steps
+        self.session.restored()
+        self.session.start({})
+        self.memory.report("disk, loaded by the script", began)
+        return Resumed(steps, {})
 
     def _load_otherwise(self, otherwise: Callable[[], int | None] | None) -> int | None:
         """Steps of what the script has loaded, the same on all ranks; None: it has nothing.

@@ -20,7 +20,16 @@ def parse_args() -> Namespace:
         parser.add_argument(f"--{name}")
     parser.add_argument("--rampup-batch-size", type=int, nargs=3)
     parser.add_argument("--dataloader-type", default="single")
-    for name in ("bf16", "use-distributed-optimizer", "replication", "perform-rl-step", "inprocess-restart"):
+    parser.add_argument("--iterations-to-skip", type=int, nargs="+", default=[])
+    for name in (
+        "async-save",
+        "finetune",
+        "bf16",
+        "use-distributed-optimizer",
+        "replication",
+        "perform-rl-step",
+        "inprocess-restart",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     args.rank = int(os.environ.get("RANK", "0"))

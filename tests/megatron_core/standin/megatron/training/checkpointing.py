@@ -14,10 +14,18 @@ from .arguments import get_args
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def save_checkpoint(
-    iteration: int, model: list[Any], optimizer: Any, opt_param_scheduler: Any, operations: float
+def save_checkpoint(  # noqa: PLR0917 - as it is called
+    iteration: int,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    operations: float,
+    checkpointing_context: Any,
+    non_persistent_ckpt: bool = False,
 ) -> None:
     args, rank = get_args(), torch.distributed.get_rank()
+    if non_persistent_ckpt:
+        raise RuntimeError("nvidia_resiliency_ext is required to assemble a local checkpoint")
     path = Path(args.save) / f"iter_{iteration:07d}" / f"rank{rank}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
@@ -41,9 +49,15 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     args = get_args()
     tracker = Path(args.load) / _TRACKER
-    if not tracker.is_file():
+    iteration = int(tracker.read_text()) if tracker.is_file() else -1
+    if args.non_persistent_ckpt_type == "local":
+        manager = checkpointing_context["local_checkpoint_manager"]
+        if manager.find_latest() >= max(0, iteration):
+            manager.load()
+            raise RuntimeError("nvidia_resiliency_ext is required to take a local checkpoint apart")
+    if iteration == -1:
         return 0, 0
-    at = Path(args.load) / f"iter_{int(tracker.read_text()):07d}"
+    at = Path(args.load) / f"iter_{iteration:07d}"
     state = torch.load(at / f"rank{torch.distributed.get_rank()}.pt", weights_only=False)
     args.consumed_train_samples = state["args"].consumed_train_samples
     args.consumed_valid_samples = state["args"].consumed_valid_samples

@@ -47,18 +47,21 @@ def pretrain() -> None:
         groups.get_data_parallel_world_size(),
     )
     seed(7)
-    training = setup_model_and_optimizer(args)
+    context: dict[str, Any] = {}
+    training = setup_model_and_optimizer(args, checkpointing_context=context)
     model, optimizer, opt_param_scheduler = training
     train_iterator = _batches(args, 1, args.consumed_train_samples)
     valid_iterator = _batches(args, 2, args.consumed_valid_samples)
     torch.rand(1)  # as loaders do where they begin
-    iteration, operations = train(*training, train_iterator, valid_iterator)
+    iteration, operations = train(*training, train_iterator, valid_iterator, context)
     if args.save and not (args.save_interval and iteration % args.save_interval == 0):
-        save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, operations, {})
+        save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, operations, context)
     dist.barrier()
 
 
-def setup_model_and_optimizer(args: Namespace) -> tuple[list[Any], Any, Any]:
+def setup_model_and_optimizer(
+    args: Namespace, checkpointing_context: dict[str, Any] | None = None
+) -> tuple[list[Any], Any, Any]:
     made = build(
         Namespace(
             **dict.fromkeys(("pp", "vpp", "tp", "ep"), 1),
@@ -73,7 +76,7 @@ def setup_model_and_optimizer(args: Namespace) -> tuple[list[Any], Any, Any]:
     args.iteration, args.num_floating_point_operations_so_far = 0, 0
     if args.load is not None:
         args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
-            made.chunks, made.optimizer, made.scheduler, checkpointing_context={}
+            made.chunks, made.optimizer, made.scheduler, checkpointing_context=checkpointing_context
         )
     return made.chunks, made.optimizer, made.scheduler
 
@@ -177,12 +180,17 @@ def save_checkpoint_and_time(  # noqa: PLR0917 - as it is called
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
     checkpointing_context: Any,
+    non_persistent_ckpt: bool = False,
     train_data_iterator: Any = None,
 ) -> None:
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
-    save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far)
+    save_checkpoint(
+        *(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
+        checkpointing_context,
+        non_persistent_ckpt=non_persistent_ckpt,
+    )
 
 
 def maybe_finalize_async_save(blocking: bool = False) -> None:
@@ -200,21 +208,25 @@ def checkpoint_and_decide_exit(  # noqa: PLR0917 - as it is called
 ) -> bool:
     args = get_args()
     saves = bool(args.save and args.save_interval and iteration % args.save_interval == 0)
+    every = args.non_persistent_save_interval
+    local = bool(args.save and every and iteration % every == 0 and not saves)
     exits = bool(args.exit_interval and iteration % args.exit_interval == 0)
-    if saves or (exits and args.save):
+    if saves or local or (exits and args.save):
         save_checkpoint_and_time(
             *(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
             checkpointing_context,
+            non_persistent_ckpt=local,
         )
     return exits
 
 
-def train(
+def train(  # noqa: PLR0917 - as it is called
     model: list[Any],
     optimizer: Any,
     opt_param_scheduler: Any,
     train_data_iterator: Iterator[torch.Tensor],
     valid_data_iterator: Iterator[torch.Tensor],
+    checkpointing_context: dict[str, Any],
 ) -> tuple[int, float]:
     args, total_loss_dict, first = get_args(), dict[str, Any](), True
     iteration, operations = args.iteration, args.num_floating_point_operations_so_far
@@ -230,7 +242,8 @@ def train(
         if args.eval_interval and iteration % args.eval_interval == 0:
             _evaluate(valid_data_iterator, model, iteration)
         if checkpoint_and_decide_exit(
-            model, optimizer, opt_param_scheduler, iteration, operations, {}, train_data_iterator
+            *(model, optimizer, opt_param_scheduler, iteration, operations),
+            *(checkpointing_context, train_data_iterator),
         ):
             sys.exit()
         on_iteration_end(iteration)
