@@ -63,6 +63,7 @@ WITHOUT_STRICT = {
     "hook/stopping.py:stop_together": LATER,
     "hook/tracing.py:profile": NO_FAULT,
     "megatron/core/attach.py:load": RESTART,
+    "megatron/core/local.py:settle": LATER,
     "megatron/core/program.py:_take_over_local_checkpoints": NO_FAULT,
     "state/blob.py:_encoded": "strict takes no such version, and the first one is required",
 }

@@ -12,7 +12,6 @@ from typing import Any
 from tests.elastic.cluster import cluster
 from tests.examples.runs import run_to_its_end
 
-_SECS = 600.0
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|((?: [a-zA-Z() ]+: +[-\d.E+naif]+ \|)+)")
 _TIMED = ("elapsed time per iteration (ms)", "samples per second", "TFLOPs")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\d\.\d+E[+-]\d+)")
@@ -58,6 +57,7 @@ class Program:
         nodes: number of nodes.
         procs_per_node: ranks on each.
         env: for all processes.
+        secs: most that a run may take.
     """
 
     script: Path
@@ -65,6 +65,7 @@ class Program:
     nodes: int
     procs_per_node: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
+    secs: float = 600.0
 
     def run(self, directory: Path, block: Mapping[str, Any] | None, *more: str, lost: int = 0) -> Outcome:
         """Train to the end.
@@ -79,7 +80,7 @@ class Program:
             AssertionError: it did not end well.
         """
         with self.cluster(directory, block, *more) as job:
-            codes, log = run_to_its_end(job, _SECS, lost=lost)
+            codes, log = run_to_its_end(job, self.secs, lost=lost)
         assert set(codes.values()) == {0}, f"{directory.name} ended with {codes}: {log[-4000:]}"
         return outcome(codes, log)
 
@@ -88,7 +89,7 @@ class Program:
         nodes that are left."""
         with self.cluster(directory, block, *more) as job:
             job.wait_until(
-                lambda: not all(n.running for n in job.current.values()), _SECS, "the loss of a node"
+                lambda: not all(n.running for n in job.current.values()), self.secs, "the loss of a node"
             )
             (first,) = (index for index, node in job.current.items() if not node.running)
             job.kill_node(first)

@@ -60,7 +60,8 @@ CASES = {
     "dp2-bf16-overlap-local": Case(
         f"{_LENGTH} {_OVERLAP} --bf16",
         disturbed="--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir local "
-        "--non-persistent-save-interval 3 --save {directory}/checkpoints --load {directory}/checkpoints",
+        "--non-persistent-save-interval 3 --save {directory}/saved --load {directory}/saved "
+        "--save-interval 1000 --ckpt-format torch",
     ),
     "dp2-bf16-overlap-rampup": Case(
         f"{_RAMPUP} {_OVERLAP} --bf16",
