@@ -79,14 +79,15 @@ def is_within(wanted: list[int], found: list[int]) -> bool:
     return all(size in left for size in wanted)
 
 
-def is_of_its_layouts(found: list[Phase], root: Path, pp: int = 1, tp: int = 1) -> None:
-    """Every phase's losses are those of a job of its layout, which DeepSpeed loaded from its own checkpoint of the
+def is_of_its_layouts(found: list[Phase], root: Path, *layouts: tuple[int, int]) -> None:
+    """``layouts``: stages and slices of every phase; one for all. Every phase's losses are those of a job of its layout, which DeepSpeed loaded from its own checkpoint of the
     version; every sample of the job was read once."""
-    job = JOB if pp * tp == 1 else JOB.with_name("grid_job.py")
+    job = JOB.with_name("grid_job.py") if layouts else JOB
+    each = layouts * len(found) if len(layouts) == 1 else layouts or ((1, 1),) * len(found)
     counted: Counter[int] = Counter()
     tag, root = "", root / "reference" / "chain"
     root.mkdir(parents=True)
-    for number, phase in enumerate(found):
+    for number, (phase, (pp, tp)) in enumerate(zip(found, each, strict=True)):
         until = found[number + 1].begins if number + 1 < len(found) else max(phase.ids) - 1
         made = {step: phase.ids[step] for step in range(phase.begins + 1, until + 1)}
         life = {
@@ -147,4 +148,42 @@ def test_p1_so_is_a_job_of_stages_and_one_of_slices(
         job.finish()
         job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
     assert [phase.replicas for phase in found] == sizes
-    is_of_its_layouts(found, tmp_path, pp, tp)
+    is_of_its_layouts(found, tmp_path, (pp, tp))
+
+
+def phases_of(root: Path, persisted: Path, layout: tuple[int, int, int, int]) -> list[Phase]:
+    """A job of so many stages, slices, nodes and trainers of each, which are all lost with their memory when it has
+    persisted versions."""
+    pp, tp, nodes, per_node = layout
+    config = root / "ds.json"
+    root.mkdir()
+    block = {"enabled": True, "tolerance": 0, "persist": {"dir": str(persisted), "interval_steps": 3}}
+    config.write_text(json.dumps({**CONFIG, "reft": block}))
+    options = ("--max-restarts", "0", "--rdzv-conf", CONF)
+    arguments = ("../grid_job.py", str(config), str(pp), str(tp))
+    before = set(persisted.glob("*/global_step*"))
+    with cluster(root, *arguments, nodes=nodes, procs_per_node=per_node, options=options) as job:
+        job.wait_for("trained", 2)
+        job.wait_until(
+            lambda: (
+                len(set(persisted.glob("*/global_step*/reft.json"))) > 0
+                and len(set(persisted.glob("*/global_step*")) - before) > 1
+            ),
+            240,
+            "versions on storage",
+        )
+        for node in range(nodes):
+            job.kill_node(node)
+        return phases(job)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_p1_a_job_whose_nodes_are_all_lost_goes_on_in_other_layouts_from_storage(tmp_path: Path) -> None:
+    persisted, found = tmp_path / "persisted", []
+    layouts = [(2, 1, 2, 2), (1, 1, 2, 1), (2, 2, 1, 4)]
+    for number, layout in enumerate(layouts):
+        found += phases_of(tmp_path / f"life{number}", persisted, layout)
+    assert [phase.replicas for phase in found] == [2, 2, 1]
+    assert 0 < found[1].begins < found[2].begins
+    is_of_its_layouts(found, tmp_path, *((pp, tp) for pp, tp, *_ in layouts))
