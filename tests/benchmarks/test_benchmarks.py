@@ -280,3 +280,14 @@ def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
     assert 0 < sum(reft["parts_secs"].values()) <= reft["most_secs"] + 1.0
     assert reft["lost_steps"] <= 2, "a version is committed behind every step"
     assert set(result["goals"]) == {"trainer_at_most_a_third_of_torchrun"}
+
+
+@pytest.mark.long
+def test_smaller_trains_with_two_replicas_with_one_and_with_two_again() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "smaller.py"), "--quick", "--json"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=True)
+    found = json.loads(made.stdout)
+    assert [phase["replicas"] for phase in found["phases"]] == [2, 1, 2]
+    for phase in found["phases"]:
+        check_estimate(phase["samples_per_sec"])
+    assert found["share"] > 0

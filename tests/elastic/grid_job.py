@@ -63,7 +63,8 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(f"{name}.up", WIDTH, 34, 0.3, tp)
         self.down = RowParallelLinear(f"{name}.down", 34, WIDTH, 0.3, tp)
         for parameter, dimension in zip(self.parameters(), (-1, -1, 0, 1), strict=True):
-            parameter.partition_dim = dimension  # as Megatron says it
+            parameter.tensor_model_parallel = dimension >= 0  # as Megatron says it
+            parameter.partition_dim = dimension
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.up.weight.dtype)
