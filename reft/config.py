@@ -204,9 +204,14 @@ class MetricsConfig(_Block):
 
     port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
     host: str = Field(
-        "127.0.0.1",
-        description="address to listen on; whoever reaches it reads the metrics: no secret is asked for",
+        "127.0.0.1", description="address to listen on; whoever reaches it reads them: no secret is asked for"
     )
+
+
+class ElasticConfig(_Block):
+    """What launchers change about the nodes of a running job by themselves."""
+
+    follow_advice: bool = Field(False, description="carry out what 'reft advise' says of nodes for long")
 
 
 class ReftConfig(_Block):
@@ -321,9 +326,8 @@ class ReftConfig(_Block):
     )
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
-    metrics: MetricsConfig = Field(
-        default_factory=MetricsConfig, description="metrics for Prometheus, on each node's daemon"
-    )
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="metrics, by each daemon")
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig, description="following advice")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 
     @model_validator(mode="after")
@@ -491,5 +495,6 @@ NESTED: dict[str, type[_Block]] = {
     "has": HasConfig,
     "profile": ProfileConfig,
     "metrics": MetricsConfig,
+    "elastic": ElasticConfig,
 }
 """Blocks within the block, by their key."""

@@ -1,29 +1,24 @@
-"""``reft advise``: what to change about a job's nodes, from what its nodes tell. Nothing is carried out."""
+"""``reft advise``: what to change about a job's nodes, from what its nodes tell. The launchers carry it out
+where the block says ``elastic.follow_advice``."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
-from reft.policy.advice import Advice, Memory, Situation, Slow, Speed, advise
+from reft.policy.advice import Advice, advise
 from reft.policy.scale_plan import scale_plan, to_yaml
+from reft.policy.seen import situation
 from reft.store.free_memory import bounds
-from reft.store.history import Round, read_history
+from reft.store.history import read_history
 from reft.store.jobdir import JobDir
-from reft.store.memory_watch import fullest
-from reft.store.signals import Board, NodeReport, Signal, read_board
-
-_LEAST_STEPS = 50
-"""Of a round, to tell a speed from it: DLRover's window."""
-_UNTIL_TRAINING = ("starting", "script", "groups", "engine", "joining", "agreeing", "transfer")
+from reft.store.signals import Board, read_board
 
 
 def advise_command(
@@ -40,7 +35,7 @@ def advise_command(
     """What to change: nodes to replace or drop, another number of them, memory of a node.
 
     From named stragglers, lost nodes, speeds at other numbers of nodes, and the nodes' memory. It is advice:
-    nothing is carried out.
+    launchers carry it out where the block says so ("elastic": {"follow_advice": true}).
     """
     paths = find_memory(memory_dir, job)
     seen = situation(paths, _newest_board(paths), max_nodes)
@@ -64,63 +59,6 @@ def advise_command(
 def advice_now(paths: Sequence[Path], board: Board) -> tuple[Advice, ...]:
     """For ``reft status``."""
     return advise(situation(paths, board, None))
-
-
-def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
-    """What the nodes of this host know of a job.
-
-    Args:
-        paths: its memory.
-        board: of all its nodes, if there is one.
-        most_nodes: that it may have.
-    """
-    rounds = max((read_history(path) for path in paths), key=len, default=[])
-    rows = [row for row in (board.rows if board is not None else ()) if row.signal is not Signal.OFFLINE]
-    training = tuple(row.report.node for row in rows if not row.report.spare)
-    now = [r.report.steps_per_sec for r in rows if not r.report.spare and r.report.steps_per_sec]
-    speeds = _speeds(rounds)
-    if now and training:
-        speeds = [*speeds, Speed(len(training), min(now))]
-    return Situation(
-        nodes=training or tuple(rounds[-1].nodes if rounds else ()),
-        spares=tuple(row.report.node for row in rows if row.report.spare),
-        slow=tuple(_slow({} if board is None else board.model_dump(mode="json"))),
-        losses=Counter(node for r in rounds for node in r.lost),
-        speeds=tuple(speeds),
-        most_nodes=most_nodes,
-        memory=tuple(_memory(paths[0], [row.report for row in rows])),
-    )
-
-
-def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
-    """Of every node that tells of its memory; of this one where none does."""
-    told = [report for report in reports if report.memory]
-    for report in told:
-        if (use := fullest(report.memory)) is not None:
-            said = str(report.runs_out[0]) if report.runs_out else ""
-            yield Memory(report.node, use.peak_bytes, use.limit_bytes, use.name, said)
-    if not told:
-        found = max(bounds(path), key=lambda b: b.used_bytes / max(1, b.limit_bytes), default=None)
-        if found is not None and found.limit_bytes > 0:
-            yield Memory(JobDir.open(path).node, found.used_bytes, found.limit_bytes, found.name)
-
-
-def _slow(board: dict[str, Any]) -> Iterable[Slow]:
-    """Stragglers that the nodes have named, where they compare themselves."""
-    for found in board.get("slow") or ():
-        yield Slow(found["name"], tuple(found["nodes"]), float(found["factor"]), found["why"])
-
-
-def _speeds(rounds: Sequence[Round]) -> list[Speed]:
-    """Of the rounds before the present one: committed steps over the time from the first step on."""
-    found = []
-    for this, after in pairwise(rounds):
-        began = this.unix_secs + sum(this.secs.get(part, 0.0) for part in _UNTIL_TRAINING)
-        ended = min(after.failed_unix_secs or after.unix_secs, after.unix_secs)
-        steps = after.newest_step - (this.resumed_step or 0)
-        if steps >= _LEAST_STEPS and ended > began and this.nodes:
-            found.append(Speed(len(this.nodes), steps / (ended - began)))
-    return found
 
 
 def _newest_board(paths: Sequence[Path]) -> Board | None:

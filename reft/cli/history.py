@@ -46,6 +46,8 @@ def summary(rounds: list[Round]) -> str:
 
 def why(row: Round) -> str:
     """What the start followed."""
+    if row.followed:
+        return f"advice was followed: {row.followed}"
     said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
     if not said:
         said = [f"node {node} joined" for node in row.joined]

@@ -43,6 +43,7 @@ def scale_command(
     reft scale 2                     go to two nodes; the last ones leave
     reft scale 3 --without node17    go to three; node17 is among those that leave
     reft scale 4                     go back to four, two of which wait
+    reft scale 4 --without node17    of four: a node that waits takes the place of node17
     kill -USR1 LAUNCHER              the node of that `reft launch` leaves
 
     Refused, with the reason: below MIN, above MAX, no whole replicas, a batch that so many replicas cannot

@@ -137,6 +137,11 @@ class StatusBoard:
         self._wake.set()
 
     @property
+    def board(self) -> Board:
+        """As this launcher last saw it."""
+        return self._board
+
+    @property
     def degrees(self) -> Degrees | None:
         """Of the newest version; None while there is none."""
         return place(self._board.rows)[0]

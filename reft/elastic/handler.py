@@ -56,6 +56,8 @@ from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 _LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
 """Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
+_ALONE_SECS = 5.0
+"""A node that is to be replaced takes its place again where for so long no other has waited for it."""
 
 
 class LeftError(ReftError, RuntimeError):
@@ -91,6 +93,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._told_to_leave = False
         self._was_spare = False
         self._settles_at = float("-inf")
+        self._alone_since: float | None = None
         self.left: frozenset[int] = frozenset()
         """Ranks that nodes had in the round before which have left since, as they were told to."""
         self._lost: str | None = None
@@ -156,7 +159,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         leaving = leaving_of(state)
         most, trains = context.settings.max_nodes, state.participants.keys()
         taken = (seats_of(state).keys() | trains | state.wait_list) - leaving
-        is_free = len(taken) < most and (node in leaving or not leaving)
+        is_free = len(taken) < most and self._may_take_a_place(state)
         # One that the others went on without keeps nobody from training, although it had a seat.
         is_one_too_many = state.complete and node not in trains and len(trains - leaving) >= most
         is_forgotten = self._is_forgotten(state)
@@ -189,6 +192,21 @@ class StoreRendezvous(DynamicRendezvousHandler):
         elif self._was_spare:
             self._was_spare, self._settles_at = False, now + self._alive_secs
         return now < self._settles_at
+
+    def _may_take_a_place(self, state: _RendezvousState) -> bool:
+        """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it is that
+        of a node that waits, and theirs again where none has waited for long."""
+        leaving, scaling = leaving_of(state), scaling_of(state)
+        if not leaving:
+            return True
+        is_leaving = self._this_node in leaving
+        if scaling is None or not scaling.replaces:
+            return is_leaving
+        if not is_leaving or state.redundancy_list - leaving:
+            self._alone_since = None
+            return not is_leaving
+        self._alone_since = self._alone_since or time.monotonic()
+        return time.monotonic() - self._alone_since > _ALONE_SECS
 
     def _is_dispensable(self, state: _RendezvousState) -> bool:
         """Whether the others have committed a version without this node, whose memory they may have needed

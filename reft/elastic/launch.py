@@ -34,6 +34,7 @@ from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.board import make_board
 from reft.elastic.exits import EX_FENCED, Cause, Failure
+from reft.elastic.following import Follower
 from reft.elastic.handler import LeftError, StoreRendezvous
 from reft.elastic.hostfile import show_devices
 from reft.elastic.hung import Hangs
@@ -41,6 +42,7 @@ from reft.elastic.node import DaemonKeeper, NodeMemory
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.scaling import Scaler
+from reft.elastic.shared_state import scaling_of
 from reft.elastic.stop_signals import StopSignals
 from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
@@ -110,6 +112,7 @@ class Launcher(Observer):
         self._board = make_board(options, self._rendezvous, self._memory.path)
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
+        self._follower = Follower(self._memory.path, self._board)
         self._before: Agreement | None = None
         self._failed_at: float | None = None
         self._over_at: float | None = None
@@ -166,6 +169,7 @@ class Launcher(Observer):
             failures=agreement.failures,
             lost=lost,
             left=left,
+            followed="" if lost else self._followed(left, before, agreement),
             joined=agreement.nodes_without(before.members),
             newest_step=agreement.known_step,
             gathering_secs=_between(self._over_at, time.time()),
@@ -173,6 +177,13 @@ class Launcher(Observer):
             failed_unix_secs=self._failed_at,
         )
         self._before, self._over_at, self._failed_at = agreement, None, None
+
+    def _followed(self, left: tuple[str, ...], before: Agreement, now: Agreement) -> str:
+        """Advice that this round follows; "" where it follows something else."""
+        handler = self._rendezvous.handler
+        scaling = scaling_of(handler.state) if isinstance(handler, StoreRendezvous) else None
+        grown = len(now.nodes) > len(before.nodes) and scaling is not None and not scaling.without
+        return scaling.why if scaling is not None and (grown or set(left) & set(scaling.without)) else ""
 
     def failure_seen(self) -> None:
         if self._failed_at is None:
@@ -199,6 +210,7 @@ class Launcher(Observer):
     def trainers_run(self, group_rank: int) -> None:
         if self._scaler is not None and self._before is not None:
             self._scaler.look(self._before, group_rank)
+            self._follower.look(self._before, group_rank, self._options.config)
         elif self._signals.asked_to_leave:
             self._signals.asked_to_leave = False
             logger.warning("SIGUSR1 asks this node to leave; a job with a static rendezvous keeps its nodes")

@@ -4,7 +4,8 @@ An order lies in the job's memory on any node that trains. Its launcher judges i
 state that all nodes share (:class:`reft.elastic.shared_state.Scaling`). More nodes: spares find places free,
 and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
 the loss of, since their memory goes with them; when the others have committed a version without them, it
-tells the next. In both cases the trainers are told to stop, commit the step that they are in, and start anew.
+tells the next. As many, without a node that is named: one that waits takes its place in the next round. In
+all cases the trainers are told to stop, commit the step that they are in, and start anew.
 """
 
 from __future__ import annotations
@@ -105,10 +106,32 @@ def _of_the_names(order: ScaleOrder, now: Situation) -> str:
     if unknown:
         return f"no node {', '.join(unknown)} trains; those that do are {', '.join(now.nodes)}"
     gone = len(now.nodes) - order.nodes
+    if replaces(order, now.nodes):
+        return _of_replacing(order, now)
     if len(set(order.without)) > max(0, gone):
         return (
             f"{len(set(order.without))} nodes were named to leave, but {max(0, gone)} leave from "
             f"{len(now.nodes)} to {order.nodes} nodes"
+        )
+    return ""
+
+
+def replaces(order: ScaleOrder, nodes: tuple[str, ...]) -> bool:
+    """Whether others are to take the places of the nodes that it names."""
+    return bool(order.without) and order.nodes == len(nodes)
+
+
+def _of_replacing(order: ScaleOrder, now: Situation) -> str:
+    leave = len(set(order.without))
+    if leave > now.spares:
+        return (
+            f"{leave} of {len(now.nodes)} nodes were named to be replaced, and {now.spares or 'none'} wait: "
+            f"start `reft launch` on {leave - now.spares} more and ask again"
+        )
+    if leave > (now.tolerance or 0):
+        return (
+            f"{leave} nodes were named to be replaced at once, and now the job survives the loss of "
+            f"{now.tolerance or 'none'} (`reft status` says why)"
         )
     return ""
 
@@ -226,14 +249,22 @@ class Scaler:
             logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
             self._answer(running, refused=why)
             return
-        logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
+        if replaces(order, agreement.nodes):
+            logger.warning("the job goes on without %s, as it was told to", ", ".join(order.without))
+        else:
+            logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
         self._answer(running)
 
     def _name_leavers(self, agreement: Agreement) -> None:
         """Tell the next nodes to leave, where there are more than were asked for."""
         running = len(agreement.nodes)
         scaling = scaling_of(self._handler.state)
-        if scaling is None or scaling.nodes >= running or leaving_of(self._handler.state):
+        if scaling is None or leaving_of(self._handler.state):
+            return
+        if scaling.replaces:
+            self._name_replaced(agreement, scaling)
+            return
+        if scaling.nodes >= running:
             return
         survived = self._board.tolerance_left(agreement.incarnation)
         if not survived:  # not yet
@@ -243,13 +274,35 @@ class Scaler:
         if leaving_of(self._handler.state):  # else the round is over
             logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
 
+    def _name_replaced(self, agreement: Agreement, scaling: Scaling) -> None:
+        """Tell the nodes to leave that are to be replaced, once."""
+        ranks = tuple(i for i, node in enumerate(agreement.nodes) if node in scaling.without)
+        if scaling.round != -1 or not ranks or not self._board.tolerance_left(agreement.incarnation):
+            return
+        self._handler.scale(lambda state: told(ranks, len(agreement.nodes), state))
+        if leaving_of(self._handler.state):  # else the round is over
+            logger.warning(
+                "told to leave, for a node that waits: %s", ", ".join(agreement.nodes[rank] for rank in ranks)
+            )
+
     def _tell_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)
         if order is None or running != order.nodes or leaving_of(self._handler.state):
             return
-        if self._board.tolerance_left(agreement.incarnation) is not None:
+        if self._board.tolerance_left(agreement.incarnation) is None:
+            return
+        staying = sorted(set(order.without) & set(agreement.nodes))
+        if not staying:
             self._answer(running, done=True)
             self._order = None
+        elif self._was_told_before(agreement):
+            self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
+
+    def _was_told_before(self, agreement: Agreement) -> bool:
+        """Whether nodes were told to leave in a round before this one."""
+        state = self._handler.state
+        scaling = scaling_of(state)
+        return scaling is not None and scaling.round not in (-1, state.round)
 
     def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
         assert self._order is not None
@@ -281,7 +334,9 @@ def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling |
     before = scaling_of(state)
     if before is not None and before.number >= order.number:
         return None
-    return Scaling(order.number, order.nodes, max(order.nodes, running), order.without)
+    replaced = bool(order.without) and order.nodes == running
+    most = max(order.nodes, running)
+    return Scaling(order.number, order.nodes, most, order.without, replaces=replaced, why=order.why)
 
 
 def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
@@ -291,4 +346,5 @@ def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scali
     if scaling is None or scaling.round == state.round or not whole or state.closed:
         return None
     leaving_of(state).update(node for node, rank in state.participants.items() if rank in ranks)
-    return replace(scaling, limit=running - len(ranks), round=state.round)
+    limit = running if scaling.replaces else running - len(ranks)
+    return replace(scaling, limit=limit, round=state.round)

@@ -107,6 +107,8 @@ class Scaling:
         limit: nodes that the next round may have: fewer leave at once than the job survives the loss of.
         without: ids of the nodes that leave first.
         round: in which those were told that are leaving; -1: nobody was.
+        replaces: nodes that wait take the places of those that leave.
+        why: advice that is followed; "" where a person has asked.
     """
 
     number: int
@@ -114,6 +116,8 @@ class Scaling:
     limit: int
     without: tuple[str, ...] = ()
     round: int = -1
+    replaces: bool = False
+    why: str = ""
 
 
 def scaling_of(state: _RendezvousState) -> Scaling | None:

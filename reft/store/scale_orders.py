@@ -55,11 +55,13 @@ class ScaleOrder:
         number: milliseconds since the epoch.
         nodes: that the job is to have.
         without: ids of nodes that leave before any other.
+        why: advice that is followed; "" where a person has asked.
     """
 
     number: int
     nodes: int
     without: tuple[str, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,11 @@ class ScaleAnswer:
     done: bool = False
 
 
-def write_order(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleOrder:
+def write_order(job_dir: Path, nodes: int, without: tuple[str, ...], why: str = "") -> ScaleOrder:
     """Order it on this node. Raises OSError."""
     last = read_order(job_dir)
     number = max(time.time_ns() // 1_000_000, 0 if last is None else last.number + 1)
-    order = ScaleOrder(number, nodes, without)
+    order = ScaleOrder(number, nodes, without, why)
     write_json(job_dir / ORDER_FILE, asdict(order))
     return order
 
@@ -94,7 +96,8 @@ def read_order(job_dir: Path) -> ScaleOrder | None:
     """The newest order on this node; None where there is none that can be read."""
     found = read_json(job_dir / ORDER_FILE) or {}
     try:
-        return ScaleOrder(int(found["number"]), int(found["nodes"]), tuple(map(str, found["without"])))
+        without = tuple(map(str, found["without"]))
+        return ScaleOrder(int(found["number"]), int(found["nodes"]), without, str(found.get("why", "")))
     except (KeyError, ValueError, TypeError):
         return None
 

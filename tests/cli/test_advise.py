@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
-from reft.cli.advise import situation
 from reft.policy.advice import Speed
+from reft.policy.seen import situation
 from reft.store.history import RESUMED, STARTED, note
 from reft.store.jobdir import JobDir, write_json
 from reft.store.signals import BOARD_FILE, Board, NodeReport, Row, read_board

@@ -528,3 +528,43 @@ def test_p3_a_node_that_is_too_many_waits_where_the_store_forgot_that_it_was_tol
     handlers[0].shutdown()
     for thread, _ in threads:
         thread.join(WAIT_SECS)
+
+
+def replaced_by_a_spare(state: _RendezvousState) -> Scaling:
+    """The node that leaves is to be replaced."""
+    return Scaling(number=2, nodes=3, limit=3, without=("node2",), round=state.round, replaces=True)
+
+
+def test_p3_a_node_that_waits_takes_the_place_of_one_that_leaves(
+    three: list[StoreRendezvous], server: KeyValueServer
+) -> None:
+    many = RendezvousParameters(
+        "c10d", f"127.0.0.1:{server.port}", "job", 1, 3, "127.0.0.1", keep_alive_interval=60
+    )
+    waiting = StoreRendezvous(client(server.port), many)
+    joining = go_on(waiting)
+    wait_until(lambda: waiting._this_node in shared(server.port).redundancy_list)
+    three[0].scale(replaced_by_a_spare)
+    thread, said = leave(three[2])  # it is the first to come to the next round
+    assert gather(three[:2]) == [3, 3]
+    joining.join(WAIT_SECS)
+    members = {handler._this_node for handler in (*three[:2], waiting)}
+    assert shared(server.port).participants.keys() == members
+    assert not said, "its memory may be needed yet"
+    three[0].incarnation = IncarnationRecord(client(server.port), "job").raise_to(2)
+    client(server.port).set("reft/job/committed", b"2:8")
+    thread.join(WAIT_SECS)
+    assert said == ["left"]
+    waiting._stop_heartbeats()
+
+
+def test_p3_a_node_takes_its_place_again_where_the_one_that_waited_is_gone(
+    three: list[StoreRendezvous], port: int
+) -> None:
+    three[0].scale(replaced_by_a_spare)
+    thread, said = leave(three[2])
+    assert gather(three[:2]) == [3, 3]
+    thread.join(WAIT_SECS)
+    assert said == ["a round of 3"]
+    assert not leaving_of(shared(port))
+    three[2]._stop_heartbeats()

@@ -17,7 +17,7 @@ from torch import nn
 
 CONFIG = json.loads(Path(sys.argv[1]).read_text())
 BATCH, MICRO = CONFIG["train_batch_size"], CONFIG["train_micro_batch_size_per_gpu"]
-WIDTH = 8
+WIDTH, HIDDEN = int(os.environ.get("TEST_WIDTH", "8")), int(os.environ.get("TEST_HIDDEN", "33"))
 PAUSE_SECS = float(os.environ.get("TEST_PAUSE_SECS", "0.1"))
 OUT, RANK, WORLD = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -31,7 +31,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, WIDTH))
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
     engine.load_checkpoint(str(OUT / "checkpoints"))
     record("begins", step=engine.global_steps)

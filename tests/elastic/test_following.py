@@ -1,0 +1,159 @@
+"""A job that follows its own advice: a node that is slowed is replaced by a spare, and no number changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.cli import main
+from reft.store.history import read_history
+from reft.store.progress import read_pages
+from reft.store.signals import Board, read_board
+
+from .cluster import WatchedCluster, cluster
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 3072,
+    "train_micro_batch_size_per_gpu": 512,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": None,
+    "reft": {"enabled": True, "interval_steps": 5},
+}
+OPTIONS = (
+    *("--nnodes", "2:3", "--max-restarts", "0"),
+    *("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=6,last_call_timeout=20,join_timeout=120"),
+)
+ENV = {"TEST_WIDTH": "256", "TEST_HIDDEN": "2048", "TEST_PAUSE_SECS": "0.02"}
+SLOWED, PERIOD_SECS, FACTOR = 1, 0.06, 3.0
+
+Losses = dict[tuple[int, int], set[str]]
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """The process stands still for most of the time, until it has ended."""
+    ended = threading.Event()
+
+    def hold() -> None:
+        with suppress(ProcessLookupError):
+            while not ended.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(PERIOD_SECS * (1 - 1 / FACTOR))
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(PERIOD_SECS / FACTOR)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def job_of(tmp_path: Path, *, follow: bool, nodes: int) -> Any:
+    config = tmp_path / "ds.json"
+    tmp_path.mkdir(exist_ok=True)
+    block = CONFIG["reft"] | {"elastic": {"follow_advice": follow}}
+    config.write_text(json.dumps(CONFIG | {"reft": block}))
+    return cluster(tmp_path, "resized.py", str(config), nodes=nodes, options=OPTIONS, env=ENV)
+
+
+def board(job: WatchedCluster) -> Board:
+    found = (read_board(job.job_dir(i)) for i in job.current)
+    return max((b for b in found if b is not None), key=lambda b: b.number, default=Board(job_id=job.job_id))
+
+
+def last_step(job: WatchedCluster) -> int:
+    return int(max((e["step"] for e in job.events("trained")), default=0))
+
+
+def losses(job: WatchedCluster) -> Losses:
+    found: Losses = {}
+    for event in job.events("trained"):
+        found.setdefault((event["rank"], event["step"]), set()).add(" ".join(event["losses"]))
+    return found
+
+
+def undisturbed(directory: Path, last: int) -> Losses:
+    with job_of(directory, follow=False, nodes=3) as job:
+        job.wait_until(lambda: last_step(job) >= last, 300, "the undisturbed job")
+        job.finish()
+        job.wait(120)
+        return losses(job)
+
+
+def with_spare(job: WatchedCluster) -> tuple[str, int]:
+    """Three nodes train and one waits; a node that is not the first one, and its trainer's process."""
+
+    def ready() -> bool:
+        rows = [r.report for r in board(job).rows]
+        return sum(r.spare for r in rows) == 1 and sum(r.trainers for r in rows) == 3 and last_step(job) >= 10
+
+    job.wait_until(ready, 300, "three nodes and a spare")
+    for index in job.current:
+        for page in read_pages(job.job_dir(index)):
+            if page.rank == SLOWED:
+                return job.current[index].node_id, page.pid
+    raise AssertionError("no such rank")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_p1_a_node_that_is_slow_is_replaced_by_a_spare_and_the_losses_stay_equal_in_every_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job_of(tmp_path / "job", follow=True, nodes=4) as job:
+        node, pid = with_spare(job)
+        with slowed(pid):
+            job.wait_until(
+                lambda: any(n.process.poll() == 0 for n in job.current.values()), 400, "a node that leaves"
+            )
+        (left,) = (n for n in job.current.values() if n.process.poll() is not None)
+        assert left.node_id == node
+        at = last_step(job)
+        job.wait_until(lambda: last_step(job) >= at + 10, 200, "further steps")
+        others = [i for i, n in job.current.items() if n.node_id != node]
+        rounds = [read_history(job.job_dir(i)) for i in others]
+        told = max(rounds, key=len)[-1]
+        assert told.left == [node]
+        assert told.lost == []
+        assert told.followed.startswith(f"replace {node}: ")
+        assert len(told.joined) == 1
+        capsys.readouterr()
+        main(["status", "--memory-dir", *(str(job.current[i].memory_dir) for i in others[:1])])
+        assert "advice followed" in capsys.readouterr().out
+        job.finish()
+        job.wait(120)
+        found = losses(job)
+        assert "advice is followed: replace" in "".join(p.read_text() for p in tmp_path.glob("job/**/*.log"))
+    assert {len(each) for each in found.values()} == {1}
+    assert {e["replicas"] for e in job.events("trained")} == {3}
+    expected = undisturbed(tmp_path / "undisturbed", max(step for _, step in found))
+    assert found.items() <= expected.items()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_without_the_wish_nothing_is_followed(tmp_path: Path) -> None:
+    with job_of(tmp_path / "job", follow=False, nodes=4) as job:
+        _, pid = with_spare(job)
+        with slowed(pid):
+            job.wait_until(lambda: bool(board(job).slow), 300, "somebody to be named")
+            at = last_step(job)
+            job.wait_until(lambda: last_step(job) >= at + 40, 300, "40 further steps")
+            assert board(job).slow
+        assert all(n.running for n in job.current.values())
+        assert len(job.events("begins")) == 3
+        job.finish()
+        job.wait(120)
