@@ -309,10 +309,17 @@ def _since_start(counts: dict[str, Any]) -> str:
     parts = (
         f"{made} steps in {counts['elapsed_secs']:.0f} s",
         "" if speed is None else f"{speed:.3g} samples/s",
+        _tflops(counts),
         f"{counts['effective_ratio']:.1%} effective",
         ", ".join(lost) and f"lost to {', '.join(lost)}",
     )
     return "; ".join(filter(None, parts))
+
+
+def _tflops(counts: dict[str, Any]) -> str:
+    if counts["tflops"] is None:
+        return f"TFLOP/s not known: {counts['no_tflops']}"
+    return f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer"
 
 
 def _losses(told: dict[str, Any]) -> str:

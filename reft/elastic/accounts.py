@@ -62,6 +62,7 @@ class Accounts:
             training=page is not None and _trains(page),
             step_secs=self._step_secs,
             samples_per_step=0 if page is None else page.samples_per_step,
+            flops_per_sample=max((_flops(p) for p in pages), default=0),
             stall_secs=self._stalled(),
             straggler_secs=max((s.cost_secs for s in slow), default=0.0),
         )
@@ -97,6 +98,11 @@ class Accounts:
         taken, secs = int(stats.get("taken") or 0), float(stats.get("stall_secs_median") or 0.0)
         before, self._stalls = self._stalls, (taken, secs)
         return max(0, taken - before[0]) * secs
+
+
+def _flops(page: Seen) -> int:
+    """Operations of the model for a sample; 0: not known."""
+    return max(0, page.flops_per_token) * page.tokens_per_sample
 
 
 def _trains(page: Seen) -> bool:

@@ -30,6 +30,7 @@ from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.device_paths import report_untried
 from reft.hook.engine_state import ClientState
 from reft.hook.install import ds_config_of
+from reft.hook.model_size import TokensSeen, flops_per_token, own_flops_per_token
 from reft.hook.programs import running_program
 from reft.hook.restore import Restorer
 from reft.hook.save import save_with_host_state
@@ -102,6 +103,8 @@ def attach(
     if (unloadable := why_not_loadable(engine)) is not None:
         warn(session, unloadable)
     session.progress.set_samples(int(engine.train_batch_size()))
+    own = own_flops_per_token(engine, session.coordinate)
+    session.progress.set_flops(flops_per_token(row[0] for row in session.control.gather_ints([own])))
     setattr(engine, _SESSION, session)
     _wrap(seen, session)
     report_untried(session)
@@ -136,6 +139,7 @@ def session_of(engine: Any) -> Session | None:
 
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
+    tokens = TokensSeen(progress, int(engine.train_micro_batch_size_per_gpu()))
 
     def model_step(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -155,6 +159,8 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
                 result = original(data_iter, *args, **kwargs)
             finally:
                 restorer.after_batch()
+            if session.coordinate.pp == 0:
+                tokens.look(engine.pipe_buffers.get("inputs"))
             session.after_step()
             restorer.after_step()
             return result
@@ -169,6 +175,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
                 with progress.during(Phase.EVALUATION):
                     return original(*args, **kwargs)
             progress.begin_step()
+            tokens.look(args, kwargs)
             return original(*args, **kwargs)
 
         return wrapped
@@ -180,18 +187,6 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
             session.after_step()
             restorer.after_step()
             return result
-
-        return wrapped
-
-    def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return restorer.load(original, LoadCall.of(original, args, kwargs))
-
-        return wrapped
-
-    def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return save_with_host_state(session, original, bind(original, args, kwargs))
 
         return wrapped
 
@@ -208,12 +203,28 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
             replace(engine, name, at_instruction(progress, name.capitalize()))
         replace(engine, "forward", forward)
         replace(engine, "step", step)
+    _wrap_checkpoints(engine, session, restorer)
+
+
+def _wrap_checkpoints(engine: Any, session: Session, restorer: Restorer) -> None:
+    def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return restorer.load(original, LoadCall.of(original, args, kwargs))
+
+        return wrapped
+
+    def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return save_with_host_state(session, original, bind(original, args, kwargs))
+
+        return wrapped
+
     for name, wrapper, phase in (
         ("load_checkpoint", load_checkpoint, Phase.LOADING),
         ("save_checkpoint", save_checkpoint, Phase.SAVING),
     ):
         replace(engine, name, wrapper)
-        replace(engine, name, at_phase(progress, phase))
+        replace(engine, name, at_phase(session.progress, phase))
 
 
 def _weave(engine: Any, session: Session) -> None:

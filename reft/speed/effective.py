@@ -21,6 +21,7 @@ class Counts(BaseModel):
         first_step, newest_step: that it began with, and that it has reached.
         repeated_steps: made again after a rollback; ``repeated_secs``: their time.
         samples: that counted: of a step that was made twice once.
+        flops: operations of the model for these samples, as far as they are known.
         starting_secs: until its first step.
         recovering_secs: in which no step was made later: trainers were gone, or loaded.
         snapshot_secs: in which training waited for versions.
@@ -36,6 +37,7 @@ class Counts(BaseModel):
     repeated_steps: int = 0
     repeated_secs: float = _Secs
     samples: int = 0
+    flops: float = Field(default=0.0, ge=0.0)
     starting_secs: float = _Secs
     recovering_secs: float = _Secs
     snapshot_secs: float = _Secs
@@ -73,6 +75,7 @@ def counted(
     training: bool,
     step_secs: float,
     samples_per_step: int,
+    flops_per_sample: int = 0,
     stall_secs: float,
     straggler_secs: float,
 ) -> Counts:
@@ -85,6 +88,7 @@ def counted(
         training: whether steps are being made.
         step_secs: that a step takes now.
         samples_per_step: of the whole job; 0: not known.
+        flops_per_sample: operations of the model; 0: not known.
         stall_secs: that training waited for versions since the look before.
         straggler_secs: that stragglers cost in a step.
     """
@@ -101,6 +105,7 @@ def counted(
             changes |= {
                 "newest_step": step,
                 "samples": counts.samples + made * samples_per_step,
+                "flops": counts.flops + float(made * samples_per_step * flops_per_sample),
                 "straggler_secs": counts.straggler_secs + made * straggler_secs,
             }
         changes["snapshot_secs"] = counts.snapshot_secs + stall_secs

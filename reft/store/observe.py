@@ -131,6 +131,8 @@ class NodeObserver:
             step=step,
             steps_per_sec=steps_per_sec,
             shards=_shards(heads),
+            flops_per_token=max((p.flops_per_token for p in pages), default=0, key=abs),
+            tokens_per_sample=max((p.tokens_per_sample for p in pages), default=0),
             trainers=sum(p.state not in ("", "Z") for p in pages),
             tolerance=None if record is None else record.tolerance,
             restarts=len(restarts),

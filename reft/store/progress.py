@@ -28,6 +28,7 @@ _PAGE_BYTES = 4096
 _MAGIC = 0x72656674_70616731
 _WORDS, _RING, _RING_AT = 96, 64, 16
 _DEVICE_AT, _DEVICE_WORDS = 80, 6
+_FLOPS, _TOKENS = 86, 87
 _NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
 _TIMES_AT = _PAGE_BYTES
 _FILE_BYTES = _TIMES_AT + RING_BYTES
@@ -94,6 +95,8 @@ class Seen:
         state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
         samples_per_step: of the whole job; 0: not known.
         device: its memory; None: it has none.
+        flops_per_token: of the whole model; 0: not known, below 0: it has experts.
+        tokens_per_sample: 0: not known.
     """
 
     local_rank: int
@@ -111,6 +114,8 @@ class Seen:
     state: str
     samples_per_step: int = 0
     device: DeviceUse | None = None
+    flops_per_token: int = 0
+    tokens_per_sample: int = 0
 
 
 class ProgressPage:
@@ -217,6 +222,14 @@ class ProgressPage:
         """Samples that the whole job trains on in a step."""
         self._words[_SAMPLES] = per_step
 
+    def set_flops(self, per_token: int) -> None:
+        """Operations that the whole model takes for a token."""
+        self._words[_FLOPS] = per_token
+
+    def set_tokens(self, per_sample: int) -> None:
+        """Tokens of a sample."""
+        self._words[_TOKENS] = per_sample
+
     def set_device(self, use: DeviceUse) -> None:
         """What it has of its device's memory."""
         self._words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS] = memoryview(array("q", astuple(use)))
@@ -282,6 +295,8 @@ def _read(path: Path) -> Seen | None:
             stack_signal=words[_SIGNAL],
             state=process_state(words[_PID]),
             samples_per_step=words[_SAMPLES],
+            flops_per_token=words[_FLOPS],
+            tokens_per_sample=words[_TOKENS],
             device=_device(words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS]),
         )
     return None

@@ -8,7 +8,7 @@ which nothing is heard. A node says the first four of itself; OFFLINE is what th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -115,6 +115,7 @@ class NodeReport(_Message):
         restarts: after failures.
         recovery: the last of them.
         warnings: for people.
+        flops_per_token, tokens_per_sample: as the trainers' pages have them.
         memory: that limits its trainers, and how much of it is in use.
         runs_out: which of it will be full, the soonest first.
         counts: the job's, as this node has counted them; None: not yet.
@@ -138,6 +139,8 @@ class NodeReport(_Message):
     restarts: int = 0
     recovery: Recovery | None = None
     warnings: Texts = ()
+    flops_per_token: int = 0
+    tokens_per_sample: int = 0
     memory: tuple[MemoryUse, ...] = ()
     runs_out: tuple[RunsOut, ...] = ()
     counts: Counts | None = None
@@ -380,7 +383,7 @@ def summary(board: Board, now: float) -> dict[str, Any]:
     }
 
 
-def _since_start(rows: Iterable[Row]) -> dict[str, Any] | None:
+def _since_start(rows: Sequence[Row]) -> dict[str, Any] | None:
     """What the node that has counted for longest has counted."""
     counts = max(
         (r.report.counts for r in rows if r.report.counts), key=lambda c: c.elapsed_secs, default=None
@@ -392,7 +395,28 @@ def _since_start(rows: Iterable[Row]) -> dict[str, Any] | None:
         "effective_ratio": counts.effective_ratio,
         "samples_per_sec": counts.samples_per_sec,
         "lost_secs": counts.lost_secs,
+        **_tflops(rows, counts),
     }
+
+
+def _tflops(rows: Sequence[Row], counts: Counts) -> dict[str, Any]:
+    """Operations of the model per second since the job's start, losses included: of the job, and of a
+    trainer. Where they are not known, why."""
+    per_sample = max(
+        (c.flops / c.samples for r in rows if (c := r.report.counts) is not None and c.samples), default=0.0
+    )
+    speed, trainers = counts.samples_per_sec, sum(r.report.trainers for r in rows if not r.report.spare)
+    if per_sample and speed and trainers:
+        found = per_sample * speed / 1e12
+        return {"tflops": found, "tflops_per_trainer": found / trainers, "no_tflops": ""}
+    flops = {r.report.flops_per_token for r in rows} - {0}
+    if min(flops, default=0) < 0:
+        why = "the model has experts, and a token passes some of them"
+    elif not flops:
+        why = "the engine has not told its parameters"
+    else:
+        why = "no micro-batch of token ids (integers, samples x tokens) was seen"
+    return {"tflops": None, "tflops_per_trainer": None, "no_tflops": why}
 
 
 def _node(row: Row, needed: bool) -> dict[str, Any]:

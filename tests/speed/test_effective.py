@@ -25,7 +25,7 @@ def test_every_second_that_is_lost_has_its_cause() -> None:
     assert counts.effective_ratio is None
     for _ in range(10):
         counts = counted(counts, **NOTHING)
-    trains = NOTHING | {"training": True}
+    trains = NOTHING | {"training": True, "flops_per_sample": 1000}
     for step in range(1, 62, 2):
         counts = counted(counts, **trains | {"step": step, "stall_secs": 0.1, "straggler_secs": 0.05})
     for _ in range(5):
@@ -35,6 +35,7 @@ def test_every_second_that_is_lost_has_its_cause() -> None:
         counts = counted(counts, **trains | {"step": step})
     assert (counts.first_step, counts.newest_step, counts.repeated_steps) == (1, 70, 10)
     assert counts.samples == 69 * 8, "a step that is made twice counts once"
+    assert counts.flops == 69 * 8 * 1000
     assert counts.elapsed_secs == 56
     assert counts.lost_secs == pytest.approx(
         {"starting": 10, "recovering": 5, "repeated steps": 5, "snapshots": 3.1, "stragglers": 3.0}

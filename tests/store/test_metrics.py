@@ -37,7 +37,10 @@ def board() -> Board:
     )
     last = Recovery(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
     facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
-    facts["counts"] = Counts(began_unix_secs=1.0, elapsed_secs=10.0, samples=40, recovering_secs=2.0)
+    facts["counts"] = Counts(
+        began_unix_secs=1.0, elapsed_secs=10.0, samples=40, flops=8e13, recovering_secs=2.0
+    )
+    facts["trainers"] = 2
     facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
     running_out = {"name": "the host", "who": "", "used_bytes": 8, "limit_bytes": 10, "bytes_per_sec": 0.1}
     running_out |= {"in_secs": 20.0, "unix_secs": 120.0, "step": 40, "since_step": 2}

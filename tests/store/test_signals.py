@@ -7,6 +7,7 @@ import zlib
 import pytest
 
 from reft.elastic.board import sort_out
+from reft.speed.effective import Counts
 from reft.store.signals import (
     MOST_CHARACTERS,
     Board,
@@ -175,3 +176,27 @@ def test_the_job_is_told_as_a_whole() -> None:
         "n0, n1: the disk is full",
     ]
     assert not is_well(told)
+
+
+def test_the_speed_of_the_model_is_of_the_whole_job_and_says_why_where_it_is_not_known() -> None:
+    def counts(elapsed: float, flops: float) -> Counts:
+        return Counts(began_unix_secs=1.0, elapsed_secs=elapsed, samples=100, flops=flops)
+
+    def told(*reports: dict[str, object]) -> dict[str, object]:
+        rows = tuple(row(f"n{i}", trainers=2, **facts) for i, facts in enumerate(reports))
+        since: dict[str, object] = summary(Board(job_id="job", rows=rows), 99.0)["since_start"]
+        return since
+
+    # The node of the first stage alone has seen tokens; the other one has counted for longest.
+    found = told({"counts": counts(50.0, 0.0)}, {"counts": counts(40.0, 8e15)})
+    assert found["tflops"] == pytest.approx(8e13 * (100 / 50) / 1e12)
+    assert found["tflops_per_trainer"] == pytest.approx(8e13 * (100 / 50) / 1e12 / 4)
+    unknown = {"counts": counts(50.0, 0.0)}
+    for facts, why in (
+        ({"flops_per_token": -1}, "has experts"),
+        ({"flops_per_token": 6}, "no micro-batch of token ids"),
+        ({}, "has not told its parameters"),
+    ):
+        found = told({**unknown, **facts})
+        assert found["tflops"] is None
+        assert why in str(found["no_tflops"])
