@@ -155,7 +155,7 @@ class SharedBatches:
                 f"{replica[1]} replicas; expected one or more for each: give a larger step_samples, or a "
                 f"smaller batch_size"
             )
-        taken = _Taken(replica[0])
+        taken = _Taken()
         self._pass = self._rest(at, replica, f"reft.data/{self._name}/{loads}", taken)
         return taken
 
@@ -167,13 +167,17 @@ class SharedBatches:
             rank, replicas = replica
             behind = self._deal.behind(at)
             rest = range(replicas, self._deal.full // self._batch_size)
-            ledger = SharedLedger(place.store(replicas), f"{prefix}/{at.consumed}", rest)
+            # Of the pass too: a position comes again in the next one.
+            key = f"{prefix}/{at.epoch}/{at.consumed}"
+            ledger = SharedLedger(place.store(replicas), key, rest)
             piece: int | None = rank
             number = 0
             while piece is not None:
                 following = ledger.take(rank, number)
                 ends = following is None
-                taken.ahead.append((behind if ends else at, ends, ledger))
+                if ends and rest:
+                    ledger.leave(place.readers(replicas))
+                taken.ahead.append((behind if ends else at, ends))
                 first = at.consumed + piece * self._batch_size
                 yield self._order.part(first, self._batch_size, slice(None))
                 piece, number = following, number + 1
@@ -184,20 +188,11 @@ class SharedBatches:
 class _Taken:
     """A :class:`Reached`: what was taken, and not yet handed out."""
 
-    rank: int
     ends_step: bool | None = None
-    ahead: deque[tuple[JobPosition, bool, SharedLedger]] = field(default_factory=deque)
-    _over: list[SharedLedger] = field(default_factory=list)
-    """Ledgers of the last steps."""
+    ahead: deque[tuple[JobPosition, bool]] = field(default_factory=deque)
 
     def behind(self, at: JobPosition) -> JobPosition:
         if not self.ahead:
             return at  # nothing was taken: the store has failed
-        at, self.ends_step, ledger = self.ahead.popleft()
-        if self.ends_step and self.rank == 0:
-            self._over.append(ledger)
-            # All replicas have trained the step before the last one.
-            for old in self._over[:-2]:
-                old.remove()
-            del self._over[:-2]
+        at, self.ends_step = self.ahead.popleft()
         return at

@@ -26,6 +26,8 @@ class Store(Protocol):
 
     def delete_key(self, key: str, /) -> bool: ...
 
+    def add(self, key: str, amount: int, /) -> int: ...
+
 
 class Kind(StrEnum):
     """What a line says of a shard."""
@@ -188,6 +190,17 @@ class SharedLedger:
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}"
+
+    def leave(self, readers: int) -> None:
+        """This process was told that there is no shard to take, and reads no line any more. The last of all
+        readers takes the lines out of the store, so that none is missing to one that is late."""
+        if self._store.add(self._key_of_leavers, 1) == readers:
+            self.remove()
+            self._store.delete_key(self._key_of_leavers)
+
+    @property
+    def _key_of_leavers(self) -> str:
+        return f"{self._prefix}/left"
 
     def remove(self) -> None:
         """Take its lines, as far as they were read, out of the store: nobody reads them any more."""

@@ -13,8 +13,10 @@ counts what was handed out, not what was read ahead; to come back sets two numbe
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -58,6 +60,21 @@ class Progress:
         self.moves += 1
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A micro-batch that was read, or the data set's ``error`` in its place.
+
+    Attributes:
+        at: the position behind it.
+        ends_step: see :class:`reft.data.batches.Reached`.
+    """
+
+    batch: Any
+    error: Exception | None
+    at: JobPosition
+    ends_step: bool | None
+
+
 class Reading:
     """The iterator of one pass."""
 
@@ -69,6 +86,11 @@ class Reading:
         self._inner: Iterator[Any] = iter(())
         self._reached: Reached | None = None
         self._moves = 0
+        self._ahead: deque[_Read] = deque()
+        """Where replicas take unequally many: read to know which is the last of a step, not handed out."""
+        self._read_to = progress.at
+        self._ended_at: JobPosition | None = None
+        """Behind the last step whose end was handed out."""
 
     @property
     def loader(self) -> Any:
@@ -89,30 +111,72 @@ class Reading:
     def __next__(self) -> Any:
         WATCH.before_batch(self)
         progress = self._progress
-        reached = self._reached
-        if reached is None or self._moves != progress.moves:
+        if self._reached is None or self._moves != progress.moves:
             # What was read ahead from elsewhere is dropped.
             self._moves = progress.moves
-            self._inner, reached = self._owner.read_from(progress.at)
-            self._reached = reached
-        received = received_by(self._inner)
+            self._inner, self._reached = self._owner.read_from(progress.at)
+            self._read_to, self._ended_at = progress.at, None
+            self._ahead.clear()
         try:
-            batch = next(self._inner)
+            read = self._next(self._reached)
         except StopIteration:
             progress.counts = True
             raise
-        except Exception:
-            if is_left_out(self._inner, received):
-                progress.at = reached.behind(progress.at)
-                self._owner.left_out()
-            raise
-        progress.at = reached.behind(progress.at)
-        self._owner.ends_step = reached.ends_step
+        progress.at = read.at
+        if read.error is not None:
+            self._leave_out(read, read.error)
+        self._owner.ends_step = read.ends_step
+        if read.ends_step:
+            self._ended_at = read.at
         progress.taken += 1
         progress.counts = progress.counts or not WATCH.is_watching
         WATCH.after_batch(self)
         progress.evaluates = not progress.counts and WATCH.is_evaluating
-        return batch
+        return read.batch
+
+    def _next(self, reached: Reached) -> _Read:
+        """The next one. Where only errors follow it in its step, it is the last of that step: the replica
+        would not see its end else, and the others would wait for it."""
+        ahead = self._ahead
+        if not ahead:
+            ahead.append(self._read(reached))
+        first = ahead[0]
+        if first.error is None and first.ends_step is False:
+            while len(ahead) == 1 or (ahead[-1].error is not None and not ahead[-1].ends_step):
+                ahead.append(self._read(reached))
+            if ahead[-1].error is not None:
+                first = replace(first, at=ahead[-1].at, ends_step=True)
+                for _ in range(1, len(ahead)):
+                    # The step is whole: a version of it goes on behind what was left out.
+                    ahead.append(replace(ahead[1], at=first.at))
+                    del ahead[1]
+        ahead.popleft()
+        return first
+
+    def _read(self, reached: Reached) -> _Read:
+        """Raises what does not leave a micro-batch out: the end, or workers that died or are late."""
+        received = received_by(self._inner)
+        batch, found = None, None
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if not is_left_out(self._inner, received):
+                raise
+            found = error
+        self._read_to = reached.behind(self._read_to)
+        return _Read(batch, found, self._read_to, reached.ends_step)
+
+    def _leave_out(self, read: _Read, error: Exception) -> NoReturn:
+        self._owner.left_out()
+        if read.ends_step and self._owner.replica[1] > 1 and self._ended_at != read.at:
+            raise ConfigError(
+                f"this replica has no micro-batch of the step that can be read, and the others wait for it "
+                f"({type(error).__name__}: {error}); expected one or more: catch errors within the data set, "
+                f"and give another sample"
+            ) from error
+        raise error
 
 
 class Loader:

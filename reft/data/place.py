@@ -63,6 +63,11 @@ def process() -> tuple[int, int]:
     return 0, 1
 
 
+def readers(replicas: int) -> int:
+    """Processes that read what is dealt out to so many replicas: all of torch.distributed's."""
+    return max(replicas, process()[1])
+
+
 def shares_store() -> bool:
     """Whether torch.distributed's store is that of the starts before this one too: torchrun's is, that of
     ``reft launch`` is not."""

@@ -1,0 +1,124 @@
+"""``order="dynamic"``: micro-batches that cannot be read, and steps that nobody waits for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+import reft
+from reft.data import place
+from reft.data.batches import SharedBatches
+from reft.data.order import JobPosition, SampleOrder
+from reft.errors import ConfigError
+
+MICRO, STEP, STEPS = 2, 8, 3
+
+
+class Damaged:
+    """Some samples cannot be read."""
+
+    def __init__(self, *bad: int) -> None:
+        self._bad = bad
+
+    def __len__(self) -> int:
+        return STEP * STEPS
+
+    def __getitem__(self, index: int) -> int:
+        if index in self._bad:
+            raise ValueError(f"sample {index} is damaged")
+        return index
+
+
+def steps_of(one: Any) -> Iterator[list[int]]:
+    """What a script trains on in each step that leaves out what it cannot read."""
+    reading, step = iter(one), list[int]()
+    while True:
+        try:
+            step += next(reading).tolist()
+        except ValueError:
+            continue
+        except StopIteration:
+            assert not step, "a step without an end"
+            return
+        if one.ends_step:
+            yield step
+            step = []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("bad", "wanted"),
+    [
+        ((), [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23]]),
+        ((7,), [[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23]]),
+        ((4, 7), [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21, 22, 23]]),
+        ((0, 23), [[2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]),
+        ((8, 10, 12, 14), [[0, 1, 2, 3, 4, 5, 6, 7], [16, 17, 18, 19, 20, 21, 22, 23]]),
+    ],
+)
+def test_p8_the_step_of_a_micro_batch_that_is_left_out_ends_with_the_last_one_that_is_read(
+    bad: tuple[int, ...], wanted: list[list[int]], workers: int
+) -> None:
+    options: dict[str, Any] = {"order": "dynamic", "step_samples": STEP, "num_workers": workers}
+    one = reft.data.loader(Damaged(*bad), MICRO, name="left out", **options)
+    reading, found, step = iter(one), list[list[int]](), list[int]()
+    while True:
+        try:
+            step += next(reading).tolist()
+        except ValueError:
+            continue
+        except StopIteration:
+            break
+        # The step is whole where its last micro-batch is trained on: a version of it goes on behind.
+        whole_steps = (max(step) // STEP + 1) * STEP
+        assert one.state_dict()["consumed"] == (whole_steps if one.ends_step else whole_steps - STEP)
+        if one.ends_step:
+            found.append(step)
+            step = []
+    assert not step, "a step without an end"
+    assert found == wanted
+
+
+def test_p6_a_replica_without_a_micro_batch_of_a_step_does_not_let_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(place, "store", lambda replicas: store)
+    options: dict[str, Any] = {"order": "dynamic", "step_samples": 2 * MICRO, "dp_size": 2}
+    one = reft.data.loader(Damaged(MICRO), MICRO, name="none left", dp_rank=1, **options)
+    with pytest.raises(ConfigError, match="no micro-batch of the step that can be read"):
+        next(iter(one))
+
+
+def readers(replicas: int, store: HashStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    monkeypatch.setattr(place, "store", lambda replicas: store)
+    monkeypatch.setattr(place, "readers", lambda replicas: replicas)
+    found = []
+    for replica in range(replicas):
+        order = SampleOrder(STEP * STEPS, 0, shuffle=False)
+        made = SharedBatches(order, MICRO, STEP, drop_last=False, name="read")
+        reached = made.begin_at(JobPosition(), (replica, replicas), 0)
+        found.append((iter(made), reached))
+    return found
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_p8_replicas_that_do_not_wait_for_each_other_read_every_sample_once(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an evaluation, where no step keeps them together: one reads to the end before the next begins."""
+    store = HashStore()
+    made = readers(3, store, monkeypatch)
+    seen: list[int] = []
+    for replica in order:
+        batches, reached = made[replica]
+        at = JobPosition()
+        for keys in batches:
+            at = reached.behind(at)
+            seen += [sample for _, sample in keys]
+    assert sorted(seen) == list(range(STEP * STEPS))
+    assert store.num_keys() <= 1, "lines that nobody reads any more are left"
