@@ -14,7 +14,13 @@ from tests.docs.test_troubleshooting import literals
 
 PAGE = (ROOT / "docs" / "frontier.md").read_text()
 COMMANDS = sorted(set(re.findall(r"\breft ([a-z]+)((?: +(?!reft )[^`|\n]+)?)[`|\n]", PAGE)))
-SAID = ("nothing is refused or warned of", "memory cannot be pinned", "on a %s device before", "stale since")
+SAID = (
+    "nothing is refused or warned of",
+    "memory cannot be pinned",
+    "on a %s device before",
+    "STALE since",
+    "blocks match their checksums",
+)
 """Of reft's own words, those that the page has a reader look for, as they stand in the sources."""
 
 
