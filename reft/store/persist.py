@@ -64,6 +64,7 @@ from reft.store.waiting import (
     PersistOptions,
     PersistProgress,
     Wait,
+    failure_record,
     published,
 )
 
@@ -158,7 +159,12 @@ def persist_label(
         assembler=assembler,
     )
     with ExitStack() as pins:
-        source = _pin(job_dir, label, pins)
+        try:
+            source = _pin(job_dir, label, pins)
+        except OvertakenError as error:
+            if not isinstance(error, HeldError):
+                _tell_overtaken(job_dir, label, options.directory, error)
+            raise
         return write_version(source, options, unpin=pins.close, reach=_fault_points(config, source)).path
 
 
@@ -183,9 +189,34 @@ def _explained(error: OSError, directory: Path) -> PersistError:
 # --- what this node has ----------------------------------------------------------------------------
 
 
+class HeldError(OvertakenError):
+    """A trainer of this node has the lock of an arena that still holds the version: it may let go of it."""
+
+
+def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: OvertakenError) -> None:
+    """This node's part will never come: the others need not wait for it. The record goes with the working
+    directory, when the leader writes a newer version."""
+    writer = max(label.incarnation, job_dir.noted_incarnation())
+    work = WorkDir.of(directory, job_dir.job_id, label, writer)
+    try:
+        if published(work) is not None:
+            return
+        fence.check(directory, job_dir.job_id, writer)
+        _make_directory(work)
+        write_record(work.failed(job_dir.node), failure_record(job_dir.node, error), job_dir.secret)
+    except (ReftError, OSError) as cause:
+        logger.info("the other nodes do not hear that memory went on from %s here: %s", label, cause)
+
+
 def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
-    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed."""
+    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed.
+
+    Raises:
+        HeldError: one is locked by its writer at this moment.
+        OvertakenError: this node, or one of its trainers, does not hold the version any more.
+    """
     held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
+    newer: set[Coordinate] = set()
     problems: list[str] = []
     for path, arena in job_dir.scan():
         if isinstance(arena, str):
@@ -193,13 +224,22 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
             continue
         pins.callback(arena.close)
         header = arena.header()
-        if header is None or header.label != label or header.coordinate in held:
+        if header is None or header.coordinate in held:
+            continue
+        if header.label != label:
+            if header.label.incarnation == label.incarnation and header.label > label:
+                newer.add(header.coordinate)
             continue
         pinned = arena.lock_shared()
         now = arena.header()  # what was read before the lock may be gone
-        if not pinned or now is None or now.label != label or not now.state.whole:
-            raise OvertakenError(f"{path}: {label} is being overwritten; {_KEEP_LONGER}")
+        there = now is not None and now.label == label and now.state.whole
+        if now is None or not pinned or not there:
+            kind = HeldError if there else OvertakenError
+            raise kind(f"{path}: {label} is being overwritten; {_KEEP_LONGER}")
         held[now.coordinate] = (arena, now)
+    if held and (missing := sorted(newer - held.keys())):
+        of = ", ".join(map(str, missing))
+        raise OvertakenError(f"{job_dir.path}: no arena of {of} holds {label} any more; {_KEEP_LONGER}")
     if not held:
         found = f" ({'; '.join(problems)})" if problems else ""
         raise OvertakenError(f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}")
@@ -293,15 +333,19 @@ def _write(
         raise
 
 
-def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
+def _make_directory(work: WorkDir) -> None:
     # The persist directory is made, as DeepSpeed does. A missing parent is a file system that is not mounted.
     for directory in (work.root.parent.parent, work.root.parent):
         with suppress(FileExistsError):
             directory.mkdir()
+    work.staging.mkdir(parents=True, exist_ok=True)
+
+
+def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
+    _make_directory(work)
     if source.leads:
         fence.claim(work.root.parent, work.job_id, max(source.writer, source.label.incarnation))
         remove_debris(work)
-    work.staging.mkdir(parents=True, exist_ok=True)
     work.failed(source.node).unlink(missing_ok=True)
 
 
@@ -406,9 +450,10 @@ def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> Pe
 
 def _give_up(work: WorkDir, source: VersionSource, error: BaseException) -> None:
     """Leave no debris, and tell the others why: they need not wait for what will not come."""
-    if source.leads:
+    if source.leads and not isinstance(error, OvertakenError):
         shutil.rmtree(work.root, ignore_errors=True)
         return
+    # What a node has said of its memory stays for those that come later.
     for coordinate in source.blocks:
         # The record first: where it is, the others read the image.
         for path in (work.part(coordinate), work.image(coordinate)):
@@ -416,5 +461,4 @@ def _give_up(work: WorkDir, source: VersionSource, error: BaseException) -> None
                 path.unlink(missing_ok=True)
     if not isinstance(error, GivenUpElsewhereError):
         with suppress(OSError):
-            content = {"node": source.node, "error": f"{type(error).__name__}: {error}"}
-            write_record(work.failed(source.node), content, source.secret)
+            write_record(work.failed(source.node), failure_record(source.node, error), source.secret)

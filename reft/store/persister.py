@@ -2,6 +2,7 @@
 
 One thread writes one version at a time. A version is due when its step is a multiple of
 ``persist.interval_steps``, or where that is "auto" of what the trainers agreed on: on every node the same;
+what memory went on from before its turn came is passed over, and the other nodes hear of it;
 while storage fails, each due version is tried for as long as it is in memory, then the next one: training
 goes on, and the status says since when the checkpoints are stale. When memory ceases to survive the loss of a
 node, a version is due at once, whatever the interval, and others are until one of them is on storage.
@@ -26,6 +27,7 @@ from reft.store.jobdir import JobDir
 from reft.store.label import Label
 from reft.store.persist import PersistProgress, persist_label
 from reft.store.status import NodeStatus
+from reft.store.waiting import OvertakenElsewhereError
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class Persister:
         self._fenced = (0, "")
         self._refused: Label | None = None
         """The version that storage did not take last."""
+        self._missed: Label | None = None
+        """The first version that memory overtook since one was written."""
         self.progress: PersistProgress | None = None
         """Of what is being written, as it was told last."""
 
@@ -191,7 +195,7 @@ class Persister:
     def _must_again(self, label: Label) -> bool:
         """Whether nothing is on storage yet that stands in for a memory that does not survive the loss of a
         node, and ``label`` is to be tried (P3)."""
-        failing = self._status.persist.stale_since_step is not None
+        failing = self._missed is not None or self._status.persist.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
@@ -304,6 +308,7 @@ class Persister:
         )
         with self._changed:
             self._backoff.reset()
+            self._missed = None
             if self._due is not None and self._due <= label:
                 self._due = None
             self._status.update_persist(lag_steps=self._lag.written(label, due=self._due))
@@ -315,21 +320,12 @@ class Persister:
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, FencedError):
             self._fenced = error.newest, str(error)
-        persist = self._status.persist
-        if message != persist.error:
-            logger.warning(
-                "%s cannot be persisted to %s: %s; training goes on, it is tried again",
-                label,
-                persist.dir,
-                message,
-            )
-        gone = label not in committed_labels(self._job_dir)
-        if not isinstance(error, OvertakenError):
+        gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(self._job_dir)
+        if isinstance(error, OvertakenError) and label != self._refused:
+            self._overtaken(label, message, gone)
+        else:  # storage failed, for as long as memory had it
             self._refused = label
-        elif gone and label != self._refused:  # else it is storage that failed, for as long as memory had it
-            self._status.update_persist(overtaken=label)
-        stale = persist.stale_since_step if persist.stale_since_step is not None else label.step
-        self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
+            self._fail(label, message, since=label)
         with self._changed:
             future = self._asked.pop(label, None)
             if future is not None and not future.cancelled():
@@ -342,6 +338,39 @@ class Persister:
                     lambda: self._closing or self._asked or self._due != label,
                     timeout=self._backoff.failed(),
                 )
+
+    def _fail(self, label: Label, message: str, since: Label) -> None:
+        persist = self._status.persist
+        if message != persist.error:
+            logger.warning(
+                "%s cannot be persisted to %s: %s; training goes on, it is tried again",
+                *(label, persist.dir, message),
+            )
+        stale = persist.stale_since_step if persist.stale_since_step is not None else since.step
+        self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
+
+    def _overtaken(self, label: Label, message: str, gone: bool) -> None:
+        """Storage is well: the next version that is due takes the place of this one. Only where none is
+        written in between do checkpoints become stale.
+
+        Args:
+            label: the version.
+            message: why.
+            gone: memory does not hold it any more; else a trainer has its lock for the moment.
+        """
+        if gone:
+            self._status.update_persist(overtaken=label)
+        if self._missed is not None:
+            self._fail(label, message, since=self._missed)
+            return
+        self._missed = label
+        if gone:
+            logger.warning(
+                "memory went on from %s before its turn to be written to %s came (%s); the next version "
+                "that is due is written",
+                *(label, self._status.persist.dir, message),
+            )
+        self._status.update_persist(writing=None, phase=None)
 
 
 def committed_labels(job_dir: JobDir) -> set[Label]:

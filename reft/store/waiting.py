@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from reft.backoff import Backoff
-from reft.errors import PersistError
+from reft.errors import OvertakenError, PersistError
 from reft.grid import Coordinate
 from reft.store.assembler import Assembler
 from reft.store.persisted import PersistedInfo, missing_files, read_marker, tag_of
@@ -69,6 +70,16 @@ def published(work: WorkDir) -> PersistedInfo | None:
 
 class GivenUpElsewhereError(PersistError):
     """Another node failed; this one could have gone on."""
+
+
+class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
+    """The memory of another node went on, or others write a newer version: this one is never whole."""
+
+
+def failure_record(node: str, error: BaseException) -> dict[str, Any]:
+    """What a node that gives up leaves for the others."""
+    overtaken = isinstance(error, OvertakenError)
+    return {"node": node, "error": f"{type(error).__name__}: {error}", "overtaken": overtaken}
 
 
 class Wait:
@@ -142,9 +153,8 @@ class Wait:
         for path in self._work.staging.glob("failed-*.json"):
             content = read_record(path, self._secret)
             if content is not None:
-                raise GivenUpElsewhereError(
-                    f"{self._work.label}: node {content['node']} gave up: {content['error']}"
-                )
+                kind = OvertakenElsewhereError if content.get("overtaken") else GivenUpElsewhereError
+                raise kind(f"{self._work.label}: node {content['node']} gave up: {content['error']}")
         for _, label in self._work.others():
             if label > self._work.label:
-                raise GivenUpElsewhereError(f"{self._work.label}: overtaken by {label}, which others write")
+                raise OvertakenElsewhereError(f"{self._work.label}: overtaken by {label}, which others write")

@@ -129,6 +129,53 @@ def test_a_version_that_memory_overtook_is_named_to_the_trainers(
     client.close()
 
 
+class SlowWriter(FileWriter):
+    """Storage is well, but slow: what is due while the first version is written, memory may not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+        if not self.calls:
+            self.calls.append(label.step)
+            assert self.go.wait(240)
+        if label not in committed_labels(job_dir):
+            raise OvertakenError(f"no arena holds {label} any more")
+        return super().__call__(job_dir, label, config, **options)
+
+
+def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_turn(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next version that is due is written, and nobody hears of a storage that fails."""
+    writer = SlowWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 2))
+    commit(job_dir, 0, Label(1, 2))
+    daemon.persister.offer(Label(1, 2))
+    wait_for(lambda: writer.calls == [2], "the first version to be written")
+    for step in (3, 4, 5, 6):  # of which the third arena keeps step 2, the others 5 and 6
+        commit(job_dir, 1 + step % 2, Label(1, step))
+        if step < 6:
+            daemon.persister.offer(Label(1, step))
+    writer.go.set()
+    wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 4}, "step 4")
+    status = persist_status(job_dir)
+    assert (status["stale_since_step"], status["error"]) == (None, None)
+    assert status["last"] == {"incarnation": 1, "step": 2}
+    assert status["lag_steps"] == 1, "from step 4, which was due, to step 5"
+    daemon.persister.offer(Label(1, 6))
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+    assert not [r for r in caplog.records if "cannot be persisted" in r.getMessage()]
+    assert len([r for r in caplog.records if "memory went on from step 4" in r.getMessage()]) == 1
+    # Where no version is left for long enough there are no new checkpoints, and that is told.
+    for step in (8, 10):
+        daemon.persister.offer(Label(1, step))
+        wait_for(lambda s=step: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": s}, "it")
+    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 8, "the second in a row")
+
+
 def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def strike(job: WatchedCluster, books: Books, rng: random.Random) -> None:
     wait_for(job, books, rng.randrange(1, 60))
     rng.choice(job.trainers(0)).kill()
     wait_for_life(job, books, life + 1)
+    print(f"life {life + 1} trains, step {books.last_step()}", flush=True)
 
 
 def newest(disk: Path) -> str:
@@ -120,7 +121,7 @@ def run(
     return books
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(max(7200, 300 * KILLS))
 @pytest.mark.parametrize(
     ("tier", "workers", "kills"),
     [

@@ -19,9 +19,10 @@ import torch
 
 from reft.blocks import Section
 from reft.config import FaultConfig, FaultPoint, ReftConfig
-from reft.errors import PersistError, UnrecoverableError
+from reft.errors import OvertakenError, PersistError, UnrecoverableError
 from reft.load.offline import persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
+from reft.store import fence
 from reft.store.arena import Arena
 from reft.store.label import Label
 from reft.store.persist import PersistProgress, latest_persisted, persist_label, verify_persisted
@@ -30,7 +31,7 @@ from reft.store.staging import WorkDir
 from tests.persist.job_memory import DEGREES, JOB, Memory, expected_files, host_state, made_up_images
 from tests.persist.persist_nodes import LIMIT_SECS, persist_on_all, spawn_node
 
-V4, V8 = Label(1, 4), Label(1, 8)
+V4, V8, V12 = Label(1, 4), Label(1, 8), Label(1, 12)
 NODES = ["n0", "n1"]
 
 
@@ -221,13 +222,61 @@ def test_the_newest_version_overtakes_an_older_one(memory: Memory, tmp_path: Pat
 def test_a_version_that_is_gone_is_a_clear_error(memory: Memory, tmp_path: Path) -> None:
     with pytest.raises(PersistError, match=r"no arena holds step 8 .*write less often"):
         persist_label(memory.job_dir("n0"), V8, memory.config(tmp_path / "checkpoints"))
-    assert not (tmp_path / "checkpoints").exists()
+    shutil.rmtree(tmp_path / "checkpoints")  # what it tells the others
     job = memory.job_dir("n0")
     with Arena.open(job.path / "rank0-slot0.arena", job.secret, writable=True) as arena:
         assert arena.try_lock_exclusive()  # being overwritten
         with pytest.raises(PersistError, match=r"is being overwritten; write less often"):
             persist_label(job, V4, memory.config(tmp_path / "checkpoints"))
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("missing", NODES)
+def test_p6_a_node_whose_memory_went_on_tells_the_others(
+    memory: Memory, tmp_path: Path, missing: str
+) -> None:
+    """They wait for no part of it, whoever comes first, and write what is due next."""
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory)
+    (there,) = set(NODES) - {missing}
+    for at in DEGREES.coordinates():
+        if memory.node_of(at) == there:
+            memory.write_arena(at, V8, [made_up_images(DEGREES, 8)[at]] * 2, slot=1)
+    with pytest.raises(OvertakenError, match="no arena holds step 8"):
+        persist_label(memory.job_dir(missing), V8, config)
+    for _ in range(2):  # it stays told
+        with pytest.raises(OvertakenError, match=f"node {missing} .*no arena holds step 8"):
+            persist_label(memory.job_dir(there), V8, config)
+    memory.write(V12, made_up_images(DEGREES, 12), slot=2)
+    persist_on_all(memory, V12, config, NODES)
+    check_checkpoint(directory, V12)
+    assert no_debris(directory)
+
+
+def test_p6_a_node_that_is_waited_for_tells_that_its_memory_went_on(memory: Memory, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    config = memory.config(directory)
+    lost = memory.job_dir("n1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, config)
+        wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2)
+        for at in DEGREES.coordinates():
+            if memory.node_of(at) == "n1" and at.pp == 1:  # one of its two trainers
+                memory.write_arena(at, V8, [made_up_images(DEGREES, 8)[at]] * 2)
+        with pytest.raises(OvertakenError, match=r"pp1\.dp1\.tp0"):
+            persist_label(lost, V4, config)
+        with pytest.raises(OvertakenError, match=r"node n1 .*pp1\.dp1\.tp0"):
+            waiting.result(LIMIT_SECS)
+
+
+def test_p6_a_node_that_is_cut_off_tells_nothing(memory: Memory, tmp_path: Path) -> None:
+    """Its newer start writes there: what it missed is nobody's business."""
+    directory = tmp_path / "checkpoints"
+    (directory / JOB).mkdir(parents=True)
+    fence.claim(directory / JOB, JOB, 2)
+    with pytest.raises(OvertakenError):
+        persist_label(memory.job_dir("n1"), V8, memory.config(directory))
+    assert no_debris(directory)
 
 
 @contextmanager
