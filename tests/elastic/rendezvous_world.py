@@ -322,9 +322,16 @@ class Node:
             if order is not None:
                 handler.scale(lambda state: asked(order, running, state))
             scaling = scaling_of(handler.state)
-            if scaling is None or scaling.nodes >= running or leaving_of(handler.state):
+            if scaling is None or leaving_of(handler.state):
                 return
-            ranks = leavers(members, 1, scaling.without)
+            if scaling.replaces:
+                ranks = tuple(i for i, name in enumerate(members) if name in scaling.without)
+                if scaling.round != -1 or not ranks:
+                    return
+            elif scaling.nodes >= running:
+                return
+            else:
+                ranks = leavers(members, 1, scaling.without)
             handler.scale(lambda state: told(ranks, running, state))
 
 
@@ -386,10 +393,10 @@ class World:
         """SIGSTOP, and SIGCONT after ``secs``."""
         node.stands_until = self.clock.now + secs
 
-    def scale(self, nodes: int) -> None:
+    def scale(self, nodes: int, without: tuple[str, ...] = ()) -> None:
         """``reft scale``."""
         number = 1 if self.order is None else self.order.number + 1
-        self.order = ScaleOrder(number, nodes, ())
+        self.order = ScaleOrder(number, nodes, without)
 
     def is_in(self, name: str, start: tuple[int, tuple[str, ...]] | None) -> bool:
         """Whether that node's trainers run in that start; one that stands still is not missed."""

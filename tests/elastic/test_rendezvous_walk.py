@@ -105,7 +105,7 @@ def test_p3_whatever_happens_the_job_settles(seed: int, store: type[Connection])
 
 def happens(world: World, draw: random.Random) -> None:
     alive = world.alive
-    what = draw.choice(["kill", "stop", "start", "outage", "forget", "forget", "scale", "scale"])
+    what = draw.choice(["kill", "stop", "start", "outage", "forget", "forget", "scale", "scale", "replace"])
     if what == "kill" and len(alive) > 1:
         world.kill(draw.choice(alive))
     elif what == "stop" and alive:
@@ -116,5 +116,7 @@ def happens(world: World, draw: random.Random) -> None:
         world.table.answers = not world.table.answers
     elif what == "forget":
         world.table.forget()
+    elif what == "replace" and (training := [n for n in alive if n.trains is not None]):
+        world.scale(len(training), (draw.choice(training).name,))
     elif what == "scale":
         world.scale(draw.randint(world.least, world.most))
