@@ -11,12 +11,13 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from reft.data.dealt import Dealt, dealt_by
 from reft.state.rng import capture_host_rng, restore_host_rng, same_host_rng
 
 _MOST_SAMPLERS = 8
@@ -38,6 +39,7 @@ class Position:
         evaluates: whether it was read while no engine trained: the next pass begins anew.
         renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
             read an earlier pass, or it was begun before anybody watched.
+        dealt: how the replicas share the pass (:class:`~reft.data.dealt.Dealt`), where that is known.
     """
 
     start: dict[str, Any]
@@ -49,6 +51,7 @@ class Position:
     renewed: bool = False
     ahead: dict[str, Any] | None = None
     evaluates: bool = False
+    dealt: dict[str, Any] | None = None
 
     @property
     def complete(self) -> bool:
@@ -64,6 +67,16 @@ class Position:
             and not iterates_itself(loader)
             and len(own_generators(loader)) == len(self.start["generators"])
         )
+
+    def at_degree(self, old: int, new: int) -> Position | None:
+        """The position of a replica where ``new`` of them go on with what ``old`` have left; None where no
+        batch of theirs begins there, or the order is not known to be the job's."""
+        dealt = None if self.dealt is None else Dealt(**self.dealt)
+        taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
+        if dealt is None or taken is None:
+            return None
+        now = dealt.at(new)
+        return replace(self, taken=taken, length=now.batches, first=None, ahead=None, dealt=now.encode())
 
     def encode(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -234,6 +247,7 @@ class Pass:
         length = length_of(self.loader)
         source = source_of(self.loader)
         ahead = self._before_read if self._read > self.taken else None
+        dealt = dealt_by(self.loader)
         return Position(
             self._start,
             self._first,
@@ -244,6 +258,7 @@ class Pass:
             self._renewed,
             ahead,
             self.evaluates,
+            None if dealt is None else dealt.encode(),
         )
 
     def adopt(self, other: Pass) -> None:

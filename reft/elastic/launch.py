@@ -54,6 +54,7 @@ from reft.env import (
     ENV_MEMORY_DIR,
     ENV_NODE_DECLARED,
     ENV_NODE_ID,
+    ENV_NODES,
     ENV_ROUND,
     ENV_SECRET,
     ENV_STORE,
@@ -126,6 +127,7 @@ class Launcher(Observer):
                 ENV_STORE: self._rendezvous.store_endpoint(),
                 ENV_ROUND: str(agreement.round),
                 ENV_INCARNATION: str(agreement.incarnation),
+                ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
             }
         )
         if self._options.daemon and self._daemon is None:

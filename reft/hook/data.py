@@ -37,6 +37,7 @@ from reft.data.passes import (
     reads_lazily,
 )
 from reft.data.watch import WATCH, Read, Resuming
+from reft.hook.data_degrees import LEFT, nodes_may_change, why_bound
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class DataPosition:
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
         self._left_to_program = False
+        self._left: str | None = None
+        """Of what was restored: what has to be said before training goes on."""
         WATCH.join(self)
         if self._said is not None:
             place.tell(self._said)
@@ -220,6 +223,7 @@ class DataPosition:
 
     def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
         """Go to a captured position, now or as soon as the iterator is seen."""
+        self._left = state.get(LEFT)
         self._unmoved = state
         position = Position.decode(state["pass"]) if "pass" in state else None
         self._maybe.clear()
@@ -244,6 +248,11 @@ class DataPosition:
 
     # -- what is said (P12) ----------------------------------------------------------------------------
 
+    def left_behind(self) -> str | None:
+        """What of the version's position was not taken up, and what to write. Asked before the first step."""
+        left, self._left = self._left, None
+        return left
+
     def advice(self) -> str | None:
         """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
         step."""
@@ -261,7 +270,7 @@ class DataPosition:
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
         if self._comes_back():
-            return loading.LOADERS.wrong() or (_AHEAD if self._ahead else None)
+            return loading.LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
         return self._advice_for_loop()
 
     def _comes_back(self) -> bool:
@@ -272,11 +281,17 @@ class DataPosition:
             return bool(reads) or (self._pass is None and bool(loading.LOADERS.positions()))
         return True
 
+    def _advice_on_degrees(self) -> str | None:
+        """On a job whose number of replicas may change."""
+        if isinstance(self._pass, Pass) and nodes_may_change():
+            return why_bound(self._pass.loader, int(self._engine.train_batch_size()))
+        return None
+
     def _advice_for_loop(self) -> str | None:
         """On what the script reads without a wrapper of reft's."""
         if self._known and self._pass is not None:
             if self._pipeline and self._repeating:
-                return None
+                return self._advice_on_degrees()
             lines = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
             return (
                 f"the script iterates over its DataLoader ({described(self._pass.loader)}) in a loop of its "
@@ -304,6 +319,8 @@ def _named(source: Any) -> str:
     """What ``train_batch`` was given, in words."""
     if source is None:
         return ""
+    if _is_repeating(source):
+        return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
     kind = type(source)
     own = getattr(source, "__qualname__", None)  # of a generator
     return f" ({kind.__name__} {own})" if own else f" ({kind.__module__}.{kind.__qualname__})"

@@ -97,6 +97,8 @@ def attach(
         )
     program = running_program(engine) if client_state is None else None
     seen = DeepSpeedEngine(engine)
+    if program is not None and program.data_is_bound:
+        seen.resizing.bind(program.data_is_bound)
     session = Session(seen, parsed, client_state if program is None else program.client_state)
     if program is not None:
         program.join(session)

@@ -15,7 +15,14 @@ _KNOWN = {"megatron.checkpointing": "reft.megatron.deepspeed"}
 
 
 class Program(Protocol):
-    """What is asked of the program that has made an engine."""
+    """What is asked of the program that has made an engine.
+
+    Attributes:
+        data_is_bound: why its data are others at another data-parallel degree, and what to write; "" where
+            they are not.
+    """
+
+    data_is_bound: str
 
     def client_state(self) -> dict[str, Any]:
         """What its own checkpoint of the engine's step would hold beside the engine's files."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -10,16 +9,12 @@ from typing import Any
 
 import torch
 
+from reft.hook.data_degrees import LEFT, move_data
 from reft.load.reshape import OwnedTensor, Piece, Resize, cut, padding
 from reft.state.adapters import StateAdapter
 from reft.state.blob import DecodedBlob
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec, end_to_end
 from reft.state.rng import capture_rng
-
-logger = logging.getLogger(__name__)
-
-_OF_A_REPLICA = ("pass", "resumable")
-"""Positions in the data that count the batches of one replica."""
 
 
 class Resizing:
@@ -29,12 +24,20 @@ class Resizing:
         adapter: of the engine.
         micro_batches: of one step of this job.
         config: the DeepSpeed JSON.
+
+    Attributes:
+        data_is_bound: why the program's data are others at another degree; "" where they are not.
     """
 
     def __init__(self, adapter: StateAdapter, micro_batches: int, config: Mapping[str, Any]) -> None:
         self._adapter = adapter
         self._micro_batches = micro_batches
         self.why_not = _why_not(config)
+        self.data_is_bound = ""
+
+    def bind(self, why: str) -> None:
+        """The program's data belong to its degree."""
+        self.data_is_bound, self.why_not = why, self.why_not or why
 
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int
@@ -71,15 +74,10 @@ class Resizing:
         state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
         if is_new:
             state["rng"] = capture_rng()
-        data = state.get("data") or {}
-        state["data"] = {name: position for name, position in data.items() if name not in _OF_A_REPLICA}
-        if len(state["data"]) < len(data):
-            logger.warning(
-                "the position in the data was counted in batches of one replica and cannot be taken from %s: "
-                "the script has to go to where the job was, by engine.global_samples or its client state, or "
-                "trains on other samples. The position of reft.data.loader(dataset, ...) is one of the job",
-                resize,
-            )
+        data = move_data(state.get("data") or {}, resize)
+        if self.data_is_bound:
+            data[LEFT] = f"{self.data_is_bound}, and the job goes from {resize}"
+        state["data"] = data
 
 
 def _resized(spec: TensorSpec, master: TensorSpec | None) -> TensorSpec:

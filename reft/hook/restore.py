@@ -74,6 +74,8 @@ class Restorer:
         """Called before every step; does its work once after every load."""
         if not self._trains:
             self._first_step = self._session.engine.global_steps
+            if (left := self._engine.data.left_behind()) is not None:
+                warn(self._session, left)
             if self._session.worker is None:
                 self._start_at_first_step()
         self._trains = True

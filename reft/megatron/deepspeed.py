@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from reft.errors import ConfigError, UnsupportedStateError
+from reft.hook.data_degrees import nodes_may_change
+from reft.hook.start_checks import warn
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
@@ -51,6 +53,12 @@ _REFUSED_ABOVE_ONE = {
     "ds_sequence_parallel_size": "reft knows stages, data-parallel and tensor-parallel ranks only",
 }
 """Numbers that must be 1, each with the reason."""
+_SINGLE, _CYCLIC = "single", "cyclic"
+_BOUND = (
+    "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) deals a pass out by the "
+    "data-parallel degree: with another one, samples of the pass are trained on twice, and others not at all"
+    ". Use --dataloader-type single, whose order is the job's at every degree"
+)
 _IN_CONFIG = {
     "curriculum_learning_legacy": "curriculum_learning",
     "compression_training": "compression_training",
@@ -93,12 +101,21 @@ class MegatronProgram:
                 raise ConfigError(
                     f"Megatron was started with {_option(name)}, which reft cannot resume: {reason}"
                 )
+        kind = getattr(args, "dataloader_type", None) or _SINGLE
+        if kind not in {_SINGLE, _CYCLIC}:
+            raise ConfigError(
+                f"Megatron was started with --dataloader-type {kind}, whose position reft does not know; use "
+                f"{_SINGLE} or {_CYCLIC}"
+            )
+        self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
     def join(self, session: Session) -> None:
         """Leave the position in the data to the program, which derives it from the samples that it has
         consumed, and see to it that it calls ``load_checkpoint``: it does so with ``--load`` only. The
         memory's directory is no checkpoint: a job without memory starts as it would have."""
         session.state.data.leave_to_program()
+        if self.data_is_bound and (nodes := nodes_may_change()):
+            warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
         if session.is_rank_zero:
             logger.info(
                 "the program is Megatron-DeepSpeed, %s. It needs no patch; its iteration, consumed samples "

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.utils import RepeatingLoader
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import reft
 from reft.hook.cpu import avoid_build_at_start
@@ -309,6 +310,42 @@ def loader_with_workers(place: Place) -> None:
             break
 
 
+class Stream(IterableDataset[torch.Tensor]):
+    """Rows without numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(64, WIDTH))
+
+
+class Shards:
+    """Like webdataset's: no DataLoader, and no end."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return batches()
+
+
+def loader_of_a_stream(place: Place) -> None:
+    engine = make(place.block())
+    reft.resume(engine)
+    for batch in DataLoader(Stream(), batch_size=2):
+        step(engine, batch)
+        settle(engine)
+        if engine.global_steps == STEPS:
+            break
+
+
+def nodes_may_change_and_the_order_is_a_replicas(place: Place) -> None:
+    os.environ["REFT_NODES"] = "1:2"
+    engine = make(place.block())
+    reft.resume(engine)
+    resumed = reft.resumable(loader())
+    for (batch,) in resumed:
+        step(engine, batch)
+        settle(engine)
+        if engine.global_steps == STEPS:
+            break
+
+
 def own_order(place: Place) -> None:
     engine = make(place.block())
     reft.resume(engine)
@@ -361,6 +398,24 @@ def pipeline_with_a_list(place: Place) -> None:
         settle(engine)
 
 
+def pipeline_with_a_generator(place: Place) -> None:
+    engine = pipeline(place.block(allow_unprotected=True))
+    reft.resume(engine)
+    data = batches()
+    while engine.global_steps < STEPS:
+        engine.train_batch(data)
+        settle(engine)
+
+
+def pipeline_with_shards(place: Place) -> None:
+    engine = pipeline(place.block(allow_unprotected=True))
+    reft.resume(engine)
+    data = RepeatingLoader(Shards())
+    while engine.global_steps < STEPS:
+        engine.train_batch(data)
+        settle(engine)
+
+
 def everybody_on_one_node(place: Place) -> None:
     os.environ["REFT_NODE_ID"], os.environ["LOCAL_RANK"] = "node", os.environ["RANK"]
     shared = place.memory.parent / "memory"
@@ -389,6 +444,8 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
     other_model,
     other_arguments,
     loader_with_workers,
+    loader_of_a_stream,
+    nodes_may_change_and_the_order_is_a_replicas,
     own_order,
     resumable_of_a_list,
     client_state_that_cannot_be_kept,
@@ -405,6 +462,8 @@ SETUPS: tuple[Callable[[Place], None], ...] = (
     pipeline_allowed_to_be_unprotected,
     pipeline_restarted,
     pipeline_with_a_list,
+    pipeline_with_a_generator,
+    pipeline_with_shards,
 )
 
 

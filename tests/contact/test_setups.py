@@ -43,6 +43,13 @@ WARNED = {
     "only_base_weights": (START, "loaded base weights only"),
     "always_one_tag": (START, "After every failure it would go back there"),
     "loader_with_workers": (STEP_1, "RandomSampler, num_workers=1"),
+    "loader_of_a_stream": (STEP_1, "__main__.Stream of None"),
+    "nodes_may_change_and_the_order_is_a_replicas": (
+        STEP_1,
+        "the number of nodes may change (--nnodes 1:2), and with another data-parallel degree",
+    ),
+    "pipeline_with_a_generator": (STEP_1, "(generator batches). After a failure"),
+    "pipeline_with_shards": (STEP_1, "(RepeatingLoader over __main__.Shards). After a failure"),
     "own_order": (STEP_1, "the position in the data is not known"),
     "client_state_that_cannot_be_kept": (STEP_1, "the state of step 1 cannot be captured"),
     "module_with_extra_state": (STEP_1, "register it as a buffer, or return it from client_state"),

@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 from .cluster import WatchedCluster, cluster
 
@@ -20,8 +23,8 @@ CONFIG = {
 }
 
 
-def last_step(job: WatchedCluster) -> int:
-    return int(max((e["step"] for e in job.events("trained")), default=0))
+def last_step(job: WatchedCluster, **wanted: int) -> int:
+    return int(max((e["step"] for e in job.events("trained", **wanted)), default=0))
 
 
 def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_kills(tmp_path: Path) -> None:
@@ -51,3 +54,59 @@ def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_kills(tmp_pat
             assert len(steps) == len(set(steps)), f"in the epoch that ends with step {step}"
             assert len(steps) >= SAMPLES - 2 * BATCH // 2
             steps = []
+
+
+RESIZED = 12
+"""Samples of a step: of three replicas two micro-batches each, of two three."""
+ELASTIC = (
+    *("--nnodes", "2:3", "--max-restarts", "0"),
+    *("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5,join_timeout=120"),
+)
+
+
+def go_through_degrees(
+    tmp_path: Path, samples: int, steps: int
+) -> tuple[dict[tuple[int, int], list[int]], str]:
+    """Three replicas, two behind the loss of a node, and three again. The samples of every step that all ranks have
+    told, by step and replicas, and the log."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "train_batch_size": RESIZED}))
+    env = {"TEST_SAMPLES": str(samples)}
+    with cluster(
+        tmp_path, "own_loader.py", str(config), str(steps), nodes=3, options=ELASTIC, env=env
+    ) as job:
+        job.wait_until(lambda: last_step(job) >= 6, 240, "step 6")  # in the second pass
+        job.kill_node(1)
+        job.wait_until(lambda: last_step(job, replicas=2) >= 13, 240, "step 13 of two replicas")
+        job.replace_node(1)
+        job.wait(300)
+        told: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+        for event in job.events("trained"):
+            told[event["step"], event["replicas"]][event["rank"]] = event["samples"]
+        log = "".join(map(job.log, job.current))
+    whole = {at: ranks for at, ranks in told.items() if len(ranks) == at[1]}
+    return {at: [n for each in ranks.values() for n in each] for at, ranks in whole.items()}, log
+
+
+def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_other_degrees(tmp_path: Path) -> None:
+    samples, steps = 48, 60
+    found, log = go_through_degrees(tmp_path, samples, steps)
+    for (step, replicas), trained in found.items():
+        begin = (step - 1) * RESIZED % samples
+        assert sorted(trained) == list(range(begin, begin + RESIZED)), f"step {step} of {replicas} replicas"
+    (two,) = ([step for step, replicas in found if replicas == 2],)
+    grown = [step for step, replicas in found if replicas == 3 and step > max(two)]
+    assert len(two) >= 5
+    assert len(grown) >= 5, "it did not grow"
+    missing = set(range(1, steps + 1)) - {step for step, _ in found}
+    assert len(missing) <= 2, "but for those whose trainers were killed before they could say"
+    assert "the position in the data" not in log
+
+
+@pytest.mark.long
+def test_p12_a_loader_whose_position_does_not_go_to_another_degree_is_named(tmp_path: Path) -> None:
+    """A pass ends within a step: at step 1 it is said that this may be, and at the resize that it is so."""
+    _, log = go_through_degrees(tmp_path, 50, 40)
+    assert "its 50 samples are no multiple of the 12 of a step" in log
+    assert "was counted in batches of one replica and cannot be taken from DP3 to DP2" in log
+    assert log.count("loader = reft.data.loader(dataset, batch_size)") >= 2

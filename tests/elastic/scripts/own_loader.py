@@ -1,4 +1,4 @@
-"""A pipeline of one stage and two replicas that reads by DeepSpeed's own loader (`training_data=`), unchanged. Every
+"""A pipeline of one stage, with as many replicas as there are ranks, that reads by DeepSpeed's own loader (`training_data=`), unchanged. Every
 rank says which samples each step has trained on.
 
 ARGS: DeepSpeed's JSON, and the last step.
@@ -15,8 +15,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-SAMPLES, WIDTH = 48, 8
-OUT, RANK = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"])
+SAMPLES, WIDTH = int(os.environ.get("TEST_SAMPLES", "48")), 8
+OUT, RANK, WORLD = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 seen: list[int] = []
 
 
@@ -49,7 +49,12 @@ def main() -> None:
             seen.clear()
             result = engine.train_batch()
             told = {"event": "trained", "time": time.time(), "rank": RANK, "pid": os.getpid()}
-            told |= {"step": engine.global_steps, "samples": list(seen), "loss": float(result).hex()}
+            told |= {
+                "step": engine.global_steps,
+                "samples": list(seen),
+                "replicas": WORLD,
+                "loss": float(result).hex(),
+            }
             file.write(json.dumps(told) + "\n")
             file.flush()
             time.sleep(0.1)

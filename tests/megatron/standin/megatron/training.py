@@ -11,12 +11,14 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megatron.checkpointing import load_checkpoint, save_checkpoint
 from megatron.core import tensor_parallel
 from megatron.global_vars import get_args, set_args
+from tests.megatron.samplers import Sampler, note
 
 _VOCABULARY = 32
 
@@ -92,30 +94,17 @@ class Scheduler:
         self.step(increment=state_dict["num_steps"])
 
 
-class ConsumedSampler:
-    """Batches of a data-parallel rank behind the samples that were consumed."""
-
-    def __init__(self, consumed: int, micro_batch_size: int, total: int) -> None:
-        self._consumed, self._size, self._total = consumed, micro_batch_size, total
-        self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        at = self._consumed
-        while True:
-            begin = at + self._rank * self._size
-            yield [index % self._total for index in range(begin, begin + self._size)]
-            at += self._ranks * self._size
-
-
 def _iterator(seed: int, consumed: int) -> Iterator[Any]:
     args = get_args()
-    samples = 512
+    samples = args.samples
     text = torch.randint(
         0, _VOCABULARY, (samples, args.seq_length + 1), generator=torch.Generator().manual_seed(seed)
     )
     data = TensorDataset(text[:, :-1], text[:, 1:])
-    sampler = ConsumedSampler(consumed, args.micro_batch_size, samples)
-    return iter(DataLoader(data, batch_sampler=sampler))  # type: ignore[arg-type]
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    kind = args.dataloader_type if seed == 1 else "single"
+    sampler = Sampler(kind, samples, consumed, args.micro_batch_size, rank, ranks, kept=seed == 1)
+    return RepeatingLoader(DataLoader(data, batch_sampler=sampler))  # type: ignore[arg-type]
 
 
 def parse_args() -> Namespace:
@@ -124,11 +113,12 @@ def parse_args() -> Namespace:
         *(("hidden-size", 16), ("seq-length", 8), ("micro-batch-size", 2), ("global-batch-size", 8)),
         *(("train-iters", 8), ("eval-interval", 3), ("eval-iters", 2), ("exit-interval", 0), ("seed", 7)),
         *(("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1)),
-        *(("local_rank", 0), ("save-interval", 0)),
+        *(("local_rank", 0), ("save-interval", 0), ("samples", 512)),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name in ("save", "load", "load-tag"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--dataloader-type", default="single")
     parser.add_argument("--rampup-batch-size", type=int, nargs=3)
     for name in ("finetune", "reset-iteration", "no-save-rng", "no-pipeline-parallel"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -213,6 +203,7 @@ def train(model: list[Any], batches: Iterator[Any], validation: Iterator[Any]) -
         loss = _train_step(model[0], batches, micro_batches)
         iteration += 1
         args.iteration = iteration
+        note(iteration, torch.distributed.get_rank(), ranks)
         on_step_end(model[0])
         samples = ranks * args.micro_batch_size * micro_batches
         args.consumed_train_samples += samples

@@ -14,6 +14,7 @@ def parse_args() -> Namespace:
         *(("micro-batch-size", 2), ("global-batch-size", 8), ("train-iters", 9), ("log-interval", 1)),
         *(("eval-interval", 4), ("eval-iters", 2), ("exit-interval", 0), ("save-interval", 0)),
         *(("non-persistent-save-interval", 0), ("replication-jump", 0), ("replication-factor", 2)),
+        ("samples", 512),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name in ("save", "load", "non-persistent-ckpt-type", "non-persistent-local-ckpt-dir"):

@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from tests.megatron.samplers import Sampler, note
 from tests.megatron_core.job import SEQUENCE, VOCABULARY, build, forward_step, seed
 
 from .arguments import get_args, parse_args, validate_args
@@ -82,13 +83,13 @@ def setup_model_and_optimizer(
 
 
 def _batches(args: Namespace, kind: int, consumed: int) -> Iterator[torch.Tensor]:
-    """Micro-batches of this rank behind the samples that were consumed."""
+    """Micro-batches of this rank behind the samples that were consumed, pass by pass."""
     rank, ranks = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
-    at = consumed
+    order = args.dataloader_type if kind == 1 else "single"
+    sampler = Sampler(order, args.samples, consumed, args.micro_batch_size, rank, ranks, kept=kind == 1)
     while True:
-        first = at + rank * args.micro_batch_size
-        yield torch.stack([_sample(kind, n) for n in range(first, first + args.micro_batch_size)])
-        at += ranks * args.micro_batch_size
+        for batch in sampler:
+            yield torch.stack([_sample(kind, number) for number in batch])
 
 
 def _sample(kind: int, number: int) -> torch.Tensor:
@@ -234,6 +235,7 @@ def train(  # noqa: PLR0917 - as it is called
         update_num_microbatches(args.consumed_train_samples)
         losses, norm = train_step(train_data_iterator, model, optimizer, opt_param_scheduler)
         iteration += 1
+        note(iteration, groups.get_data_parallel_rank(), groups.get_data_parallel_world_size())
         args.consumed_train_samples += _batch_size()
         operations += num_floating_point_operations(_batch_size())
         rate = optimizer.param_groups[0]["lr"]
