@@ -53,7 +53,6 @@ WITHOUT_STRICT = {
     "hook/restore.py:_explain_disk": RESTART,
     "hook/restore.py:_load_base": RESTART,
     "hook/restore.py:_load_by_tag": CHECKED,  # at the first step
-    "hook/resizing.py:convert": RESTART,
     "hook/save.py:save_with_host_state": LATER,
     "hook/start_checks.py:check_start": "time-outs: recovery is not affected",
     "hook/start_checks.py:_say_what_is_survived": NO_FAULT,  # declared nodes, allow_unprotected

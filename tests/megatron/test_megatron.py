@@ -28,7 +28,7 @@ from tests.machine import free_port
 from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.runs import DeepSpeedProgram, Outcome, differences, lost_node, outcome
 
-STANDIN = Path(__file__).parent / "standin"
+STANDIN, ROOT = Path(__file__).parent / "standin", Path(__file__).parents[2]
 ITERATIONS, KILLED_AT = 8, 5
 
 
@@ -41,7 +41,7 @@ def program(*arguments: str, zero: int = 0, **more: Any) -> DeepSpeedProgram:
         **more,
     }
     arguments = ("--train-iters", str(ITERATIONS), *arguments)
-    script, env = STANDIN / "pretrain_gpt.py", {"REFT_LOGLEVEL": "INFO"}
+    script, env = STANDIN / "pretrain_gpt.py", {"REFT_LOGLEVEL": "INFO", "PYTHONPATH": str(ROOT)}
     return DeepSpeedProgram(script=script, arguments=arguments, config=config, nodes=2, env=env)
 
 
@@ -117,7 +117,7 @@ class Alone:
                 *(sys.executable, "-m", "reft.elastic.script", str(STANDIN / "pretrain_gpt.py")),
                 *(*self.arguments, *more, "--deepspeed", "--deepspeed_config", str(config)),
             ],
-            env={**os.environ, **place, "MASTER_PORT": str(free_port())},
+            env={**os.environ, **place, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
