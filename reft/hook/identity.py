@@ -27,7 +27,6 @@ from reft.state.codec import decode, encode
 from reft.state.fingerprint import (
     AT_LAUNCH,
     BY_LAYOUT,
-    BY_REPLICAS,
     Fact,
     Fingerprint,
     differences,
@@ -218,15 +217,15 @@ class Identity:
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self._config.accept_changes)
 
-    def check_memory(self, job_dir: Path, label: Label, *, reads: bool, resized: bool) -> None:
+    def check_memory(self, job_dir: Path, label: Label, *, reads: bool, but: Collection[str] = ()) -> None:
         """Before a version is restored from memory: was it written by this job as it is now? Collective.
 
         Args:
             job_dir: the job's memory on this node.
             label: the version.
             reads: this rank is the one of its node that reads the record.
-            resized: it was written at another data-parallel degree, which is no other job as long as the
-                global batch is the same.
+            but: facts that may differ: at another data-parallel degree, or in another layout, it is no
+                other job as long as the global batch is the same.
 
         Raises:
             FingerprintError: no; on all ranks.
@@ -250,7 +249,7 @@ class Identity:
                 of,
             )
         for fingerprint in found:
-            self.require_same(fingerprint, of, BY_REPLICAS if resized else ())
+            self.require_same(fingerprint, of, but)
 
     def check_checkpoint(self, was: str | None, of: str, *, own: bool, relaid: bool = False) -> None:
         """Before a checkpoint is loaded from disk: was it written by this job as it is now?

@@ -17,6 +17,7 @@ from reft.hook.session import Session
 from reft.hook.target import Target
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import Recovery, RecoveryOutcome
+from reft.state.fingerprint import BY_REPLICAS
 from reft.state.rng import capture_rng, restore_rng
 from reft.store import history
 from reft.store.arena_files import slots_with
@@ -75,7 +76,9 @@ class MemoryRung:
         """
         session = self._session
         session.memory.identity.check_memory(
-            session.memory.job_dir.path, plan.label, reads=session.is_first_on_node, resized=plan.resized
+            *(session.memory.job_dir.path, plan.label),
+            reads=session.is_first_on_node,
+            but=BY_REPLICAS if plan.resized else (),
         )
 
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:

@@ -1,22 +1,21 @@
-"""A DeepSpeed engine takes up a checkpoint that a job of another layout wrote."""
+"""A DeepSpeed engine takes up a version that a job of another layout wrote: a checkpoint, or its memory."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from reft.comm.control import ControlGroup
 from reft.errors import LayoutError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.hook.checkpoint_parts import CheckpointParts, degrees_of
+from reft.hook.checkpoint_parts import degrees_of
 from reft.hook.deepspeed_engine import DeepSpeedEngine
-from reft.hook.disk import read_host_state
 from reft.hook.held import HELD, describe, live_tensors
 from reft.hook.session import Session
 from reft.load.relayout import Held, Layout, Move, paddings, plan_layout
@@ -26,6 +25,8 @@ from reft.state.rng import capture_rng
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+Live = Mapping[str, torch.Tensor]
+"""What a plan names, flat."""
 
 
 def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
@@ -44,23 +45,59 @@ def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
     return was
 
 
+class Source(Protocol):
+    """A version of another layout, as :class:`Relayout` reads it. ``str`` names it."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """Of the job that wrote it."""
+        ...
+
+    def host_state(self, at: Coordinate) -> dict[str, Any]:
+        """Of a rank among :func:`spoken_by`, a new object in every call.
+
+        Raises:
+            LayoutError: it is not there.
+        """
+        ...
+
+    def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
+        """Find the bytes of these moves; nothing is written.
+
+        Raises:
+            LayoutError: they are not there, or of another type than what is live.
+        """
+        ...
+
+    def carry_out(self) -> None:
+        """Write what was located. Collective; where it fails on one rank it raises on all."""
+        ...
+
+
+def spoken_by(was: Degrees, at: Coordinate) -> set[Coordinate]:
+    """The old ranks whose host state the new rank ``at`` reads: the first replica's, which say what is held,
+    and those of its own replica, which have its buffers."""
+    groups = set(product(range(was.pp), range(was.tp)))
+    own = {Coordinate(pp, at.dp % was.dp, at.tp % was.tp) for pp in range(was.pp)}
+    return own | {Coordinate(pp, 0, tp) for pp, tp in groups}
+
+
 class Relayout:
-    """Takes up one checkpoint. Collective: all methods, on all ranks.
+    """Takes up one version. Collective: all methods, on all ranks.
 
     Args:
         session: of the engine.
         engine: the engine.
-        checkpoint: the tag directory, checked.
-        was: layout of the job that wrote it.
+        source: the version, checked.
     """
 
-    def __init__(self, session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees) -> None:
+    def __init__(self, session: Session, engine: DeepSpeedEngine, source: Source) -> None:
         self._control: ControlGroup = session.control
         self._at: Coordinate = session.coordinate
         self._topology = session.topology
         self._engine = engine
-        self._checkpoint = checkpoint
-        self._was = was
+        self._source = source
+        self._was = source.degrees
 
     def take_up(self) -> dict[str, Any]:
         """Write model, optimizer and counters into the engine.
@@ -69,22 +106,26 @@ class Relayout:
             The host state, as this rank has it now; data and client state are left to the caller.
 
         Raises:
-            LayoutError: names do not allow it, or the files lack something; on all ranks. Where it is the
+            LayoutError: names do not allow it, or the source lacks something; on all ranks. Where it is the
                 names, nothing has been written.
         """
-        old, state = _on_all(self._control, self._read)
-        mine = _on_all(self._control, lambda: self._describe(old))
+        old, state = on_all(self._control, self._read)
+        mine = on_all(self._control, lambda: self._describe(old))
         told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
         at = self._topology.coordinates
         new = Layout(self._topology.degrees, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
-        moves = _on_all(self._control, lambda: plan_layout(old, new, self._at))
-        _on_all(self._control, lambda: self._carry_out(old, mine, moves, state))
+        moves = on_all(self._control, lambda: plan_layout(old, new, self._at))
+        live = on_all(self._control, lambda: self._prepare(old, moves, state))
+        with torch.no_grad():
+            for zeros in paddings(mine, self._at.dp):
+                live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
+            self._source.carry_out()
         self._engine.restore(state)
         if self._control.rank == 0:
             logger.warning(
                 "%s was written by a job of %s and is taken up as one of %s, with the random states of a "
                 "fresh start. From here on the losses are those of a job of %s",
-                *(self._checkpoint, self._was, self._topology.degrees, self._topology.degrees),
+                *(self._source, self._was, self._topology.degrees, self._topology.degrees),
             )
         return state
 
@@ -92,24 +133,18 @@ class Relayout:
         """Who held what, and the host state that this rank goes on with."""
         held = {}
         for pp, tp in product(range(self._was.pp), range(self._was.tp)):
-            told = self._host_state(Coordinate(pp, 0, tp)).get(HELD, "an older reft wrote it")
+            told = self._source.host_state(Coordinate(pp, 0, tp)).get(HELD, "an older reft wrote it")
             if isinstance(told, str):
-                raise LayoutError(f"{self._checkpoint} can only be loaded in the layout {self._was}: {told}")
+                raise LayoutError(f"{self._source} can only be loaded in the layout {self._was}: {told}")
             held[pp, tp] = Held.decode(told)
         # The first stage's: it reads the data.
         of = Coordinate(0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp)
-        state = self._host_state(of)
+        state = self._source.host_state(of)
         state["buffers"] = self._buffers()
         resizing = self._engine.resizing
         resizing.convert(state, Resize(self._was.dp, self._topology.degrees.dp), is_new=True)
         state["rng"] = capture_rng()
         return Layout(self._was, held), state
-
-    def _host_state(self, at: Coordinate) -> dict[str, Any]:
-        state = read_host_state(self._checkpoint, at)
-        if state is None:
-            raise LayoutError(f"{self._checkpoint} has no host state of {at}; expected one of every rank")
-        return state
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Those of this rank's module, from whichever stage had them."""
@@ -117,10 +152,10 @@ class Relayout:
         found: dict[str, torch.Tensor] = {}
         for pp in range(self._was.pp):
             stage = Coordinate(pp, self._at.dp % self._was.dp, self._at.tp % self._was.tp)
-            buffers = self._host_state(stage)["buffers"] if wanted - found.keys() else {}
+            buffers = self._source.host_state(stage)["buffers"] if wanted - found.keys() else {}
             found |= {name: value for name, value in buffers.items() if name in wanted}
         if wanted - found.keys():
-            raise LayoutError(f"{self._checkpoint} lacks the buffers {sorted(wanted - found.keys())[:4]}")
+            raise LayoutError(f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}")
         return found
 
     def _describe(self, old: Layout) -> Held:
@@ -134,36 +169,15 @@ class Relayout:
             )
         return replace(held, kinds=kinds)
 
-    def _carry_out(self, old: Layout, mine: Held, moves: tuple[Move, ...], state: dict[str, Any]) -> None:
+    def _prepare(self, old: Layout, moves: Sequence[Move], state: dict[str, Any]) -> Live:
         engine, adapter = self._engine.engine, self._engine.adapter
         adapter.state_like_masters(state["adapter"])
         live = live_tensors(engine, adapter)
-        parts = CheckpointParts(self._checkpoint, self._was, old.held, _tied_layers(engine.module))
-        with torch.no_grad():
-            for zeros in paddings(mine, self._at.dp):
-                live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
-            for move in sorted(moves, key=lambda m: (m.source, m.tensor)):
-                stored, target = parts.tensor(move.source, move.tensor), live[move.target]
-                if stored.dtype != target.dtype or move.start + move.numel > stored.numel():
-                    raise LayoutError(
-                        f"{move.tensor} of {move.source} has {stored.numel()} numbers of {stored.dtype}; "
-                        f"expected {target.dtype}, and {move.start + move.numel} of them: start with the "
-                        f"precision and the model that wrote it"
-                    )
-                target[move.at : move.at + move.numel].copy_(stored[move.start : move.start + move.numel])
+        self._source.locate(old, moves, live, engine.module)
+        return live
 
 
-def _tied_layers(module: Any) -> dict[str, list[int]]:
-    """Layers of a pipeline that share a module, by its key."""
-    found: dict[str, list[int]] = {}
-    for number, spec in enumerate(getattr(module, "_layer_specs", ())):
-        key = getattr(spec, "key", None)
-        if isinstance(key, str):
-            found.setdefault(key, []).append(number)
-    return found
-
-
-def _on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
+def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
     """Do it on all ranks; where it fails on one, raise everywhere (P6). Collective."""
     own: Exception | None = None
     try:

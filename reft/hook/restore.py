@@ -16,9 +16,11 @@ from typing import Any
 from reft.config import Variant
 from reft.errors import UnrecoverableError
 from reft.hook.calls import LoadCall, what_it_did, what_to_write
+from reft.hook.checkpoint_source import CheckpointSource
 from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.memory_rung import MemoryRung
+from reft.hook.other_rung import OtherRung
 from reft.hook.relayout import Relayout, other_layout
 from reft.hook.session import Session
 from reft.hook.start_checks import conditional_loads, require_first_version, warn, what_begins_anew
@@ -38,6 +40,7 @@ class Restorer:
         self._session = session
         self._engine = engine
         self._memory = MemoryRung(session)
+        self._other = OtherRung(session, engine, self._memory)
         self._trains = False
         """Whether this process has begun to train."""
         self._resumed: Resumed | None = None
@@ -133,7 +136,15 @@ class Restorer:
         found = self._disk.find(call.directory)
         self._outnumber(*found.checkpoints)
         sound = outcome = None
-        if isinstance(plan, RecoveryPlan):
+        other = self._other.survey(plan) if recovery.has_other_layouts else None
+        if other is not None:
+            sound = self._disk.newest_sound(found, beyond=other.label)
+            if sound is None and self._other.restore(other):
+                return self._has_resumed(
+                    f"memory:{session.job_id}/{other.label.step}", self._memory.client_state, other.label
+                )
+        plan = self._other.explain(plan)
+        if isinstance(plan, RecoveryPlan) and sound is None:
             sound = self._disk.newest_sound(found, beyond=plan.label)
             if sound is None:
                 self._memory.check_identity(plan)
@@ -237,7 +248,10 @@ class Restorer:
             return None
         checkpoint = Path(directory) / str(tag)
         was = other_layout(self._session, checkpoint)
-        return None if was is None else Relayout(self._session, self._engine, checkpoint, was).take_up()
+        if was is None:
+            return None
+        source = CheckpointSource(checkpoint, was, self._session.control)
+        return Relayout(self._session, self._engine, source).take_up()
 
     def _leave_this_future(self) -> None:
         """What is in memory is the abandoned future: the versions to come belong to a new incarnation."""

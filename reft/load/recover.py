@@ -123,6 +123,12 @@ class Recovery:
         return self._found.plans[self._group] if self._found.plans else self._found.refused()
 
     @property
+    def has_other_layouts(self) -> bool:
+        """Whether the survey found memory of this job that this one cannot take up as it is; the same on all
+        ranks."""
+        return self._found.sifted.layout_mismatch
+
+    @property
     def _group(self) -> Group:
         return self._at.pp, self._at.tp
 

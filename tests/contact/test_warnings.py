@@ -45,6 +45,8 @@ WITHOUT_STRICT = {
     "hook/memory_rung.py:restore": RESTART,
     "hook/on_import.py:_install": "whether there is a block is not known yet",
     "hook/monitoring.py:after_step": LATER,
+    "hook/other_rung.py:restore": RESTART,
+    "hook/other_rung.py:survey": RESTART,
     "hook/protection.py:_changed": LATER,
     "hook/protection.py:note": VERSION,
     "hook/rate_cache.py:_read": NO_FAULT,

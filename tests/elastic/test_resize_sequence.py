@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from reft.store.jobdir import JobDir
+from reft.store.persister import committed_labels
 from tests.hook.ranks import run_ranks
 from tests.hook.test_resizing import to_universal
 
@@ -187,3 +189,38 @@ def test_p1_a_job_whose_nodes_are_all_lost_goes_on_in_other_layouts_from_storage
     assert [phase.replicas for phase in found] == [2, 2, 1]
     assert 0 < found[1].begins < found[2].begins
     is_of_its_layouts(found, tmp_path, *((pp, tp) for pp, tp, *_ in layouts))
+
+
+def committed(memory: Path) -> int:
+    """Newest step that any node's arenas call committed."""
+    jobs = [JobDir.open(path.parent) for path in memory.glob("*/*/secret")]
+    return max((label.step for job in jobs for label in committed_labels(job)), default=0)
+
+
+def phases_on(root: Path, memory: Path, layout: tuple[int, int, int]) -> list[Phase]:
+    """A job of so many stages, slices and trainers of each of two nodes, which all die at once; the memory stays."""
+    pp, tp, per_node = layout
+    config = root / "ds.json"
+    root.mkdir()
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True, "tolerance": 0}}))
+    options = ("--max-restarts", "0", "--rdzv-conf", CONF)
+    arguments = ("../grid_job.py", str(config), str(pp), str(tp))
+    with cluster(root, *arguments, nodes=2, procs_per_node=per_node, options=options, memory=memory) as job:
+        began = job.wait_for("begins")[0]["step"]
+        job.wait_until(lambda: committed(memory) >= began + 3, 240, "versions in memory")
+        job.close()  # SIGKILL of every process
+        return phases(job)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_p3_a_job_whose_trainers_all_die_goes_on_in_other_layouts_from_memory(tmp_path: Path) -> None:
+    memory, found, newest = tmp_path / "memory", [], [0]
+    layouts = [(2, 1, 2), (1, 1, 1), (1, 2, 2), (2, 1, 2)]
+    for number, layout in enumerate(layouts):
+        found += phases_on(tmp_path / f"life{number}", memory, layout)
+        newest.append(committed(memory))
+    assert [phase.replicas for phase in found] == [2, 2, 2, 2]
+    # A version that all ranks have sealed is as good as a committed one.
+    assert all(0 <= phase.begins - step <= 1 for phase, step in zip(found, newest, strict=False))
+    is_of_its_layouts(found, tmp_path, *((pp, tp) for pp, tp, _ in layouts))

@@ -8,6 +8,7 @@ parameters where it has none.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,15 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_reft(root: Path, case: str, life: dict[str, Any], **model: int) -> tuple[Any, Any]:
-    memory = root / case / f"memory-{life['until']}" / f"node{RANK}"
-    block = {"enabled": True, "job_id": case, "memory_dir": str(memory), "tolerance": 0}
-    block["persist"] = {"dir": str(root / case / "persisted")}
+    world = dist.get_world_size()
+    nodes = life["nodes"] or world
+    node, local = divmod(RANK, world // nodes)
+    os.environ |= {"REFT_NODE_ID": f"node{node}", "LOCAL_RANK": str(local)}
+    of = "memory" if life["nodes"] else f"memory-{life['until']}"
+    block = {"enabled": True, "job_id": case, "memory_dir": str(root / case / of / f"node{node}")}
+    block |= {"tolerance": 0, "block_bytes": 4096} | life["block"]
+    if not life["nodes"]:
+        block["persist"] = {"dir": str(root / case / "persisted")}
     config = {**CONFIG, **SCHEDULER, **CASES[case], "reft": block}
     engine, said = engine_of(config, life["pp"], life["tp"], **model)
     reft.attach(engine)

@@ -3,46 +3,70 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reft.blocks import BlockKey, Section
 from reft.grid import Degrees
 from reft.load.offline import persist_offline
+from reft.store.arena import Arena
+from reft.store.jobdir import read_secret
 from tests.hook.ranks import run_ranks
 from tests.hook.relayout_job import CASES, STEPS
 from tests.hook.test_resizing import to_universal
 
 JOB = Path(__file__).with_name("relayout_job.py")
+SMALLER = Degrees(2, 2, 1), Degrees(1, 2, 1)
 SHORT = Degrees(2, 2, 1), Degrees(1, 1, 2)
 LONG = (*(Degrees(*d) for d in ((2, 2, 1), (1, 2, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 1, 1))),)
 """Of every life."""
 Lives = list[list[dict[str, Any]]]
 
 
-def lives_of(root: Path, layouts: tuple[Degrees, ...], cases: Sequence[str]) -> Lives:
-    """Per life what every rank saw."""
+def lives_of(
+    root: Path,
+    layouts: tuple[Degrees, ...],
+    cases: Sequence[str],
+    *,
+    nodes: int = 0,
+    between: Callable[[], object] = lambda: None,
+    **block: Any,
+) -> Lives:
+    """Per life what every rank saw.
+
+    Args:
+        nodes: that keep the memory for the next life; 0: each life has nodes of its own, and its newest version
+            is persisted.
+        between: what happens between two lives.
+        block: more of reft's.
+    """
     found, before = [], ""
     for number, degrees in enumerate(layouts, 1):
         until = number * STEPS
         life = {"until": until, "from": before, "pp": degrees.pp, "tp": degrees.tp, "cases": list(cases)}
+        life |= {"nodes": nodes, "block": block}
         (root / "life.json").write_text(json.dumps(life))
         found.append(run_ranks(JOB, root, world=degrees.world_size))
         before = f"step{until}"
         to_universal(root, before)
-        for case in cases:
-            nodes = sorted((root / case / f"memory-{until}").glob("node*"))
-            persist_offline([node / case for node in nodes], root / case / "persisted")
+        for case in () if nodes else cases:
+            folders = sorted((root / case / f"memory-{until}").glob("node*"))
+            persist_offline([node / case for node in folders], root / case / "persisted")
+        between()
     return found
 
 
-def are_of_their_layouts(lives: Lives, layouts: tuple[Degrees, ...], case: str) -> None:
+def are_of_their_layouts(
+    lives: Lives, layouts: tuple[Degrees, ...], case: str, path: str = "persisted"
+) -> None:
     """Bit for bit, masters and moments with their padding too."""
     for number, (degrees, ranks) in enumerate(zip(layouts[1:], lives[1:], strict=True), 1):
         for rank in ranks:
-            assert "persisted" in rank[case]["path"]
+            assert path in rank[case]["path"]
             assert rank[case]["begins"] == number * STEPS
             assert rank[case]["losses"] == rank[case]["reference"]["losses"], degrees
             assert rank[case]["images"] == rank[case]["reference"]["images"], degrees
@@ -55,9 +79,82 @@ def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Pa
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
 
 
+def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:
+    """No storage: two nodes keep what PP2xDP2 committed."""
+    lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2)
+    are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
+    for rank in lives[1]:
+        assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("protection", "point"),
+    [("arc", "during_recovery"), ("aec", "during_recovery"), ("arc", "before_commit")],
+)
+def test_p3_a_node_lost_and_a_rank_killed_while_it_takes_up_cost_nothing(
+    tmp_path: Path, protection: str, point: str
+) -> None:
+    """Its peer has copies of what the node had, or a parity; the next start has all of it again."""
+    lost = tmp_path / "zero1" / "memory" / "node1"
+    block = {"tolerance": 1, "protection": protection}
+    fault = {"point": point, "step": STEPS, "dp": 1, "incarnation": None}
+
+    def killed() -> None:
+        if (tmp_path / "killed").exists():
+            return
+        (tmp_path / "killed").touch()
+        shutil.rmtree(lost)
+        life = {"until": 2 * STEPS, "from": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
+        life |= {"nodes": 2, "block": {**block, "faults": [fault]}}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        with pytest.raises(AssertionError, match=r"PeerLostError|Connection closed by peer"):
+            run_ranks(JOB, tmp_path, world=2)
+        decoded = list(lost.parent.glob("node*/zero1/decoded-*"))
+        assert bool(decoded) == (protection == "aec")
+
+    lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2, between=killed, **block)
+    are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
+
+
+def flip(job: Path) -> None:
+    """One bit of what every arena of a node has of the second replica's shard."""
+    paths = sorted(job.glob("*.arena"))
+    assert paths
+    for path in paths:
+        with Arena.open(path, read_secret(job), writable=True) as arena:
+            header = arena.header()
+            entry = next(e for e in header.entries if e.key == BlockKey(Section.REPLICATED, 1, 0))
+            arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
+
+
+def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """What is corrupt on one node comes from its peer; on both, the start is refused and the memory kept."""
+    memory, aside = tmp_path / "zero1" / "memory", tmp_path / "aside"
+
+    def corrupted() -> None:
+        if aside.exists():
+            return
+        shutil.copytree(memory, aside)
+        for node in ("node1", "node0"):
+            flip(memory / node / "zero1")
+            if node == "node1":
+                shutil.copytree(memory, tmp_path / "once")
+        life = {"until": 2 * STEPS, "from": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
+        life |= {"nodes": 2, "block": {"tolerance": 1}}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        with pytest.raises(AssertionError, match="not whole"):
+            run_ranks(JOB, tmp_path, world=2)
+        shutil.rmtree(memory)
+        shutil.copytree(tmp_path / "once", memory)
+
+    lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2, between=corrupted, tolerance=1)
+    are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_p1_so_it_does_through_many_layouts(tmp_path: Path) -> None:
-    lives = lives_of(tmp_path, LONG, list(CASES))
+@pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
+def test_p1_so_it_does_through_many_layouts(tmp_path: Path, nodes: int, path: str) -> None:
+    lives = lives_of(tmp_path, LONG, list(CASES), nodes=nodes)
     for case in CASES:
-        are_of_their_layouts(lives, LONG, case)
+        are_of_their_layouts(lives, LONG, case, path)

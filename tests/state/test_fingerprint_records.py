@@ -39,10 +39,10 @@ def check(tmp_path: Path) -> Any:
         control.gather_bytes = gather
         label = Label(incarnation, 9)
         try:
-            job.check_memory(back.path, label, reads=True, resized=False)
+            job.check_memory(back.path, label, reads=True)
         except FingerprintError:
             assert len(told) == 1  # alone with its old record
-        job.check_memory(here.path, label, reads=True, resized=False)
+        job.check_memory(here.path, label, reads=True)
 
     return compare
 
