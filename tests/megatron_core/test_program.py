@@ -237,3 +237,63 @@ def test_a_local_checkpoint_is_never_claimed_before_there_is_a_training_nor_of_a
         manager.load()
     with pytest.raises(ConfigError, match=r"iteration 5, but .* optimizer step 4"):
         manager.save(None, 5)
+
+
+def test_p5_a_local_checkpoint_that_turns_out_corrupt_is_passed_over_for_what_is_on_disk() -> None:
+    from reft.megatron.core.local import LocalCheckpoints
+    from reft.megatron.core.program import TrainingProgram
+
+    program = TrainingProgram(ENABLED)
+    args = Namespace()
+    program.modules["megatron.training.training"] = Namespace(get_args=lambda: args)  # type: ignore[assignment]
+    for on_disk in (4, None):
+        manager, asked = LocalCheckpoints(), []
+
+        def corrupt() -> None:
+            raise UnrecoverableError("the memory turned out corrupt")
+
+        protection: Any = Namespace(newest=lambda: 6, load=corrupt, loaded=lambda steps: (steps, {}))
+        manager.attach(protection)
+
+        def from_disk(
+            manager: LocalCheckpoints = manager, asked: list[int] = asked, on_disk: int | None = on_disk
+        ) -> int | None:
+            asked.append(manager.find_latest())
+            if asked[-1] != -1:
+                manager.load()
+            return on_disk
+
+        if on_disk is None:
+            with pytest.raises(UnrecoverableError, match="turned out corrupt"):
+                program.load_what_is_newer(protection, manager, from_disk)
+        else:
+            assert program.load_what_is_newer(protection, manager, from_disk) == (4, {})
+        assert asked == [6, -1]
+    # Of what is half written nothing may be left.
+    args.no_load_optim = True
+    program.check_loaded_whole(Namespace(half_written=False))  # type: ignore[arg-type]
+    with pytest.raises(UnrecoverableError, match="leave --no-load-optim"):
+        program.check_loaded_whole(Namespace(half_written=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("committed", "said"),
+    [
+        (4, "iteration 4: committed in memory on all ranks"),
+        (6, "iteration 4: a newer one, of iteration 6, is committed"),
+        (2, "iteration 4: NOT saved"),
+    ],
+)
+def test_p6_a_local_checkpoint_is_said_to_be_committed_when_its_own_version_is(
+    committed: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from reft.megatron.core.local import LocalCheckpoints
+
+    manager = LocalCheckpoints()
+    stats = Namespace(committed_step=committed, last_error=None)
+    session = Namespace(worker=None, stats=stats, is_rank_zero=True)
+    manager.attach(Namespace(iteration=4, session=session))  # type: ignore[arg-type]
+    manager.save(None, 4)
+    manager.settle()
+    assert said in caplog.text
+    assert (committed == 4) == ("iteration 4: committed" in caplog.text)

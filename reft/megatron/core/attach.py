@@ -31,7 +31,7 @@ from reft.hook.engine_state import ClientState
 from reft.hook.memory_rung import MemoryRung
 from reft.hook.session import Session
 from reft.hook.start_checks import warn
-from reft.load.plan import RecoveryPlan
+from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import RecoveryOutcome
 from reft.megatron.core.engine import MegatronEngine
 from reft.megatron.core.support import check_release
@@ -109,12 +109,14 @@ class MegatronProtection:
     Attributes:
         session: takes its versions.
         memory: restores them.
+        half_written: a version turned out corrupt while it was restored: all of the state has to be loaded.
     """
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
         self._engine = engine
         self.memory = MemoryRung(session)
+        self.half_written = False
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if session.topology.degrees.pp > 1:
@@ -133,8 +135,9 @@ class MegatronProtection:
         """Restore the newest version of the job's memory. Collective, before the first step.
 
         Args:
-            otherwise: called on all ranks where there is no version in memory; loads what the script has on
-                disk and returns how many steps that has made, None if there is nothing.
+            otherwise: called on all ranks where there is no version in memory, or it turned out corrupt
+                while it was restored; loads all of the state that the script has on disk and returns how
+                many steps that has made, None if there is nothing.
 
         Returns:
             Where the job goes on; None where it begins.
@@ -150,10 +153,13 @@ class MegatronProtection:
             outcome = self.memory.restore(recovery)
             if isinstance(outcome, RecoveryOutcome):
                 return Resumed(self._engine.global_steps, self.memory.client_state)
-            self.memory.refuse_half_written(outcome)
+            plan, self.half_written = outcome, True
         began = time.perf_counter()
         steps = self._load_otherwise(otherwise)
         if steps is None:
+            if self.half_written:
+                assert isinstance(plan, NotRecoverable)
+                self.memory.refuse_half_written(plan)
             self.memory.refuse_silent_restart(plan)
             self.session.start({})
             return None

@@ -75,6 +75,10 @@ class LocalCheckpoints:
             self._found = NONE if newest is None else newest
         return self._found
 
+    def pass_over(self) -> None:
+        """What was found turned out not to be recoverable: from here on there is none."""
+        self._found = NONE
+
     def load(self) -> NoReturn:
         """Restore what was found into the live model, optimizer, schedule and random states. Collective.
 
@@ -119,14 +123,22 @@ class LocalCheckpoints:
             session.worker.drain(session.config.commit_timeout_secs)
         stats = session.stats
         for iteration, waited in sorted(self._waited_for.items()):
-            if stats.committed_step is not None and stats.committed_step >= iteration:
-                said = "local checkpoint of iteration %d: committed in memory on all ranks"
-                if session.is_rank_zero:
-                    logger.warning(said, iteration)
+            committed = stats.committed_step
+            if committed is not None and committed >= iteration:
+                if session.is_rank_zero and committed == iteration:
+                    logger.warning(
+                        "local checkpoint of iteration %d: committed in memory on all ranks", iteration
+                    )
+                elif session.is_rank_zero:
+                    logger.warning(
+                        "local checkpoint of iteration %d: a newer one, of iteration %d, is committed in "
+                        "memory on all ranks",
+                        *(iteration, committed),
+                    )
             elif waited:
                 logger.warning(
                     "local checkpoint of iteration %d: NOT saved: %s. Committed is step %s; training goes on",
-                    *(iteration, stats.last_error or "it was not committed in time", stats.committed_step),
+                    *(iteration, stats.last_error or "it was not committed in time", committed),
                 )
             else:
                 continue

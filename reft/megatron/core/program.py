@@ -34,7 +34,7 @@ import torch
 from reft import log
 from reft.config_read import parse_block, read_block
 from reft.env import ENV_CONFIG
-from reft.errors import ConfigError
+from reft.errors import ConfigError, UnrecoverableError
 from reft.hook.calls import bind, replace
 from reft.hook.start_checks import warn
 from reft.megatron.core.attach import MegatronProtection, Resumed, attach_megatron
@@ -336,6 +336,7 @@ class TrainingProgram:
             iteration, operations = load()
             if not iteration:
                 return None
+            self.check_loaded_whole(protection)
             found.extend((iteration, operations))
             # On a CPU its loaders draw from the generator that dropout draws from.
             protection.memory.keep_rng()
@@ -348,14 +349,28 @@ class TrainingProgram:
         elif self._local is None:
             resumed = protection.load(from_disk)
         else:
-            resumed = self._load_what_is_newer(protection, self._local, from_disk)
+            resumed = self.load_what_is_newer(protection, self._local, from_disk)
         if resumed is not None and not found:
             found = list(self._go_on(resumed.client_state, session.engine.device))
         self._protection = protection
         self._iteration, self._operations = found or (0, 0)
         return self._iteration, self._operations
 
-    def _load_what_is_newer(
+    def check_loaded_whole(self, protection: MegatronProtection) -> None:
+        """
+        Raises:
+            UnrecoverableError: what memory had half written was not all replaced.
+        """
+        args = self._training.get_args()
+        if protection.half_written and (
+            getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+        ):
+            raise UnrecoverableError(
+                "the job's memory turned out corrupt while it was restored, and the program loads without "
+                "its optimizer, of which some is written: leave --no-load-optim and --finetune out"
+            )
+
+    def load_what_is_newer(
         self, protection: MegatronProtection, local: LocalCheckpoints, from_disk: Callable[[], int | None]
     ) -> Resumed | None:
         """As the program decides it: local checkpoints, unless those on disk are newer. Where it would count
@@ -369,6 +384,12 @@ class TrainingProgram:
             steps = from_disk()
         except RestoredInPlaceError as restored:
             return restored.resumed
+        except UnrecoverableError:
+            # Memory turned out corrupt while it was restored, on all ranks alike: down the ladder (P5).
+            local.pass_over()
+            if (steps := from_disk()) is None:
+                raise
+            return protection.loaded(steps)
         return protection.load() if steps is None else protection.loaded(steps)
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:
