@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,8 +57,9 @@ def describe(engine: Any, adapter: StateAdapter) -> Held:
     masters = {(g, i): p for g, i, p in adapter.state.params()}
     kinds = tuple(_kinds(adapter, masters, g, named) for g in range(len(groups)))
     sizes = tuple(masters[g, 0].numel() for g in range(len(groups))) if adapter.owned else ()
+    splits = splits_of(engine.module)
     parameters = tuple(
-        Parameter(name, tuple(p.shape), _split(p)) for name, p in engine.module.named_parameters()
+        Parameter(name, tuple(p.shape), splits[name]) for name, p in engine.module.named_parameters()
     )
     return Held(parameters, groups, kinds, adapter.flat, sizes)
 
@@ -69,6 +72,9 @@ def _kinds(
     for (g, i), master in masters.items():
         if g != group:
             continue
+        if not master.dim():
+            # Its state could not be told from a counter.
+            raise LayoutError(f"master.{g}.{i} is a single number without a dimension: give it the shape [1]")
         state = {k: v for k, v in adapter.state.optimizer.state.get(master, {}).items() if _is_tensor(v)}
         for key, value in state.items():
             if value.shape != master.shape:
@@ -84,6 +90,48 @@ def _kinds(
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def splits_of(module: torch.nn.Module) -> dict[str, int | None]:
+    """The dimension that tensor slices share, of every parameter; None: it is not known, or each slice has
+    parts of several matrices."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    patterns = _several_matrices(module)
+    return {
+        name: None
+        if _is_gated(name, shapes) or any(re.match(pattern, name) for pattern in patterns)
+        else _split(p)
+        for name, p in module.named_parameters()
+    }
+
+
+def _several_matrices(module: Any) -> list[str]:
+    """Patterns of names by which Megatron-DeepSpeed's models tell DeepSpeed's universal checkpoints of
+    parameters that hold several matrices."""
+    info = getattr(module, "universal_checkpoint_info", None)
+    info = info() if callable(info) else info  # Megatron-DeepSpeed's is a method, DeepSpeed's an attribute
+    if not isinstance(info, Mapping):
+        return []
+    found = list(info.get("parameter_with_2_sub_params_cat_dim_0") or ())
+    for several in info.get("parameter_with_sub_params") or ():
+        told = several.get("patterns") if isinstance(several, dict) else getattr(several, "patterns", None)
+        found += told or ()
+    return found
+
+
+def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Of a gated MLP: each slice has its part of the gate, and behind it its part of what is gated, in one
+    parameter whose ``partition_stride`` Megatron leaves at 1. It is twice as long as what follows it."""
+    for first, second in _MLPS:
+        head, found, _ = name.rpartition(f"{first}.")
+        if found:
+            inner, outer = shapes.get(f"{head}{second}.weight", ()), shapes[name]
+            return len(inner) != 2 or inner[1] != outer[0]
+    return False
+
+
+_MLPS = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"))
+"""Names that Megatron gives to the matrices of an MLP."""
 
 
 def _split(parameter: torch.Tensor) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from reft.hook.held import HELD, describe, live_tensors
 from reft.hook.session import Session
 from reft.load.relayout import Held, Layout, Move, paddings, plan_layout
 from reft.load.reshape import Resize
+from reft.state.codec import decode, encode
 from reft.state.rng import capture_rng
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,9 @@ def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
     """The layout that the checkpoint was written in, if it is another one than this job's, so that DeepSpeed
     would not load it. Collective."""
     found = degrees_of(checkpoint) if session.is_rank_zero else None
-    told = session.control.gather_bytes(b"" if found is None else bytes((found.pp, found.dp, found.tp)))[0]
-    was = Degrees(*told) if told else None
+    mine = encode(None if found is None else [found.pp, found.dp, found.tp])
+    told = decode(session.control.gather_bytes(mine)[0])
+    was = None if told is None else Degrees(*told)
     now = session.topology.degrees
     if (
         was is None
@@ -109,6 +112,7 @@ class Relayout:
             LayoutError: names do not allow it, or the source lacks something; on all ranks. Where it is the
                 names, nothing has been written.
         """
+        self._check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
         told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
@@ -120,7 +124,7 @@ class Relayout:
             for zeros in paddings(mine, self._at.dp):
                 live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
             self._source.carry_out()
-        self._engine.restore(state)
+        on_all(self._control, lambda: self._engine.restore(state))
         if self._control.rank == 0:
             logger.warning(
                 "%s was written by a job of %s and is taken up as one of %s, with the random states of a "
@@ -151,12 +155,53 @@ class Relayout:
         wanted = {name for name, _ in self._engine.engine.module.named_buffers()}
         found: dict[str, torch.Tensor] = {}
         for pp in range(self._was.pp):
+            if not wanted - found.keys():
+                break
             stage = Coordinate(pp, self._at.dp % self._was.dp, self._at.tp % self._was.tp)
-            buffers = self._source.host_state(stage)["buffers"] if wanted - found.keys() else {}
-            found |= {name: value for name, value in buffers.items() if name in wanted}
+            buffers = self._source.host_state(stage)["buffers"]
+            mine = {name: value for name, value in buffers.items() if name in wanted}
+            for tp in range(self._was.tp) if self._resliced else ():
+                other = self._source.host_state(replace(stage, tp=tp))["buffers"]
+                self._check_alike(_digests(mine), _digests(other))
+            found |= mine
         if wanted - found.keys():
             raise LayoutError(f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}")
         return found
+
+    @property
+    def _resliced(self) -> bool:
+        return self._was.tp != self._topology.degrees.tp
+
+    def _check_live_buffers(self) -> None:
+        """What was made for one tensor slice is not what another number of slices has. Collective.
+
+        Raises:
+            LayoutError: a buffer follows from the slice; on all ranks.
+        """
+        if not self._resliced:
+            return
+        mine = _digests({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
+        told = self._control.gather_bytes(encode(mine))
+        at = self._topology.coordinates
+        others = [
+            decode(body)
+            for c, body in zip(at, told, strict=True)
+            if (c.pp, c.dp) == (self._at.pp, self._at.dp)
+        ]
+
+        def check() -> None:
+            for other in others:
+                self._check_alike(mine, other)
+
+        on_all(self._control, check)
+
+    def _check_alike(self, mine: dict[str, bytes], other: dict[str, bytes]) -> None:
+        if unlike := [name for name, digest in mine.items() if other.get(name) != digest]:
+            raise LayoutError(
+                f"the buffers {unlike[:4]} are not equal on all tensor slices: which values another number "
+                f"of slices has is not known. Make them attributes instead of buffers where they follow from "
+                f"the slice, or start with {self._was.tp} tensor slices"
+            )
 
     def _describe(self, old: Layout) -> Held:
         """What this rank will hold: the optimizer has no state before its first step."""
@@ -175,6 +220,10 @@ class Relayout:
         live = live_tensors(engine, adapter)
         self._source.locate(old, moves, live, engine.module)
         return live
+
+
+def _digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()}
 
 
 def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:

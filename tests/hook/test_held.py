@@ -1,0 +1,111 @@
+"""What is not known of a rank's parameters and buffers is never taken up silently in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees
+from reft.hook.held import splits_of
+from reft.hook.relayout import Relayout, other_layout
+
+
+def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
+    """One slice, by the names and attributes that Megatron gives."""
+    module = torch.nn.ModuleDict({first: torch.nn.Linear(4, outer), second: torch.nn.Linear(8, 4)})
+    for part, dimension in ((module[first].weight, 0), (module[first].bias, 0), (module[second].weight, 1)):
+        part.partition_dim, part.partition_stride = dimension, 1
+    module[second].bias.partition_dim = -1
+    return torch.nn.Sequential(torch.nn.ModuleDict({"mlp": module}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2")]
+)
+def test_a_gated_mlp_interleaves_its_matrices_whatever_its_stride_says(first: str, second: str) -> None:
+    head = "0.mlp."
+    plain, gated = splits_of(mlp(first, second, 8)), splits_of(mlp(first, second, 16))
+    assert plain == {
+        f"{head}{first}.weight": 0,
+        f"{head}{first}.bias": 0,
+        f"{head}{second}.weight": 1,
+        f"{head}{second}.bias": -1,
+    }
+    unknown = {f"{head}{first}.weight", f"{head}{first}.bias"}
+    assert gated == {name: None if name in unknown else split for name, split in plain.items()}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"parameter_with_2_sub_params_cat_dim_0": [r"^\d+.both.weight$"]},
+        {"parameter_with_sub_params": [{"patterns": [r"^\d+.both.weight$"], "shape": []}]},
+        {"parameter_with_sub_params": [Namespace(patterns=[r"^\d+.both.weight$"])]},
+    ],
+)
+def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, Any]) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.ModuleDict({n: torch.nn.Linear(4, 8, False) for n in ("both", "one")})
+    )
+    for p in model.parameters():
+        p.partition_dim, p.partition_stride = 0, 1  # type: ignore[attr-defined]
+    assert splits_of(model) == {"0.both.weight": 0, "0.one.weight": 0}
+    model.universal_checkpoint_info = lambda: info  # type: ignore[assignment]
+    assert splits_of(model) == {"0.both.weight": None, "0.one.weight": 0}
+
+
+def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path: Path) -> None:
+    for dp in range(300):
+        (tmp_path / f"reft_host-pp0.dp{dp}.tp0.msgpack").touch()
+    session: Any = Namespace(
+        is_rank_zero=True,
+        control=Namespace(gather_bytes=lambda mine: [mine]),
+        topology=Namespace(degrees=Degrees(1, 300, 1)),
+    )
+    assert other_layout(session, tmp_path) is None
+    session.topology.degrees = Degrees(2, 150, 1)
+    assert other_layout(session, tmp_path) == Degrees(1, 300, 1)
+
+
+def relayout(
+    was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> Relayout:
+    """Of slice 0; ``buffers`` are those of all slices of either job that has several."""
+    from reft.hook import relayout as module
+    from reft.state.codec import encode
+
+    monkeypatch.setattr(module, "read_host_state", lambda _, at: {"buffers": buffers[at.tp]})
+    model = torch.nn.Module()
+    for name, value in buffers[0].items():
+        model.register_buffer(name, value.clone())
+    told = [encode(module._digests(b)) for b in buffers]
+    session: Any = Namespace(
+        control=Namespace(gather_bytes=lambda mine: told if mine else [b""] * len(told)),
+        coordinate=Coordinate(0, 0, 0),
+        topology=Namespace(degrees=now, coordinates=[Coordinate(0, 0, tp) for tp in range(now.tp)]),
+    )
+    return Relayout(session, Namespace(engine=Namespace(module=model)), Path("x"), was)  # type: ignore[arg-type]
+
+
+def test_buffers_that_follow_from_the_slice_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Degrees(1, 1, 1), Degrees(1, 1, 2)
+    same = [{"rope": torch.ones(2)}, {"rope": torch.ones(2)}]
+    first = [{"rope": torch.ones(2), "first_row": torch.tensor(i)} for i in (0, 4)]
+    merged = relayout(two, one, same, monkeypatch)
+    assert torch.equal(merged._buffers()["rope"], torch.ones(2))
+    relayout(one, two, same, monkeypatch)._check_live_buffers()
+    said = r"the buffers \['first_row'\] are not equal on all tensor slices"
+    with pytest.raises(LayoutError, match=said):
+        relayout(two, one, first, monkeypatch)._buffers()
+    with pytest.raises(LayoutError, match=said):
+        relayout(one, two, first, monkeypatch)._check_live_buffers()
+    # Slices that stay what they are keep their own.
+    kept = relayout(two, Degrees(2, 1, 2), first, monkeypatch)
+    kept._check_live_buffers()
+    assert kept._buffers()["first_row"] == 0
