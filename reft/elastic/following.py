@@ -12,40 +12,44 @@ from torch.distributed.launcher.api import LaunchConfig
 from reft.config import ReftConfig
 from reft.elastic.agreement import Agreement
 from reft.elastic.board import StatusBoard
+from reft.elastic.handler import StoreRendezvous
+from reft.elastic.shared_state import leaving_of, scaling_of
 from reft.policy.advice import advise
 from reft.policy.following import JobNow, Sustained, decide
 from reft.policy.seen import situation
 from reft.store.daemon import CONFIG_FILE
 from reft.store.history import read_history
 from reft.store.jobdir import read_json
-from reft.store.scale_orders import write_order
+from reft.store.scale_orders import read_order, write_order
 from reft.store.signals import Board, Signal, tolerance_without
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECS = 1.0
+LOOK_SECS = 1.0
 
 
 class Follower:
     """One launcher's part. Looks while the trainers run.
 
     Args:
+        handler: of the rendezvous.
         path: the job's memory on this node.
         board: of the job.
     """
 
-    def __init__(self, path: Path, board: StatusBoard) -> None:
+    def __init__(self, handler: StoreRendezvous, path: Path, board: StatusBoard) -> None:
+        self._handler = handler
         self._path = path
         self._board = board
         self._sustained = Sustained()
+        self._round: int | None = None
         self._looked = float("-inf")
-        self._followed: float | None = None
         self._said = ""
 
     def look(self, agreement: Agreement, group_rank: int, config: LaunchConfig) -> None:
         """Follow what was advised for long. Best effort: it looks again."""
         now = time.monotonic()
-        if group_rank != 0 or now - self._looked < _LOOK_SECS:
+        if group_rank != 0 or now - self._looked < LOOK_SECS:
             return
         self._looked = now
         try:
@@ -60,6 +64,8 @@ class Follower:
         steps = [row.report.step for row in board.rows if row.report.step is not None]
         if not steps or any(row.report.round > agreement.round for row in board.rows):
             return
+        if agreement.round != self._round:  # what was said of trainers that were started anew is over
+            self._round, self._sustained = agreement.round, Sustained()
         seen = situation([self._path], board, config.max_nodes)
         sustained = self._sustained.look(advise(seen), max(steps))
         decision = decide(
@@ -69,35 +75,43 @@ class Follower:
                 spares=len(seen.spares),
                 least=config.min_nodes,
                 most=config.max_nodes,
-                settled=self._is_settled(board, agreement),
+                settled=not leaving_of(self._handler.state) and _is_settled(board, agreement),
                 tolerance=self._board.tolerance_left(agreement.incarnation),
                 wished=wished,
                 unix_secs=time.time(),
                 tolerance_without={n: tolerance_without(board.rows, n) for n in agreement.nodes},
-                followed_unix_secs=self._last_followed(),
+                ordered_unix_secs=self._last_order(),
+                ordered_nodes=self._nodes_ordered(),
             ),
         )
         if decision.nodes is not None:
             logger.warning("advice is followed: %s", decision.why)
             write_order(self._path, decision.nodes, decision.without, decision.why)
-            self._followed = time.time()
         elif sustained and decision.why != self._said:
             self._said = decision.why
             logger.info("advice is not followed: %s; %s", decision.why, "; ".join(map(str, sustained)))
 
-    @staticmethod
-    def _is_settled(board: Board, agreement: Agreement) -> bool:
-        """All nodes that train are there and well, with trainers of this round."""
-        rows = {row.report.node: row for row in board.rows}
-        mine = [rows.get(node) for node in agreement.nodes]
-        return all(
-            row is not None
-            and row.signal not in (Signal.OFFLINE, Signal.UNHEALTHY)
-            and row.report.round == agreement.round
-            for row in mine
-        )
-
-    def _last_followed(self) -> float | None:
-        """Also by the launcher of another first node before this one."""
+    def _last_order(self) -> float | None:
+        """When an order was given last, by a person or for advice: here, to any node that trains, or as this
+        node saw it followed."""
+        order, scaling = read_order(self._path), scaling_of(self._handler.state)
+        numbers = [each.number / 1000 for each in (order, scaling) if each is not None]
         times = [r.unix_secs for r in read_history(self._path) if r.followed]
-        return max([*times, *([] if self._followed is None else [self._followed])], default=None)
+        return max([*numbers, *times], default=None)
+
+    def _nodes_ordered(self) -> int | None:
+        """Nodes that a person has asked for, if nothing was ordered since."""
+        scaling = scaling_of(self._handler.state)
+        return None if scaling is None or scaling.why or scaling.replaces else scaling.nodes
+
+
+def _is_settled(board: Board, agreement: Agreement) -> bool:
+    """All nodes that train are there and well, with trainers of this round."""
+    rows = {row.report.node: row for row in board.rows}
+    mine = [rows.get(node) for node in agreement.nodes]
+    return all(
+        row is not None
+        and row.signal not in (Signal.OFFLINE, Signal.UNHEALTHY)
+        and row.report.round == agreement.round
+        for row in mine
+    )

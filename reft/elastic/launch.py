@@ -113,7 +113,8 @@ class Launcher(Observer):
         self._board = make_board(options, self._rendezvous, self._memory.path)
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
-        self._follower = Follower(self._memory.path, self._board)
+        self._follower: Follower | None = None
+        self._followed_order = 0
         self._before: Agreement | None = None
         self._failed_at: float | None = None
         self._over_at: float | None = None
@@ -163,6 +164,7 @@ class Launcher(Observer):
         gone = before.nodes_without(agreement.members)
         left = tuple(n for rank, n in enumerate(before.nodes) if rank in told.left and n in gone)
         lost = tuple(n for n in gone if n not in left)
+        followed = self.followed_advice(left, before, agreement)
         history.note(
             self._memory.path,
             history.STARTED,
@@ -171,7 +173,7 @@ class Launcher(Observer):
             failures=agreement.failures,
             lost=lost,
             left=left,
-            followed="" if lost else self._followed(left, before, agreement),
+            followed="" if lost else followed,
             joined=agreement.nodes_without(before.members),
             newest_step=agreement.known_step,
             gathering_secs=_between(self._over_at, time.time()),
@@ -180,12 +182,17 @@ class Launcher(Observer):
         )
         self._before, self._over_at, self._failed_at = agreement, None, None
 
-    def _followed(self, left: tuple[str, ...], before: Agreement, now: Agreement) -> str:
-        """Advice that this round follows; "" where it follows something else."""
+    def followed_advice(self, left: tuple[str, ...], before: Agreement, now: Agreement) -> str:
+        """Advice that this round follows; "" where it follows something else, or has followed it before."""
         handler = self._rendezvous.handler
         scaling = scaling_of(handler.state) if isinstance(handler, StoreRendezvous) else None
-        grown = len(now.nodes) > len(before.nodes) and scaling is not None and not scaling.without
-        return scaling.why if scaling is not None and (grown or set(left) & set(scaling.without)) else ""
+        if scaling is None or scaling.number <= self._followed_order:
+            return ""
+        grown = len(now.nodes) > len(before.nodes) and not scaling.without
+        is_followed = grown or bool(set(left) & set(scaling.without))
+        if is_followed or self._before is None:
+            self._followed_order = scaling.number
+        return scaling.why if is_followed else ""
 
     def failure_seen(self) -> None:
         if self._failed_at is None:
@@ -210,7 +217,7 @@ class Launcher(Observer):
             self._daemon.workers = tuple(pids)
 
     def trainers_run(self, group_rank: int) -> None:
-        if self._scaler is not None and self._before is not None:
+        if self._scaler is not None and self._follower is not None and self._before is not None:
             self._scaler.look(self._before, group_rank)
             self._follower.look(self._before, group_rank, self._options.config)
         elif self._signals.asked_to_leave:
@@ -305,6 +312,7 @@ class Launcher(Observer):
         agent.incarnations = self._rendezvous.incarnations
         if isinstance(handler, StoreRendezvous):
             self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
+            self._follower = Follower(handler, self._memory.path, self._board)
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())

@@ -2,8 +2,9 @@
 
 Advice about nodes is followed that has stood for 20 steps without a break: a straggler is replaced where a
 spare waits, dropped where none waits and the others are faster alone; nodes that wait are taken in where each
-one more is worth it. At most one is followed in ten minutes, never while the job recovers or changes, never
-below its fewest nodes, and never where fewer node losses would be survived afterwards than were wished for.
+one more is worth it, up to the number that a person has ordered. At most one is followed in ten minutes, none
+so soon after an order of a person, never while the job recovers or changes, never below its fewest nodes, and
+never where fewer node losses would be survived afterwards than were wished for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class JobNow:
         tolerance: node losses that are survived now; None: not known.
         tolerance_without: the same without a node.
         wished: node losses that are to be survived.
-        followed_unix_secs: when advice was followed last; None: never.
+        ordered_unix_secs: when nodes were ordered last, by a person or for advice; None: never.
+        ordered_nodes: that a person has ordered since; None: no number.
         unix_secs: now.
     """
 
@@ -43,7 +45,8 @@ class JobNow:
     wished: int
     unix_secs: float
     tolerance_without: Mapping[str, int | None] = field(default_factory=dict)
-    followed_unix_secs: float | None = None
+    ordered_unix_secs: float | None = None
+    ordered_nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ def decide(sustained: Sequence[Advice], now: JobNow) -> Decision:
         return _nothing("nothing was advised for long")
     if not now.settled:
         return _nothing("the job recovers, or changes its nodes")
-    if now.followed_unix_secs is not None and now.unix_secs - now.followed_unix_secs < COOL_DOWN_SECS:
-        return _nothing(f"advice was followed less than {COOL_DOWN_SECS:.0f} s ago")
+    if now.ordered_unix_secs is not None and now.unix_secs - now.ordered_unix_secs < COOL_DOWN_SECS:
+        return _nothing(f"an order was given less than {COOL_DOWN_SECS:.0f} s ago")
     if now.tolerance is None or now.tolerance < max(1, now.wished):
         return _nothing(f"{now.tolerance or 0} node losses are survived, {max(1, now.wished)} are needed")
     found = _nothing("")
@@ -100,8 +103,7 @@ def _decided(advice: Advice, now: JobNow) -> Decision:
     if not set(advice.nodes) <= set(now.nodes):
         return _nothing("a node that is named does not train")
     if advice.action is Action.ADD:
-        wanted = min(advice.workers, now.most, size + now.spares)
-        return Decision(wanted, (), str(advice)) if wanted > size else _nothing("no node waits for a place")
+        return _grown(advice, now)
     if advice.action is Action.REPLACE:
         return Decision(size, advice.nodes, str(advice)) if now.spares else _nothing("no spare waits")
     if size - 1 < now.least:
@@ -110,6 +112,14 @@ def _decided(advice: Advice, now: JobNow) -> Decision:
     if survived < now.wished:
         return _nothing(f"without it {max(0, survived)} node losses would be survived, not {now.wished}")
     return Decision(size - 1, advice.nodes, str(advice))
+
+
+def _grown(advice: Advice, now: JobNow) -> Decision:
+    size = len(now.nodes)
+    if now.ordered_nodes is not None and now.ordered_nodes <= size:
+        return _nothing(f"{now.ordered_nodes} nodes were ordered")
+    wanted = min(advice.workers, now.most, size + now.spares, now.ordered_nodes or now.most)
+    return Decision(wanted, (), str(advice)) if wanted > size else _nothing("no node waits for a place")
 
 
 def _known(tolerance: int | None) -> int:

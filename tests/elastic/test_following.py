@@ -10,14 +10,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from reft.cli import main
+from reft.elastic import following
+from reft.elastic.agreement import Agreement
+from reft.elastic.following import Follower
+from reft.elastic.shared_state import Scaling, leaving_of, set_scaling
+from reft.policy.advice import Action, Advice
+from reft.policy.following import COOL_DOWN_SECS, SUSTAINED_STEPS
+from reft.store.daemon import CONFIG_FILE
 from reft.store.history import read_history
+from reft.store.jobdir import write_json
 from reft.store.progress import read_pages
-from reft.store.signals import Board, read_board
+from reft.store.scale_orders import read_order, write_order
+from reft.store.signals import Board, NodeReport, Row, read_board
 
 from .cluster import WatchedCluster, cluster
 
@@ -157,3 +168,76 @@ def test_without_the_wish_nothing_is_followed(tmp_path: Path) -> None:
         assert len(job.events("begins")) == 3
         job.finish()
         job.wait(120)
+
+
+class Watched:
+    """The launcher of the first of three nodes, which are advised to replace one."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.step, self.round = path, 0, 1
+        self.state = _RendezvousState()
+        self._board = SimpleNamespace(board=Board(job_id="job"), tolerance_left=lambda _: 1)
+        self._follower = Follower(SimpleNamespace(state=self.state), path, self._board)  # type: ignore[arg-type]
+        write_json(path / CONFIG_FILE, {"elastic": {"follow_advice": True}})
+        monkeypatch.setattr(following, "LOOK_SECS", 0.0)
+        monkeypatch.setattr(following, "situation", lambda *_: SimpleNamespace(spares=("d",)))
+        monkeypatch.setattr(following, "advise", lambda _: (Advice(Action.REPLACE, ("b",), 3, "it is slow"),))
+
+    def ordered(self, steps: int = SUSTAINED_STEPS) -> bool:
+        """Whether it orders something, now and after so many steps."""
+        before = read_order(self.path)
+        for step in (self.step, self.step + steps):
+            self.step = step
+            rows = [Row(report=_report(node, self.round, self.step)) for node in "abc"]
+            self._board.board = Board(job_id="job", rows=tuple(rows))
+            nodes = ("a", "b", "c")
+            agreement = Agreement(self.round, nodes, nodes, ((0,), (1,), (2,)), 0, known_step=1)
+            config: Any = SimpleNamespace(min_nodes=2, max_nodes=4)
+            self._follower.look(agreement, 0, config)
+        return read_order(self.path) != before
+
+
+def _report(node: str, number: int, step: int) -> NodeReport:
+    return NodeReport(node=node, domain=node, number=1, round=number, step=step)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(tmp_path, monkeypatch)
+
+
+def millis(secs_ago: float) -> int:
+    return int((time.time() - secs_ago) * 1000)
+
+
+def test_advice_is_ordered_once(watched: Watched) -> None:
+    assert watched.ordered()
+    order = read_order(watched.path)
+    assert order is not None
+    assert (order.nodes, order.without) == (3, ("b",))
+    assert not watched.ordered()
+
+
+def test_an_order_of_a_person_on_this_node_is_not_overtaken(watched: Watched) -> None:
+    order = write_order(watched.path, 2, ())
+    assert not watched.ordered()
+    assert read_order(watched.path) == order
+
+
+@pytest.mark.parametrize(("secs_ago", "again"), [(1.0, False), (COOL_DOWN_SECS + 60, True)])
+def test_what_another_node_ordered_counts_too(watched: Watched, secs_ago: float, again: bool) -> None:
+    """The first node may itself have been replaced: its order is not in the newcomer's history."""
+    set_scaling(watched.state, Scaling(millis(secs_ago), 3, 3, ("a",), 1, replaces=True, why="replace a"))
+    assert watched.ordered() is again
+
+
+def test_nothing_is_ordered_while_nodes_are_told_to_leave(watched: Watched) -> None:
+    leaving_of(watched.state).add(_NodeDesc("c", 1, 0))
+    assert not watched.ordered()
+
+
+def test_what_was_said_before_a_restart_does_not_count(watched: Watched) -> None:
+    assert not watched.ordered(SUSTAINED_STEPS - 1)
+    watched.round = 2
+    assert not watched.ordered(SUSTAINED_STEPS - 1)
+    assert watched.ordered(1)

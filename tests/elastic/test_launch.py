@@ -17,10 +17,12 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.elastic.agent import JobEndedError
+from reft.elastic.agreement import Agreement
 from reft.elastic.launch import Launcher, main
 from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.elastic.rendezvous_client import RendezvousClient
+from reft.elastic.shared_state import Scaling, set_scaling
 from reft.errors import ConfigError
 from reft.naming import safe_name
 from reft.store.keyvalue import KeyValueStore
@@ -31,6 +33,17 @@ from .cluster import SCRIPTS, WatchedCluster, cluster
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
     """One node that needs no other."""
     return cluster(tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more)
+
+
+def _round(number: int, *nodes: str) -> Agreement:
+    return Agreement(number, nodes, nodes, tuple((i,) for i in range(len(nodes))), 0, known_step=1)
+
+
+ROUNDS = [
+    (_round(1, "a", "b"), _round(2, "a", "b", "c")),
+    (_round(2, "a", "b", "c"), _round(3, "a", "b")),
+    (_round(3, "a", "b"), _round(4, "a", "b", "c")),
+]
 
 
 # -- options -----------------------------------------------------------------------------------------
@@ -195,6 +208,25 @@ def test_a_node_whose_round_did_not_form_tells_the_outcome_unless_the_job_goes_o
     finally:
         handler._stop_heartbeats()
         server.close()
+
+
+def test_advice_is_said_to_be_followed_once_and_not_when_a_lost_node_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFT_SECRET", (b"s" * 32).hex())
+    server = RendezvousServer("127.0.0.1", 0, b"s" * 32)
+    try:
+        launcher = Launcher(
+            parse("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint, "--nnodes", "1:3")
+        )
+        launcher.rendezvous.connect()
+        handler: Any = launcher.rendezvous.handler
+        told = [launcher.followed_advice((), before, now) for before, now in ROUNDS[:1]]
+        set_scaling(handler.state, Scaling(7, 3, 3, why="add to 3 nodes"))
+        told += [launcher.followed_advice((), before, now) for before, now in ROUNDS]
+    finally:
+        server.close()
+    assert told == ["", "add to 3 nodes", "", ""]
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
