@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from typing import TextIO
 
 from reft.env import ENV_LOG_LEVEL
 
@@ -62,6 +63,17 @@ class PrefixHandler(logging.Handler):
             logging.lastResort.handle(record)
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is when a line comes: the one of its making may be closed by then."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def install() -> None:
     """Have the lines of this process begin with the prefix, and go to stderr where REFT_LOGLEVEL asks for a
     level. Doing it twice does no harm."""
@@ -77,7 +89,7 @@ def to_stderr() -> None:
     """Log to stderr, for a process that is reft's own: what REFT_LOGLEVEL says, else INFO. Replaces what an
     earlier call set up."""
     logger = logging.getLogger(NAME)
-    logger.handlers = [PrefixHandler(), logging.StreamHandler(sys.stderr)]
+    logger.handlers = [PrefixHandler(), StderrHandler()]
     logger.propagate = False
     wanted = os.environ.get(ENV_LOG_LEVEL) or "INFO"
     known = logging.getLevelNamesMapping()

@@ -70,6 +70,18 @@ def test_reft_loglevel_is_for_trainers_too(program: str, level: str, lines: int)
         assert "REFT_LOGLEVEL is 'loud'; write DEBUG, INFO, WARNING or ERROR" in said[0]
 
 
+def test_lines_go_to_the_stderr_of_their_moment() -> None:
+    """A thread may log when the one that was there at the start is closed."""
+    script = (
+        "import io, logging, sys; from reft import log; then = sys.stderr = io.StringIO(); log.to_stderr(); "
+        "sys.stderr = sys.__stderr__; then.close(); logging.getLogger('reft.store').warning('refused')"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stderr.splitlines() == ["reft: refused"]
+
+
 def test_other_handlers_get_the_prefix_too(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
