@@ -98,6 +98,7 @@ PATHS: tuple[DevicePath, ...] = (
     DevicePath("capture of gradients", ("reft.state.gradients",), _recomputes),
     DevicePath("ExactAdam", ("reft.optim",), _exact_adam),
     DevicePath("costs of copies within the device", ("reft.hook.device_costs",), _finds_the_interval),
+    DevicePath("watching the memory of a device", ("reft.hook.device_memory",), _always),
     DevicePath("restoring to a device", ("reft.hook.restore",), _always),
     DevicePath("random states of a device", ("reft.state.rng",), _always),
 )

@@ -112,7 +112,7 @@ class Relayout:
             LayoutError: names do not allow it, or the source lacks something; on all ranks. Where it is the
                 names, nothing has been written.
         """
-        self._check_live_buffers()
+        self.check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
         told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
@@ -144,13 +144,13 @@ class Relayout:
         # The first stage's: it reads the data.
         of = Coordinate(0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp)
         state = self._source.host_state(of)
-        state["buffers"] = self._buffers()
+        state["buffers"] = self.buffers()
         resizing = self._engine.resizing
         resizing.convert(state, Resize(self._was.dp, self._topology.degrees.dp), is_new=True)
         state["rng"] = capture_rng()
         return Layout(self._was, held), state
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[str, torch.Tensor]:
         """Those of this rank's module, from whichever stage had them."""
         wanted = {name for name, _ in self._engine.engine.module.named_buffers()}
         found: dict[str, torch.Tensor] = {}
@@ -160,9 +160,11 @@ class Relayout:
             stage = Coordinate(pp, self._at.dp % self._was.dp, self._at.tp % self._was.tp)
             buffers = self._source.host_state(stage)["buffers"]
             mine = {name: value for name, value in buffers.items() if name in wanted}
-            for tp in range(self._was.tp) if self._resliced else ():
-                other = self._source.host_state(replace(stage, tp=tp))["buffers"]
-                self._check_alike(_digests(mine), _digests(other))
+            # Of the first replica, whose slices every rank may read.
+            slices = [Coordinate(pp, 0, tp) for tp in range(self._was.tp)] if self._resliced else []
+            told = [self._source.host_state(at)["buffers"] for at in slices]
+            for other in told:
+                self._check_alike(digests_of({name: told[0][name] for name in mine}), digests_of(other))
             found |= mine
         if wanted - found.keys():
             raise LayoutError(f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}")
@@ -172,7 +174,7 @@ class Relayout:
     def _resliced(self) -> bool:
         return self._was.tp != self._topology.degrees.tp
 
-    def _check_live_buffers(self) -> None:
+    def check_live_buffers(self) -> None:
         """What was made for one tensor slice is not what another number of slices has. Collective.
 
         Raises:
@@ -180,7 +182,7 @@ class Relayout:
         """
         if not self._resliced:
             return
-        mine = _digests({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
+        mine = digests_of({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
         told = self._control.gather_bytes(encode(mine))
         at = self._topology.coordinates
         others = [
@@ -222,7 +224,8 @@ class Relayout:
         return live
 
 
-def _digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """By which buffers of different ranks are compared."""
     return {name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()}
 
 

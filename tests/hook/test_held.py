@@ -73,39 +73,37 @@ def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path:
     assert other_layout(session, tmp_path) == Degrees(1, 300, 1)
 
 
-def relayout(
-    was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> Relayout:
+def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]]) -> Relayout:
     """Of slice 0; ``buffers`` are those of all slices of either job that has several."""
     from reft.hook import relayout as module
     from reft.state.codec import encode
 
-    monkeypatch.setattr(module, "read_host_state", lambda _, at: {"buffers": buffers[at.tp]})
     model = torch.nn.Module()
     for name, value in buffers[0].items():
         model.register_buffer(name, value.clone())
-    told = [encode(module._digests(b)) for b in buffers]
+    told = [encode(module.digests_of(b)) for b in buffers]
     session: Any = Namespace(
         control=Namespace(gather_bytes=lambda mine: told if mine else [b""] * len(told)),
         coordinate=Coordinate(0, 0, 0),
         topology=Namespace(degrees=now, coordinates=[Coordinate(0, 0, tp) for tp in range(now.tp)]),
     )
-    return Relayout(session, Namespace(engine=Namespace(module=model)), Path("x"), was)  # type: ignore[arg-type]
+    source: Any = Namespace(degrees=was, host_state=lambda at: {"buffers": buffers[at.tp]})
+    return Relayout(session, Namespace(engine=Namespace(module=model)), source)  # type: ignore[arg-type]
 
 
-def test_buffers_that_follow_from_the_slice_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_follow_from_the_slice_are_refused_by_name() -> None:
     one, two = Degrees(1, 1, 1), Degrees(1, 1, 2)
     same = [{"rope": torch.ones(2)}, {"rope": torch.ones(2)}]
     first = [{"rope": torch.ones(2), "first_row": torch.tensor(i)} for i in (0, 4)]
-    merged = relayout(two, one, same, monkeypatch)
-    assert torch.equal(merged._buffers()["rope"], torch.ones(2))
-    relayout(one, two, same, monkeypatch)._check_live_buffers()
+    merged = relayout(two, one, same)
+    assert torch.equal(merged.buffers()["rope"], torch.ones(2))
+    relayout(one, two, same).check_live_buffers()
     said = r"the buffers \['first_row'\] are not equal on all tensor slices"
     with pytest.raises(LayoutError, match=said):
-        relayout(two, one, first, monkeypatch)._buffers()
+        relayout(two, one, first).buffers()
     with pytest.raises(LayoutError, match=said):
-        relayout(one, two, first, monkeypatch)._check_live_buffers()
+        relayout(one, two, first).check_live_buffers()
     # Slices that stay what they are keep their own.
-    kept = relayout(two, Degrees(2, 1, 2), first, monkeypatch)
-    kept._check_live_buffers()
-    assert kept._buffers()["first_row"] == 0
+    kept = relayout(two, Degrees(2, 1, 2), first)
+    kept.check_live_buffers()
+    assert kept.buffers()["first_row"] == 0
