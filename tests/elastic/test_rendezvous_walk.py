@@ -116,7 +116,9 @@ def happens(world: World, draw: random.Random) -> None:
         world.table.answers = not world.table.answers
     elif what == "forget":
         world.table.forget()
-    elif what == "replace" and (training := [n for n in alive if n.trains is not None]):
-        world.scale(len(training), (draw.choice(training).name,))
+    elif what == "replace":
+        training = [n for n in alive if n.trains is not None]
+        if len(training) >= world.least:  # else it is refused
+            world.scale(len(training), (draw.choice(training).name,))
     elif what == "scale":
         world.scale(draw.randint(world.least, world.most))
