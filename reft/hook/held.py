@@ -30,13 +30,16 @@ class Description:
         self._known: tuple[Any, bytes | str] = (None, "")
 
     def of_layout(self) -> bytes | str:
-        """The part of a host state; made anew only when tensors have appeared or moved."""
+        """The part of a host state; made anew only when tensors have appeared or moved. Never raises: what a
+        model says of itself is its own code, and a version of the own layout is as good without."""
         signature = self._adapter.signature()
         if self._known[0] != signature:
             try:
                 told: bytes | str = describe(self._engine, self._adapter).encode()
             except LayoutError as error:
                 told = str(error)
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
             self._known = signature, told
         return self._known[1]
 

@@ -12,7 +12,7 @@ import torch
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.hook.held import splits_of
+from reft.hook.held import Description, splits_of
 from reft.hook.relayout import Relayout, other_layout
 
 
@@ -58,6 +58,27 @@ def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, An
     assert splits_of(model) == {"0.both.weight": 0, "0.one.weight": 0}
     model.universal_checkpoint_info = lambda: info  # type: ignore[assignment]
     assert splits_of(model) == {"0.both.weight": None, "0.one.weight": 0}
+
+
+@pytest.mark.parametrize("info", [None, 3, {"parameter_with_2_sub_params_cat_dim_0": ["("]}])
+def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -> None:
+    """A version of it is as good as any in its own layout."""
+
+    class Model(torch.nn.Linear):
+        def universal_checkpoint_info(self) -> Any:
+            if info is None:
+                raise AttributeError("not initialized")
+            return info
+
+    model = Model(2, 2)
+    state = Namespace(params=lambda: [], optimizer=Namespace(state={}))
+    adapter: Any = Namespace(
+        signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False
+    )
+    told = Description(Namespace(module=model), adapter).of_layout()
+    assert isinstance(told, bytes if info == 3 else str)
+    if info is None:
+        assert told == "AttributeError: not initialized"
 
 
 def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path: Path) -> None:
