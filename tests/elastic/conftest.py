@@ -1,4 +1,4 @@
-"""Node daemons as fixtures: a process of its own, or a thread of the test."""
+"""Node daemons as fixtures: a process of its own, or a thread of the test; and a store where nodes meet."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from reft.store.daemon import Daemon
+from reft.store.door import listen
 from reft.store.jobdir import JobDir
+from reft.store.keyvalue import KeyValueServer
 from tests.elastic.daemons import answers, request_status, spawn, wait_for
+from tests.elastic.store_nodes import SECRET
+from tests.machine import free_port
 
 
 @pytest.fixture
@@ -57,3 +61,15 @@ def run_here(job_dir: JobDir) -> Iterator[Callable[..., Daemon]]:
         daemon.end()
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def server(port: int) -> Iterator[KeyValueServer]:
+    served = KeyValueServer(listen("127.0.0.1", port), SECRET)
+    yield served
+    served.close()

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +26,7 @@ from reft.store.scale_orders import read_order, write_order
 from reft.store.signals import Board, NodeReport, Row, read_board
 
 from .cluster import WatchedCluster, cluster
+from .slowed import slowed
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 3072,
@@ -45,31 +41,9 @@ OPTIONS = (
     *("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=6,last_call_timeout=20,join_timeout=120"),
 )
 ENV = {"TEST_WIDTH": "256", "TEST_HIDDEN": "2048", "TEST_PAUSE_SECS": "0.02"}
-SLOWED, PERIOD_SECS, FACTOR = 1, 0.06, 3.0
+SLOWED, FACTOR = 1, 3.0
 
 Losses = dict[tuple[int, int], set[str]]
-
-
-@contextmanager
-def slowed(pid: int) -> Iterator[None]:
-    """The process stands still for most of the time, until it has ended."""
-    ended = threading.Event()
-
-    def hold() -> None:
-        with suppress(ProcessLookupError):
-            while not ended.is_set():
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(PERIOD_SECS * (1 - 1 / FACTOR))
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(PERIOD_SECS / FACTOR)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def job_of(tmp_path: Path, *, follow: bool, nodes: int) -> Any:
@@ -126,7 +100,7 @@ def test_p1_a_node_that_is_slow_is_replaced_by_a_spare_and_the_losses_stay_equal
 ) -> None:
     with job_of(tmp_path / "job", follow=True, nodes=4) as job:
         node, pid = with_spare(job)
-        with slowed(pid):
+        with slowed(pid, FACTOR):
             job.wait_until(
                 lambda: any(n.process.poll() == 0 for n in job.current.values()), 400, "a node that leaves"
             )
@@ -159,7 +133,7 @@ def test_p1_a_node_that_is_slow_is_replaced_by_a_spare_and_the_losses_stay_equal
 def test_without_the_wish_nothing_is_followed(tmp_path: Path) -> None:
     with job_of(tmp_path / "job", follow=False, nodes=4) as job:
         _, pid = with_spare(job)
-        with slowed(pid):
+        with slowed(pid, FACTOR):
             job.wait_until(lambda: bool(board(job).slow), 300, "somebody to be named")
             at = last_step(job)
             job.wait_until(lambda: last_step(job) >= at + 40, 300, "40 further steps")

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +12,7 @@ from reft.cli import main
 from reft.store.signals import read_board
 
 from .cluster import WatchedCluster, cluster
+from .slowed import slowed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 16,
@@ -26,29 +21,8 @@ CONFIG = {
     "steps_per_print": 1000000,
     "reft": {"enabled": True, "interval_steps": 10},
 }
-SLOWED, PERIOD_SECS, FACTOR = 2, 0.06, 1.2
+SLOWED, FACTOR = 2, 1.2
 SETTLED = 30
-
-
-@contextmanager
-def quota(pid: int) -> Iterator[None]:
-    """The process runs for 1 / FACTOR of the time, as under a quota of the processor."""
-    ended = threading.Event()
-
-    def hold() -> None:
-        while not ended.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(PERIOD_SECS * (1 - 1 / FACTOR))
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(PERIOD_SECS / FACTOR)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def slow(job: WatchedCluster) -> list[dict[str, Any]]:
@@ -71,7 +45,7 @@ def test_a_rank_slowed_by_a_fifth_is_named_while_the_others_are_not(
         assert slow(job) == []
         pid = job.events("step", rank=SLOWED)[-1]["pid"]
         began = last_step(job)
-        with quota(pid):
+        with slowed(pid, FACTOR):
             job.wait_until(lambda: bool(slow(job)), 600, "somebody to be named")
             named = slow(job)
             ended = last_step(job)
