@@ -26,7 +26,6 @@ from reft.naming import own_name_of_process, siblings
 from reft.state.codec import decode, encode
 from reft.state.fingerprint import (
     AT_LAUNCH,
-    BY_LAYOUT,
     Fact,
     Fingerprint,
     differences,
@@ -251,7 +250,7 @@ class Identity:
         for fingerprint in found:
             self.require_same(fingerprint, of, but)
 
-    def check_checkpoint(self, was: str | None, of: str, *, own: bool, relaid: bool = False) -> None:
+    def check_checkpoint(self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()) -> None:
         """Before a checkpoint is loaded from disk: was it written by this job as it is now?
 
         Another job's checkpoint is loaded only where the script names its directory: that is its user's
@@ -261,7 +260,7 @@ class Identity:
             was: encoded fingerprint of the checkpoint; None where it has none.
             of: the checkpoint, for the message.
             own: it was written by this job.
-            relaid: in another layout, which is no other job as long as the global batch is the same.
+            but: facts that may differ here, as above.
 
         Raises:
             FingerprintError: it was, with other settings.
@@ -270,7 +269,7 @@ class Identity:
             return
         stored = Fingerprint.decode(was)
         if own:
-            self.require_same(stored, of, BY_LAYOUT if relaid else ())
+            self.require_same(stored, of, but)
         elif self._control.rank == 0:
             for line in differences(stored, self.fingerprint):
                 logger.warning("%s is another job's: %s", of, line)

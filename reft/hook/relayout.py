@@ -17,6 +17,7 @@ from reft.errors import LayoutError, ReftError
 from reft.grid import Coordinate, Degrees
 from reft.hook.checkpoint_parts import degrees_of
 from reft.hook.deepspeed_engine import DeepSpeedEngine
+from reft.hook.disk import host_file
 from reft.hook.held import HELD, describe, live_tensors
 from reft.hook.session import Session
 from reft.load.relayout import Held, Layout, Move, paddings, plan_layout
@@ -32,20 +33,18 @@ Live = Mapping[str, torch.Tensor]
 
 
 def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
-    """The layout that the checkpoint was written in, if it is another one than this job's, so that DeepSpeed
-    would not load it. Collective."""
+    """The layout that the checkpoint was written in, if it is another one than this job's. Collective."""
     found = degrees_of(checkpoint) if session.is_rank_zero else None
     mine = encode(None if found is None else [found.pp, found.dp, found.tp])
     told = decode(session.control.gather_bytes(mine)[0])
     was = None if told is None else Degrees(*told)
-    now = session.topology.degrees
-    if (
-        was is None
-        or was == now
-        or (replace(was, dp=now.dp) == now and not session.state.adapter.images()[1].specs)
-    ):
+    if was is None or was == session.topology.degrees:
         return None
-    return was
+    # Rank 0 sees a part of the files where every node keeps those of its own ranks.
+    at = session.coordinate
+    outside = at.pp >= was.pp or at.dp >= was.dp or at.tp >= was.tp
+    has_own = outside and host_file(checkpoint, at).is_file()
+    return None if any(session.control.gather_bytes(b"own" if has_own else b"")) else was
 
 
 class Source(Protocol):

@@ -20,12 +20,14 @@ from reft.hook.checkpoint_source import CheckpointSource
 from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
 from reft.hook.memory_rung import MemoryRung
+from reft.hook.other_replicas import differs_in_replicas, host_state_of_replica
 from reft.hook.other_rung import OtherRung
 from reft.hook.relayout import Relayout, other_layout
 from reft.hook.session import Session
 from reft.hook.start_checks import conditional_loads, require_first_version, warn, what_begins_anew
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import RecoveryOutcome
+from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -194,11 +196,10 @@ class Restorer:
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session = self._session
-        relaid = other_layout(session, disk.path) is not None
+        was = other_layout(session, disk.path)
+        but = () if was is None else BY_REPLICAS if differs_in_replicas(session, was) else BY_LAYOUT
         own = disk.job_id == session.job_id
-        session.memory.identity.check_checkpoint(
-            disk.fingerprint, f"the checkpoint {disk}", own=own, relaid=relaid
-        )
+        session.memory.identity.check_checkpoint(disk.fingerprint, f"the checkpoint {disk}", own=own, but=but)
 
     def _load_from_disk(
         self,
@@ -213,11 +214,20 @@ class Restorer:
         """Load what was checked (P5). ``state``: this rank's host state from there."""
         session = self._session
         began = time.perf_counter()
-        relaid = self._take_up(directory, tag)
+        checkpoint = None if directory is None or tag is None else directory / str(tag)
+        was = None if checkpoint is None else other_layout(session, checkpoint)
+        relaid: dict[str, Any] | None = None
+        if checkpoint is not None and was is not None:
+            if differs_in_replicas(session, was):
+                state = host_state_of_replica(session, self._engine, checkpoint, was)
+            else:
+                # DeepSpeed does not load it.
+                source = CheckpointSource(checkpoint, was, session.control)
+                relaid = Relayout(session, self._engine, source).take_up()
         if relaid is None:
             path, client_state = original(str(directory), tag=tag, **options)
         else:
-            path, client_state = str(directory / str(tag)), client_state_of(relaid)  # type: ignore[operator]
+            path, client_state = str(checkpoint), client_state_of(relaid)
         if session.worker is None and start:
             session.start({})
         if path is None:
@@ -241,17 +251,6 @@ class Restorer:
             self._memory.protect()
         self._memory.report(f"disk, {path}", began)
         return path, client_state
-
-    def _take_up(self, directory: Path | None, tag: Any) -> dict[str, Any] | None:
-        """The host state of a checkpoint of another layout, taken up; None: it is DeepSpeed's to load."""
-        if directory is None or tag is None:
-            return None
-        checkpoint = Path(directory) / str(tag)
-        was = other_layout(self._session, checkpoint)
-        if was is None:
-            return None
-        source = CheckpointSource(checkpoint, was, self._session.control)
-        return Relayout(self._session, self._engine, source).take_up()
 
     def _leave_this_future(self) -> None:
         """What is in memory is the abandoned future: the versions to come belong to a new incarnation."""

@@ -16,7 +16,7 @@ from reft.errors import FingerprintError
 Fact = str | int | float | bool | None
 
 _FORMAT = 1
-_GLOBAL_BATCH = "config.train_batch_size"
+_BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 ACCEPT_KEY = "accept_changes"
 """Key of the ``reft`` block that lists facts which may differ."""
 AT_LAUNCH = ("script", "seed", "arguments")
@@ -182,7 +182,7 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
         + "Restore these settings to go on with it; give this job a name of its own (--job-id NAME, or "
         '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start anew; or, '
         f'to take the state up in spite of the differences, write "{ACCEPT_KEY}": {json.dumps(names)} into '
-        f"the reft block{_of_arguments(names)}{_of_batch(names)}"
+        f"the reft block{_of_arguments(names)}{_of_batch(was, names)}"
     )
 
 
@@ -195,12 +195,16 @@ def _of_arguments(names: Sequence[str]) -> str:
     )
 
 
-def _of_batch(names: Sequence[str]) -> str:
-    if _GLOBAL_BATCH not in names:
+def _of_batch(was: Fingerprint, names: Sequence[str]) -> str:
+    """Which keys keep the batch of the stored state, whatever the number of replicas."""
+    if not any(name in names for name in _BATCH):
+        return ""
+    keys = [f'"{name.removeprefix("config.")}": {was.facts[name]}' for name in _BATCH if name in was.facts]
+    if len(keys) < len(_BATCH):
         return ""
     return (
-        ". Where the job goes on with fewer or more replicas, DeepSpeed keeps the global batch if it is "
-        'given "train_batch_size" and "train_micro_batch_size_per_gpu", and no "gradient_accumulation_steps"'
+        f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's JSON, and no "
+        f'"gradient_accumulation_steps", which DeepSpeed then derives: the global batch stays what it was'
     )
 
 

@@ -51,6 +51,7 @@ WITHOUT_STRICT = {
     "hook/protection.py:note": VERSION,
     "hook/rate_cache.py:_read": NO_FAULT,
     "hook/rate_cache.py:note": LATER,
+    "hook/other_replicas.py:host_state_of_replica": RESTART,
     "hook/relayout.py:take_up": RESTART,
     "hook/restore.py:_explain_disk": RESTART,
     "hook/restore.py:_load_base": RESTART,

@@ -1,6 +1,6 @@
 """One life of a job that goes on in another layout, from what reft persisted; and the same steps by a job of that
-layout that DeepSpeed itself loaded: from its universal checkpoint, or from what the ranks had said of their
-parameters where it has none.
+layout that DeepSpeed itself loaded: from its universal checkpoint, or where it has none, from its checkpoint
+if the replicas alone are others, and else from what the ranks had said of their parameters.
 
 ``root/life.json`` says which life it is.
 """
@@ -100,8 +100,8 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     universal = case != "zero0"
     more = {"checkpoint": {"load_universal": True}} if universal else {}
     engine, said = engine_of({**CONFIG, **SCHEDULER, **CASES[case], **more}, life["pp"], life["tp"])
-    if universal:
-        engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["from"] + "-universal")
+    if universal or life["was"] == [life["pp"], life["tp"]]:
+        engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["from"] + "-universal" * universal)
     else:
         files = sorted((root / case / f"said-{life['from']}").glob("*.pt"))
         told = [torch.load(file, weights_only=False) for file in files]

@@ -2,7 +2,8 @@
 not of this life is out of reach. Behind a resize the same steps are made by a job of this layout that DeepSpeed
 itself loaded: from its checkpoint, or its universal one where it cuts partitions.
 
-``root/life.json`` says which life it is, and how many stages the job has.
+``root/life.json`` says which life it is, how many stages the job has, and whether it goes on from the checkpoint
+that the script saved instead of from memory.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ ROUND_ROBIN = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 """What is refused at another degree."""
 LIFE = json.loads((Path(sys.argv[1]) / "life.json").read_text()) if RANK_GIVEN else {"stages": 1}
 STAGES = LIFE["stages"]
+DISK = LIFE.get("disk", False)
 DP = RANK // STAGES
 """This rank's replica: a whole one comes before the next."""
 WIDTH = 16
@@ -89,7 +91,7 @@ def config(case: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def block(root: Path, case: str) -> dict[str, Any]:
     # Blocks that cut the partitions at odd places.
-    memory = str(root / case / f"memory{RANK}")
+    memory = str(root / case / (f"memory{RANK}" + f"-{LIFE['until']}" * DISK))
     return {"enabled": True, "job_id": case, "memory_dir": memory, "block_bytes": 4096, "tolerance": 0}
 
 
@@ -161,10 +163,15 @@ def refusal(root: Path, case: str, settings: dict[str, Any]) -> str:
     """What a start with these settings says; the memory stays."""
     engine = make({**settings, "reft": block(root, case)})
     with pytest.raises(reft.ReftError) as refused:
-        engine.load_checkpoint(str(root / "none"))
+        engine.load_checkpoint(saved_in(root, case))
     session_of(engine).close()
     dist.barrier()
     return f"{type(refused.value).__name__}: {refused.value}"
+
+
+def saved_in(root: Path, case: str) -> str:
+    """What ``load_checkpoint`` is given."""
+    return str(root / case / "checkpoint" if DISK else root / "none")
 
 
 def undivided(root: Path) -> str:
@@ -199,10 +206,10 @@ def refused(root: Path, life: dict[str, Any]) -> dict[str, Any]:
 def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(100 + RANK)
     random.seed(200 + RANK)
-    if life["tag"]:
+    if life["tag"] and not DISK:
         interrupted(root, case)
     engine = make({**config(CASES[case]), "reft": block(root, case)})
-    path, _ = engine.load_checkpoint(str(root / "none"))
+    path, _ = engine.load_checkpoint(saved_in(root, case))
     session = session_of(engine)
     job = session.memory.job_dir
     found = [r.header for r in take_inventory(job.path, "here", job.secret).arenas if r.usable]
@@ -212,19 +219,27 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
         "degrees": sorted({h.degrees.dp for h in found}),
         "losses": train(engine, life["until"]),
         "images": images_of(engine),
+        "micro_steps": engine.micro_steps,
     }
     session.worker.drain(60)
     out["committed"] = session.stats.committed_step
-    session.close()
+    if not DISK:
+        session.close()
     dist.barrier()
     engine.save_checkpoint(str(root / case / "checkpoint"), tag=f"step{life['until']}")
+    session.close()
+    dist.barrier()
     if life["tag"]:
         out["reference"] = reference(root, case, life)
     return out
 
 
 def main(root: Path) -> dict[str, Any]:
-    out = {"refused": refused(root, LIFE)} if STAGES == 1 else {}
+    out: dict[str, Any] = {"refused": refused(root, LIFE)} if STAGES == 1 and not DISK else {}
+    if DISK and LIFE["tag"]:
+        more = config(CASES["zero0"], gradient_accumulation_steps=4)
+        del more["train_batch_size"]
+        out["refused"] = refusal(root, "zero0", more)
     return {**out, **{case: live(root, case, LIFE) for case in LIFE["cases"]}}
 
 

@@ -14,6 +14,7 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 from reft.hook.held import Description, splits_of
 from reft.hook.relayout import Relayout, other_layout
+from reft.state.codec import encode
 
 
 def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
@@ -88,16 +89,34 @@ def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path:
         is_rank_zero=True,
         control=Namespace(gather_bytes=lambda mine: [mine]),
         topology=Namespace(degrees=Degrees(1, 300, 1)),
+        coordinate=Coordinate(0, 0, 0),
     )
     assert other_layout(session, tmp_path) is None
     session.topology.degrees = Degrees(2, 150, 1)
     assert other_layout(session, tmp_path) == Degrees(1, 300, 1)
 
 
+def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_job(tmp_path: Path) -> None:
+    """Rank 0's node has its own alone: this is rank 1's."""
+    sees: Any = [1, 1, 1]
+
+    def gather(mine: bytes) -> list[bytes]:
+        return [encode(sees) if mine == encode(None) else b"", mine]
+
+    session: Any = Namespace(
+        is_rank_zero=False,
+        control=Namespace(gather_bytes=gather),
+        topology=Namespace(degrees=Degrees(1, 2, 1)),
+        coordinate=Coordinate(0, 1, 0),
+    )
+    assert other_layout(session, tmp_path) == Degrees(1, 1, 1)
+    (tmp_path / "reft_host-pp0.dp1.tp0.msgpack").touch()
+    assert other_layout(session, tmp_path) is None
+
+
 def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]]) -> Relayout:
     """Of slice 0; ``buffers`` are those of all slices of either job that has several."""
     from reft.hook import relayout as module
-    from reft.state.codec import encode
 
     model = torch.nn.Module()
     for name, value in buffers[0].items():

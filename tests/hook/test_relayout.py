@@ -22,6 +22,8 @@ from tests.hook.test_resizing import to_universal
 JOB = Path(__file__).with_name("relayout_job.py")
 SMALLER = Degrees(2, 2, 1), Degrees(1, 2, 1)
 SHORT = Degrees(2, 2, 1), Degrees(1, 1, 2)
+REPLICAS = (*(Degrees(*d) for d in ((2, 2, 1), (2, 1, 1), (2, 2, 1))),)
+MANY_REPLICAS = (*(Degrees(*d) for d in ((1, 3, 1), (1, 2, 1), (1, 4, 1))),)
 LONG = (*(Degrees(*d) for d in ((2, 2, 1), (1, 2, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 1, 1))),)
 """Of every life."""
 Lives = list[list[dict[str, Any]]]
@@ -44,14 +46,14 @@ def lives_of(
         between: what happens between two lives.
         block: more of reft's.
     """
-    found, before = [], ""
+    found, before, was = [], "", [0, 0]
     for number, degrees in enumerate(layouts, 1):
         until = number * STEPS
         life = {"until": until, "from": before, "pp": degrees.pp, "tp": degrees.tp, "cases": list(cases)}
-        life |= {"nodes": nodes, "block": block}
+        life |= {"nodes": nodes, "block": block, "was": was}
         (root / "life.json").write_text(json.dumps(life))
         found.append(run_ranks(JOB, root, world=degrees.world_size))
-        before = f"step{until}"
+        before, was = f"step{until}", [degrees.pp, degrees.tp]
         to_universal(root, before)
         for case in () if nodes else cases:
             folders = sorted((root / case / f"memory-{until}").glob("node*"))
@@ -77,6 +79,18 @@ def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Pa
     are_of_their_layouts(lives, SHORT, "zero1")
     for rank in lives[1]:
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layouts", [REPLICAS, MANY_REPLICAS], ids=["two-stages", "one-stage"])
+def test_p1_so_it_does_with_other_replicas_that_each_have_the_whole_state(
+    tmp_path: Path, layouts: tuple[Degrees, ...]
+) -> None:
+    """DeepSpeed loads its files itself there, and is what the job is compared with."""
+    lives = lives_of(tmp_path, layouts, ["zero0"])
+    are_of_their_layouts(lives, layouts, "zero0")
+    for rank in lives[1]:
+        assert "model.pp0.tp0: was" in rank["zero0"]["refused"]
 
 
 def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ LIVES = {1: (3, 2, 3), 2: (2, 1, 2)}
 RUN = {1: tuple(CASES), 2: tuple(case for case in ("zero1", "zero1-bf16") if case in CASES)}
 """Cases by the number of stages."""
 EACH = [(stages, case) for stages, cases in RUN.items() for case in cases]
+KEYS_TO_SET = (
+    """write "train_batch_size": 12 and "train_micro_batch_size_per_gpu": 2 into DeepSpeed's JSON, and no """
+    '"gradient_accumulation_steps"'
+)
 Lives = Callable[[int], list[list[dict[str, Any]]]]
 
 
@@ -94,11 +98,32 @@ def test_p7_what_is_not_this_job_at_another_degree_is_refused(lives: Lives) -> N
         batch, optimizer = rank["refused"]["batch"], rank["refused"]["optimizer"]
         assert "FingerprintError" in batch
         assert "config.train_batch_size: was 12, is 8" in batch
-        assert 'no "gradient_accumulation_steps"' in batch
+        assert KEYS_TO_SET in batch
         assert "FingerprintError" in optimizer
         assert "config.gradient_clipping: was 0.1, is 0.5" in optimizer
         assert "layout.dp" not in optimizer
         assert "config.gradient_accumulation_steps" not in optimizer
+
+
+def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tmp_path: Path) -> None:
+    """DeepSpeed loads the files that the script had it save; what reft saved beside them is of a replica each."""
+    tag = ""
+    for number, replicas in enumerate((3, 2, 3), 1):
+        until = number * STEPS
+        life = {"until": until, "tag": tag, "stages": 1, "cases": ["zero0"], "disk": True}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        for rank in run_ranks(JOB, tmp_path, world=replicas):
+            zero0 = rank["zero0"]
+            assert len(zero0["losses"]) == STEPS
+            if tag:
+                assert f"checkpoint/{tag}/" in zero0["path"]
+                assert zero0["begins"] == until - STEPS
+                assert zero0["losses"] == zero0["reference"]["losses"]
+                assert zero0["images"] == zero0["reference"]["images"]
+                assert zero0["micro_steps"] == until * 12 // 2 // replicas
+                assert "config.train_batch_size: was 12" in rank["refused"]
+                assert KEYS_TO_SET in rank["refused"]
+        tag = f"step{until}"
 
 
 def test_a_global_batch_that_the_replicas_cannot_share_is_refused_with_the_degrees_that_can(
