@@ -27,6 +27,8 @@ from reft.tools.local_cluster import LocalCluster
 
 JOB = Path(__file__).with_name("smaller_job.py")
 BATCH, MICRO = 64, 8
+GOAL = 0.95
+"""Of its share; less is exit code 1."""
 LEFT_OUT = 5
 """First steps of a phase."""
 CONF = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5,join_timeout=120"
@@ -107,13 +109,15 @@ def main() -> None:
         "steps": steps,
         "phases": told,
         "share": share,
+        "goal_met": share >= GOAL,
     }
     if options.json:
         print(json.dumps(result))
-        return
+        sys.exit(share < GOAL)
     for phase in told:
         print(f"{phase['replicas']} replicas: {phase['samples_per_sec']['median']:.1f} samples/s")
     print(f"one replica trains {100 * share:.1f} % of half of what two do")
+    sys.exit(share < GOAL)
 
 
 if __name__ == "__main__":

@@ -168,22 +168,24 @@ def counts_of(paths: Sequence[Path], index: Path | None) -> list[int]:
 
     Args:
         paths: of the shards.
-        index: a file that keeps what was counted; shards whose size has not changed are not counted again.
+        index: a file that keeps what was counted; shards whose size and time of change are as they were then
+            are not counted again. Size alone does not tell: tars are filled up to whole blocks.
 
     Raises:
         ConfigError: a shard or the index cannot be read.
     """
-    sizes = {str(path): path.stat().st_size for path in paths}
+    stats = {str(path): path.stat() for path in paths}
+    marks = {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
     known: dict[str, list[int]] = {}
     if index is not None and index.exists():
-        known = read_object(index, "the index of the shards", "an object of path to [bytes, samples]")
-    missing = [path for path in paths if known.get(str(path), [None])[0] != sizes[str(path)]]
+        known = read_object(index, "the index of the shards", "an object of path to [bytes, ns, samples]")
+    missing = [path for path in paths if known.get(str(path), [])[:2] != marks[str(path)]]
     with ThreadPoolExecutor(_COUNTING) as pool:
         for path, count in zip(missing, pool.map(count_samples, missing), strict=True):
-            known[str(path)] = [sizes[str(path)], count]
+            known[str(path)] = [*marks[str(path)], count]
     if index is not None and missing:
         write_durably(index, json.dumps(known, indent=1).encode())
-    return [known[str(path)][1] for path in paths]
+    return [known[str(path)][2] for path in paths]
 
 
 class ShardSamples:
@@ -219,11 +221,21 @@ class ShardSamples:
             self._open, self._pid = OrderedDict(), os.getpid()
         if number not in self._open:
             path = self._paths[number]
-            self._open[number] = LinesShard(path, self._block) if _is_lines(path) else TarShard(path)
+            self._open[number] = LinesShard(path, self._block) if _is_lines(path) else self._tar(number)
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(number)
         return self._open[number]
+
+    def _tar(self, number: int) -> TarShard:
+        shard, counted = TarShard(self._paths[number]), int(np.diff(self._starts)[number])
+        if len(shard) != counted:
+            shard.close()
+            raise ConfigError(
+                f"the shard {self._paths[number]} holds {len(shard)} samples; {counted} were counted at the "
+                f"start. Leave the shards of a running job as they are"
+            )
+        return shard
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": OrderedDict()}

@@ -132,14 +132,13 @@ def test_a_node_of_the_storm_comes_back_as_the_job_that_it_was(tmp_path: Path) -
         assert cluster.log(0).count("reft [local/launcher node0] round 1, start") == 2
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_p3_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
     target = tmp_path / "storm.json"
-    arguments = ["--seed", "7", "--secs", "60", "--attacks", "4", "--steps", "600"]
+    arguments = ["--seed", "7", "--secs", "0", "--least", "4", "--attacks", "4", "--steps", "300"]
     kinds = ["kill-trainer", "kill-launcher", "kill-nodes", "cut-power", "flip-bits-dark"]
     code = main([*arguments, "--setups", "dp2-arc-persist", "--kinds", *kinds, "--json", str(target)])
     summary = json.loads(target.read_text())
     assert code == 0, summary["problems"]
-    assert summary["attacks"] >= 1
+    assert summary["attacks"] >= 4
     assert summary["losses_compared"] > 0

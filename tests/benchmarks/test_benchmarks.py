@@ -285,9 +285,11 @@ def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_smaller_trains_with_two_replicas_with_one_and_with_two_again() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "smaller.py"), "--quick", "--json"]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=True)
+    made = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
     found = json.loads(made.stdout)
     assert [phase["replicas"] for phase in found["phases"]] == [2, 1, 2]
     for phase in found["phases"]:
         check_estimate(phase["samples_per_sec"])
     assert found["share"] > 0
+    assert found["goal_met"] == (found["share"] >= 0.95)
+    assert made.returncode == (0 if found["goal_met"] else 1), made.stderr

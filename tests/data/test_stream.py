@@ -200,6 +200,29 @@ def test_what_was_counted_is_kept_and_counted_anew_where_a_shard_has_changed(
     assert counted[len(SIZES) :] == [last]
 
 
+def test_a_shard_that_was_written_anew_with_the_same_size_is_counted_anew(tmp_path: Path) -> None:
+    """Tars are filled up to 10,240 bytes."""
+    shard, index = tmp_path / "a.tar", tmp_path / "index.json"
+    write_tar(shard, [0, 1])
+    size = shard.stat().st_size
+    assert len(made(str(shard), index=index).dataset) == 2
+    write_tar(shard, [0, 1, 2])
+    assert shard.stat().st_size == size
+    assert len(made(str(shard), index=index).dataset) == 3
+
+
+@pytest.mark.parametrize("now", [1, 3])
+def test_a_tar_that_changes_after_it_was_counted_is_refused_when_it_is_opened(
+    tmp_path: Path, now: int
+) -> None:
+    shard = tmp_path / "a.tar"
+    write_tar(shard, [0, 1])
+    loader = reft.data.stream(str(shard), batch_size=1, collate_fn=list)
+    write_tar(shard, list(range(now)))
+    with pytest.raises(reft.ConfigError, match=rf"holds {now} samples; 2 were counted"):
+        list(loader)
+
+
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     damaged = tmp_path / "a.jsonl.gz"
     damaged.write_bytes(gzip.compress(b'{"n": 1}\n' * 99)[:-12])
