@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from reft.errors import LayoutError
-from reft.load.relayout import WHOLE, Held, Parameter
+from reft.grid import Coordinate
+from reft.load.relayout import WHOLE, Held, Layout, Parameter
 from reft.state.adapters import StateAdapter
 
 HELD = "held"
@@ -111,15 +113,52 @@ def splits_of(module: torch.nn.Module) -> dict[str, int | None]:
 def _several_matrices(module: Any) -> list[str]:
     """Patterns of names by which Megatron-DeepSpeed's models tell DeepSpeed's universal checkpoints of
     parameters that hold several matrices."""
-    info = getattr(module, "universal_checkpoint_info", None)
-    info = info() if callable(info) else info  # Megatron-DeepSpeed's is a method, DeepSpeed's an attribute
-    if not isinstance(info, Mapping):
-        return []
+    info = _universal_info(module)
     found = list(info.get("parameter_with_2_sub_params_cat_dim_0") or ())
     for several in info.get("parameter_with_sub_params") or ():
         told = several.get("patterns") if isinstance(several, dict) else getattr(several, "patterns", None)
         found += told or ()
     return found
+
+
+def _universal_info(module: Any) -> Mapping[str, Any]:
+    """What a model tells DeepSpeed's universal checkpoints of its parameters."""
+    info = getattr(module, "universal_checkpoint_info", None)
+    info = info() if callable(info) else info  # Megatron-DeepSpeed's is a method, DeepSpeed's an attribute
+    return info if isinstance(info, Mapping) else {}
+
+
+def same_on_stages(module: Any) -> set[str]:
+    """Names of the parameters that are the same on all stages that have them: tied weights, whose gradients
+    DeepSpeed adds up, and those of which the model says that the first stage's counts."""
+    tied = set()
+    modules = getattr(module, "tied_modules", {})
+    for spec in getattr(module, "_layer_specs", ()):
+        if (key := getattr(spec, "key", None)) in modules:
+            tied |= {id(attrgetter(name)(modules[key])) for name in getattr(spec, "tied_weight_attr", ())}
+    patterns = _universal_info(module).get("pipeline_replicated_parameter_patterns") or ()
+    return {
+        name
+        for name, p in module.named_parameters()
+        if id(p) in tied or any(re.match(pattern, name) for pattern in patterns)
+    }
+
+
+def check_stages(module: Any, old: Layout, new: Layout, at: Coordinate) -> None:
+    """What several old stages have has to be one and the same, where other stages have it now.
+
+    Raises:
+        LayoutError: a parameter of the new rank ``at`` was another one on each.
+    """
+    same, was, now = same_on_stages(module), old.stages(), new.stages()
+    mine = [p.name for p in new.held[at.pp, at.tp].parameters]
+    if unlike := [n for n in mine if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]]:
+        raise LayoutError(
+            f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has another one of "
+            f"{', '.join(unlike[:4])}: DeepSpeed keeps equal there what tied_weight_attr names, no more. "
+            f"Start with {old.degrees.pp} stages; or, if the first stage's is the one that counts, name it "
+            f'as "pipeline_replicated_parameter_patterns" in universal_checkpoint_info of the model'
+        )
 
 
 def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -18,7 +18,7 @@ from reft.grid import Coordinate, Degrees
 from reft.hook.checkpoint_parts import degrees_of
 from reft.hook.deepspeed_engine import DeepSpeedEngine
 from reft.hook.disk import host_file
-from reft.hook.held import HELD, describe, live_tensors
+from reft.hook.held import HELD, check_stages, describe, live_tensors
 from reft.hook.session import Session
 from reft.load.relayout import Held, Layout, Move, paddings, plan_layout
 from reft.load.reshape import Resize
@@ -117,6 +117,7 @@ class Relayout:
         told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
         at = self._topology.coordinates
         new = Layout(self._topology.degrees, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
+        on_all(self._control, lambda: check_stages(self._engine.engine.module, old, new, self._at))
         moves = on_all(self._control, lambda: plan_layout(old, new, self._at))
         live = on_all(self._control, lambda: self._prepare(old, moves, state))
         with torch.no_grad():

@@ -96,6 +96,14 @@ class Layout:
     degrees: Degrees
     held: Mapping[Group, Held]
 
+    def stages(self) -> dict[str, set[int]]:
+        """Those that have a parameter, by its name."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for (pp, _), held in self.held.items():
+            for part in held.parameters:
+                found[part.name].add(pp)
+        return found
+
 
 class Move(NamedTuple):
     """Elements that one rank of the old layout has, and where a rank of the new one puts them.

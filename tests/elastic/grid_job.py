@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -95,13 +96,21 @@ class Said:
         return loss
 
 
-def engine_of(config: dict[str, Any], pp: int, tp: int, blocks: int = 6) -> tuple[Any, Said]:
+def engine_of(
+    config: dict[str, Any], pp: int, tp: int, blocks: int = 6, tied: Sequence[str] = ()
+) -> tuple[Any, Said]:
+    """An engine of a model of this many blocks.
+
+    Args:
+        tied: parameters of one more block, first and last, that DeepSpeed keeps equal there; none: no such block.
+    """
     topology = reft.topology(pp, tp=tp)
     groups = [dist.new_group(list(g)) for g in topology.get_axis_comm_lists("model")] if tp > 1 else [None]
     part = TensorParallel(groups[RANK // tp if tp > 1 else 0], RANK % tp, tp, seed=3)
     said = Said(WORLD // pp // tp)
+    ends = [TiedLayerSpec("ends", Block, "ends", part, tied_weight_attr=list(tied))] if tied else []
     module = PipelineModule(
-        [Block(f"block{i}", part) for i in range(blocks)],
+        [*ends, *(Block(f"block{i}", part) for i in range(blocks)), *ends],
         topology=topology,
         loss_fn=said,
         partition_method="uniform",
@@ -111,6 +120,9 @@ def engine_of(config: dict[str, Any], pp: int, tp: int, blocks: int = 6) -> tupl
         "universal_checkpoint_version": 0.2,
         "tp_replicated_parameter_patterns": [r".*\.norm\..*"],
         "parameter_with_row_parallelism_patterns": [r".*\.down\.weight"],
+        "pipeline_replicated_parameter_patterns": [
+            rf"tied_modules\.ends\.{re.escape(name)}" for name in tied
+        ],
     }
     engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
     return engine, said

@@ -7,6 +7,7 @@ if the replicas alone are others, and else from what the ranks had said of their
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -31,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 if BF16_OPTIMIZER_IS_NEVER_MADE:
     del CASES["zero1-bf16"]
+TIED = ("norm.weight", "norm.bias", "up.weight", "down.weight")
+"""Parameters of the block that is the first and the last one."""
+TIED_CASES = {f"tied-{case}": settings for case, settings in CASES.items()}
+SETTINGS = CASES | TIED_CASES
 SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40}}}
 
 
@@ -57,6 +62,7 @@ def said_of_parameters(engine: Any) -> dict[str, Any]:
     names = {id(p): name for name, p in engine.module.named_parameters()}
     optimizer = engine.optimizer
     return {
+        "stage": engine.grid.get_stage_id(),
         "state": {
             names[id(p)]: (p.detach(), optimizer.state[p])
             for g in optimizer.param_groups
@@ -71,9 +77,11 @@ def said_of_parameters(engine: Any) -> dict[str, Any]:
 def set_parameters(engine: Any, said: list[dict[str, Any]], tp: int) -> None:
     """Cut each parameter, and what the optimizer has for it, for this rank."""
     slices: dict[str, list[Any]] = {}
+    first: dict[str, int] = {}
     for rank in said:
         for name, value in rank["state"].items():
-            slices.setdefault(name, []).append(value)
+            if first.setdefault(name, rank["stage"]) == rank["stage"]:  # what is tied is on several
+                slices.setdefault(name, []).append(value)
     part = RANK % tp
 
     def cut(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -97,9 +105,10 @@ def set_parameters(engine: Any, said: list[dict[str, Any]], tp: int) -> None:
 
 
 def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
-    universal = case != "zero0"
+    universal = not case.endswith("zero0")
     more = {"checkpoint": {"load_universal": True}} if universal else {}
-    engine, said = engine_of({**CONFIG, **SCHEDULER, **CASES[case], **more}, life["pp"], life["tp"])
+    config = {**CONFIG, **SCHEDULER, **SETTINGS[case], **more}
+    engine, said = engine_of(config, life["pp"], life["tp"], tied=tied_in(case, life))
     if universal or life["was"] == [life["pp"], life["tp"]]:
         engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["from"] + "-universal" * universal)
     else:
@@ -109,7 +118,12 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     return {"losses": train(engine, said, life["until"]), "images": images_of(engine)}
 
 
-def with_reft(root: Path, case: str, life: dict[str, Any], **model: int) -> tuple[Any, Any]:
+def tied_in(case: str, life: dict[str, Any]) -> tuple[str, ...]:
+    return life.get("tied", TIED) if case in TIED_CASES else ()
+
+
+def with_reft(root: Path, case: str, life: dict[str, Any], **model: Any) -> tuple[Any, Any]:
+    torch.manual_seed(100)
     world = dist.get_world_size()
     nodes = life["nodes"] or world
     node, local = divmod(RANK, world // nodes)
@@ -119,15 +133,15 @@ def with_reft(root: Path, case: str, life: dict[str, Any], **model: int) -> tupl
     block |= {"tolerance": 0, "block_bytes": 4096} | life["block"]
     if not life["nodes"]:
         block["persist"] = {"dir": str(root / case / "persisted")}
-    config = {**CONFIG, **SCHEDULER, **CASES[case], "reft": block}
-    engine, said = engine_of(config, life["pp"], life["tp"], **model)
+    config = {**CONFIG, **SCHEDULER, **SETTINGS[case], "reft": block}
+    engine, said = engine_of(config, life["pp"], life["tp"], **{"tied": tied_in(case, life), **model})
     reft.attach(engine)
     return engine, said
 
 
-def refused(root: Path, case: str, life: dict[str, Any]) -> str:
-    """What a job of a larger model is told."""
-    engine, _ = with_reft(root, case, life, blocks=8)
+def refused(root: Path, case: str, life: dict[str, Any], **model: Any) -> str:
+    """What a job of another model is told."""
+    engine, _ = with_reft(root, case, life, **model)
     before = images_of(engine)
     with pytest.raises(reft.ReftError) as error:
         engine.load_checkpoint(str(root / "none"))
@@ -137,12 +151,33 @@ def refused(root: Path, case: str, life: dict[str, Any]) -> str:
     return str(error.value)
 
 
+def commit_every_version(session: Any) -> None:
+    """Before the next step: none is left out on a busy machine."""
+    submit = session.worker.submit
+
+    def submit_and_wait(request: Any) -> None:
+        request.must = True
+        submit(request)
+        assert request.done.wait(60)
+
+    session.worker.submit = submit_and_wait
+
+
+def digest_of_tied(engine: Any) -> dict[str, str]:
+    """Of what this stage has of the block that is the first and the last one."""
+    return {
+        name: hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()
+        for name, p in engine.module.tied_modules.named_parameters()
+    }
+
+
 def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(100)
-    told = refused(root, case, life) if life["from"] else ""
+    told = refused(root, case, life, blocks=8) if life["from"] else ""
     engine, said = with_reft(root, case, life)
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = session_of(engine)
+    if session.config.recompute:
+        commit_every_version(session)
     out = {
         "refused": told,
         "path": path,
@@ -150,12 +185,14 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
         "losses": train(engine, said, life["until"]),
     }
     out["images"] = images_of(engine)
+    out["tied"] = digest_of_tied(engine)
     session.worker.drain(60)
+    out["recomputed"] = session.stats.to_json()["recomputed"]
     session.close()
     dist.barrier()
     tag = f"step{life['until']}"
     engine.save_checkpoint(str(root / case / "checkpoint"), tag=tag)
-    if case == "zero0" and engine.grid.get_data_parallel_id() == 0:
+    if case.endswith("zero0") and engine.grid.get_data_parallel_id() == 0:
         folder = root / case / f"said-{tag}"
         folder.mkdir(exist_ok=True)
         torch.save(said_of_parameters(engine), folder / f"{engine.grid.get_stage_id():02d}-{RANK:02d}.pt")
@@ -167,6 +204,8 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
 
 def main(root: Path) -> dict[str, Any]:
     life = json.loads((root / "life.json").read_text())
+    if life.get("refuse"):
+        return {case: refused(root, case, life) for case in life["cases"]}
     return {case: live(root, case, life) for case in life["cases"]}
 
 

@@ -12,8 +12,9 @@ import torch
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.hook.held import Description, splits_of
+from reft.hook.held import Description, check_stages, same_on_stages, splits_of
 from reft.hook.relayout import Relayout, other_layout
+from reft.load.relayout import Held, Layout, Parameter
 from reft.state.codec import encode
 
 
@@ -129,6 +130,48 @@ def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tenso
     )
     source: Any = Namespace(degrees=was, host_state=lambda at: {"buffers": buffers[at.tp]})
     return Relayout(session, Namespace(engine=Namespace(module=model)), source)  # type: ignore[arg-type]
+
+
+class Embedding(torch.nn.Module):
+    """As Megatron's: what is tied is a property, and the last stage has positions that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions, self.scale = (torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+
+    @property
+    def words_weight(self) -> torch.Tensor:
+        return self.words.weight
+
+
+def test_p7_what_stages_do_not_keep_equal_stays_on_them_or_is_refused_by_name() -> None:
+    module = torch.nn.Module()
+    module.tied_modules = torch.nn.ModuleDict({"embed": Embedding()})
+    spec: Any = Namespace(key="embed", tied_weight_attr=["words_weight"])
+    vars(module)["_layer_specs"] = [spec, abs, spec]
+    module.universal_checkpoint_info = {  # type: ignore[assignment]
+        "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\.positions"]
+    }
+    words, positions, scale = (
+        f"tied_modules.embed.{name}.weight" for name in ("words", "positions", "scale")
+    )
+    assert same_on_stages(module) == {words, positions}
+
+    held = Held(tuple(Parameter(n, (1, 1), None) for n in (words, positions, scale)), (), (), False)
+    none = Held((), (), (), False)
+
+    def layout(stages: int) -> Layout:
+        ends = {0, stages - 1}
+        return Layout(Degrees(stages, 1, 1), {(pp, 0): held if pp in ends else none for pp in range(stages)})
+
+    def check(was: int, now: int) -> None:
+        check_stages(module, layout(was), layout(now), Coordinate(0, 0, 0))
+
+    check(2, 2)
+    check(1, 2)
+    for was, now in ((2, 1), (2, 3), (3, 2)):
+        with pytest.raises(LayoutError, match=r"another one of tied_modules\.embed\.scale\.weight: "):
+            check(was, now)
 
 
 def test_buffers_that_follow_from_the_slice_are_refused_by_name() -> None:

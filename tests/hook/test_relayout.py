@@ -16,8 +16,9 @@ from reft.load.offline import persist_offline
 from reft.store.arena import Arena
 from reft.store.jobdir import read_secret
 from tests.hook.ranks import run_ranks
-from tests.hook.relayout_job import CASES, STEPS
+from tests.hook.relayout_job import CASES, STEPS, TIED, TIED_CASES
 from tests.hook.test_resizing import to_universal
+from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, GRADIENTS_ARE_NOT_AVERAGED
 
 JOB = Path(__file__).with_name("relayout_job.py")
 SMALLER = Degrees(2, 2, 1), Degrees(1, 2, 1)
@@ -26,6 +27,7 @@ REPLICAS = (*(Degrees(*d) for d in ((2, 2, 1), (2, 1, 1), (2, 2, 1))),)
 MANY_REPLICAS = (*(Degrees(*d) for d in ((1, 3, 1), (1, 2, 1), (1, 4, 1))),)
 LONG = (*(Degrees(*d) for d in ((2, 2, 1), (1, 2, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 1, 1))),)
 """Of every life."""
+TIED_LAYOUTS = Degrees(2, 2, 1), Degrees(1, 2, 1), Degrees(2, 2, 1)
 Lives = list[list[dict[str, Any]]]
 
 
@@ -166,6 +168,69 @@ def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -
 
     lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2, between=corrupted, tolerance=1)
     are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
+
+
+def are_tied(lives: Lives) -> None:
+    """What is on the first stage and on the last is one and the same."""
+    for ranks in lives:
+        for case in TIED_CASES:
+            assert len({json.dumps(rank[case]["tied"]) for rank in ranks if rank[case]["tied"]}) == 1
+            assert ranks[0][case]["tied"]
+            assert ranks[-1][case]["tied"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
+def test_p1_tied_modules_come_together_on_one_stage_and_part_again(
+    tmp_path: Path, nodes: int, path: str
+) -> None:
+    lives = lives_of(tmp_path, TIED_LAYOUTS, list(TIED_CASES), nodes=nodes)
+    for case in TIED_CASES:
+        are_of_their_layouts(lives, TIED_LAYOUTS, case, path)
+    are_tied(lives)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [0, 2], ids=["storage", "memory"])
+def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: Path, nodes: int) -> None:
+    """DeepSpeed adds up the gradients of what it is told is tied: the rest of such a module is another one on
+    each stage."""
+    for number, degrees in enumerate(TIED_LAYOUTS[:2], 1):
+        until = number * STEPS
+        life = {"until": until, "from": "", "pp": degrees.pp, "tp": 1, "cases": ["tied-zero1"], "block": {}}
+        life |= {"nodes": nodes, "tied": TIED[2:], "refuse": number == 2}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        ranks = run_ranks(JOB, tmp_path, world=degrees.world_size)
+        folders = () if nodes or number == 2 else sorted(tmp_path.glob(f"*/memory-{until}/node*/*"))
+        if folders:
+            persist_offline(folders, tmp_path / "tied-zero1" / "persisted")
+    for rank in ranks:
+        assert "tied_modules.ends.norm.weight" in rank["tied-zero1"]
+        assert "tied_modules.ends.up.weight" not in rank["tied-zero1"]
+        assert "tied_weight_attr" in rank["tied-zero1"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    BF16_OPTIMIZER_IS_NEVER_MADE or GRADIENTS_ARE_NOT_AVERAGED,
+    reason="this DeepSpeed has no gradients for aor",
+)
+@pytest.mark.parametrize("lost", [False, True], ids=["whole", "node-lost"])
+def test_p3_recomputed_partitions_go_to_another_layout(tmp_path: Path, lost: bool) -> None:
+    """What a lost node had of the optimizer is what its peer had recomputed."""
+    case, block = "zero1-bf16", {"tolerance": 1, "protection": {"scheme": "arc", "recompute": True}}
+
+    def lose() -> None:
+        if lost:
+            shutil.rmtree(tmp_path / case / "memory" / "node1")
+
+    lives = lives_of(tmp_path, SMALLER, [case], nodes=2, between=lose, **block)
+    are_of_their_layouts(lives, SMALLER, case, "memory:")
+    for ranks in lives:
+        for rank in ranks:
+            assert rank[case]["recomputed"]
 
 
 @pytest.mark.long
