@@ -35,6 +35,7 @@ class Monitoring:
         self._engine = engine
         self._stats = stats
         self._recoveries = recoveries
+        self._newest = None if engine is None else int(engine.global_steps)
 
     @classmethod
     def of(cls, engine: Any, stats: SnapshotStats, job_dir: Path) -> Monitoring:
@@ -50,15 +51,20 @@ class Monitoring:
             return cls(None, stats, 0)
         return cls(deepspeed, stats, len(restarts_among(read_history(job_dir))))
 
+    def starts_at(self, step: int) -> None:
+        """The engine has this step, which it did not make now."""
+        self._newest = step
+
     def after_step(self, step: int, tolerance: int) -> None:
-        """Write, if it is time to. Never raises (P6).
+        """Write once for each step, if it is time to. Never raises (P6).
 
         Args:
-            step: that was made.
+            step: that was made; the same again behind each of its micro-batches but the last.
             tolerance: node losses that are survived now.
         """
-        if self._engine is None:
+        if self._engine is None or step == self._newest:
             return
+        self._newest = step
         try:
             if step % (self._engine.steps_per_print() or _STEPS) == 0:
                 samples = int(self._engine.global_samples)

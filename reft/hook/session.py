@@ -374,4 +374,5 @@ class Session:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
         self.state.replaced()
         self._last_step = self.engine.global_steps
+        self.monitoring.starts_at(self._last_step)
         log.set_step(self._last_step)
