@@ -47,8 +47,9 @@ def scale_command(
     kill -USR1 LAUNCHER              the node of that `reft launch` leaves
 
     Refused, with the reason: below MIN, above MAX, no whole replicas, a batch that so many replicas cannot
-    share, fewer nodes that wait than needed, nothing committed yet. Exit code 0: done; 1: refused, or not
-    done in time.
+    share, fewer nodes that wait than needed. Where a node leaves and the job survives the loss of none at
+    this moment, or nothing is committed yet, the order waits for up to a minute first; `reft status` says so.
+    Exit code 0: done; 1: refused, or not done in time.
     """
     paths = [path for path in find_memory(memory_dir, job) if JobDir.open(path).live_processes()]
     if not paths:
@@ -95,4 +96,6 @@ def _describe(answer: ScaleAnswer) -> str:
         return f"refused: {answer.refused}"
     if answer.done:
         return f"the job goes on with {answer.nodes} nodes"
+    if answer.waits:
+        return answer.waits
     return f"the job is on its way from {answer.running} to {answer.nodes} nodes; see `reft status`"

@@ -136,6 +136,12 @@ class StatusBoard:
         self._doing = doing
         self._wake.set()
 
+    def warn(self, *warnings: str) -> None:
+        """What the status says of this node from now on, in place of what it said; none: nothing."""
+        if warnings != self._doing.warnings:
+            self._doing = replace(self._doing, warnings=warnings)
+            self._wake.set()
+
     @property
     def board(self) -> Board:
         """As this launcher last saw it."""

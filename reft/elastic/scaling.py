@@ -36,6 +36,7 @@ from reft.store.scale_orders import (
     ScaleAnswer,
     ScaleOrder,
     Size,
+    read_answer,
     read_order,
     read_size,
     write_answer,
@@ -44,8 +45,15 @@ from reft.store.scale_orders import (
 
 logger = logging.getLogger(__name__)
 
-_FIRST_VERSION_SECS = 60.0
-"""An order waits for the first version of a start, or until the launchers have told each other of it."""
+TOLERANCE_SECS = 60.0
+"""An order waits so long, in each start of the job, until the job survives the losses that it means: for the
+first version, for a node that is replaced, or until the launchers have told each other again what a store
+has lost."""
+_WHAT_TO_DO = (
+    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` anew for a node "
+    "that is gone, then ask again; where none is gone, the placement or its protection survives too little "
+    "(`reft plan` says what would do)"
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,22 @@ class Situation:
 
 
 def refusal(order: ScaleOrder, now: Situation) -> str:
-    """Why an order cannot be followed; "" where it can. Pure."""
+    """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
     return _of_the_number(order, now) or _of_the_names(order, now) or _of_the_layout(order.nodes, now)
+
+
+def shortfall(order: ScaleOrder, now: Situation) -> str:
+    """Which losses, that the order means, the job does not survive at this moment; "": it does. Pure."""
+    if now.tolerance is None:
+        return "nothing is committed in this start of the job yet"
+    named = len(set(order.without)) if replaces(order, now.nodes) else 0
+    needed = named or int(order.nodes < len(now.nodes))
+    if not needed or now.tolerance >= needed:
+        return ""
+    leave = "a node that leaves takes its part of the state along"
+    if needed > 1:
+        leave = f"{needed} nodes were named to be replaced at once"
+    return f"{leave}, and now the job survives the loss of {max(0, now.tolerance) or 'none'}"
 
 
 def _of_the_number(order: ScaleOrder, now: Situation) -> str:
@@ -90,13 +112,6 @@ def _of_the_number(order: ScaleOrder, now: Situation) -> str:
         return (
             f"{wanted} nodes were asked for, {running} train and {now.spares or 'none'} wait: start "
             f"`reft launch` on {wanted - running - now.spares} more and ask again"
-        )
-    if now.tolerance is None:
-        return "nothing is committed in this start of the job yet: ask again after its first steps"
-    if wanted < running and now.tolerance < 1:
-        return (
-            "a node that leaves takes its part of the state along, and now the job survives the loss of none "
-            "(`reft status` says why)"
         )
     return ""
 
@@ -127,11 +142,6 @@ def _of_replacing(order: ScaleOrder, now: Situation) -> str:
         return (
             f"{leave} of {len(now.nodes)} nodes were named to be replaced, and {now.spares or 'none'} wait: "
             f"start `reft launch` on {leave - now.spares} more and ask again"
-        )
-    if leave > (now.tolerance or 0):
-        return (
-            f"{leave} nodes were named to be replaced at once, and now the job survives the loss of "
-            f"{now.tolerance or 'none'} (`reft status` says why)"
         )
     return ""
 
@@ -188,7 +198,8 @@ class Scaler:
         self._seen = self._stat()  # an order of an earlier run has been dealt with
         self._order: ScaleOrder | None = None
         self._signals = signals
-        self._waits_since = time.monotonic()
+        self._waits: tuple[Any, int] | None = None
+        self._waits_since = 0.0
 
     def look(self, agreement: Agreement, group_rank: int) -> None:
         """Take up a new order, and go on with an old one. Best effort: it looks again."""
@@ -226,17 +237,20 @@ class Scaler:
             self._signals.asked_to_leave = False
         seen = self._stat()
         if seen == self._seen:
-            self._waits_since = time.monotonic()
-            return
-        early = time.monotonic() - self._waits_since < _FIRST_VERSION_SECS
-        if early and self._board.tolerance_left(agreement.incarnation) is None:
             return
         order = read_order(self._path)
         if order is None or self._handler.is_closed():  # which looks at who waits now
             self._seen = seen
             return
-        running = len(agreement.nodes)
-        why = refusal(order, self._situation(agreement))
+        running, now = len(agreement.nodes), self._situation(agreement)
+        missing = shortfall(order, now)
+        why = refusal(order, now)
+        # Before the first version, a node that waits may not have said so yet.
+        hopeful = now.tolerance is None or not why
+        if missing and hopeful and self._waits_on((seen, agreement.incarnation)):
+            self._say_that_it_waits(order, running, missing)
+            return
+        why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
             self._handler.scale(lambda state: asked(order, running, state))
             granted = scaling_of(self._handler.state)
@@ -245,6 +259,7 @@ class Scaler:
             if granted.number > order.number:
                 why = "a later order came from another node: ask again, and set the clocks of the nodes alike"
         self._seen, self._order = seen, order
+        self._board.warn()
         if why:
             logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
             self._answer(running, refused=why)
@@ -254,6 +269,22 @@ class Scaler:
         else:
             logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
         self._answer(running)
+
+    def _waits_on(self, what: tuple[Any, int]) -> bool:
+        """Whether an order, in a start of the job, may wait longer."""
+        now = time.monotonic()
+        if what != self._waits:
+            self._waits, self._waits_since = what, now
+        return now - self._waits_since < TOLERANCE_SECS
+
+    def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
+        """Once, unless something else is missing."""
+        said = f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
+        self._board.warn(said)
+        told = read_answer(self._path)
+        if told is None or (told.number, told.waits) != (order.number, said):
+            write_answer(self._path, ScaleAnswer(order.number, order.nodes, running, waits=said))
+            logger.warning("%s", said)
 
     def _name_leavers(self, agreement: Agreement) -> None:
         """Tell the next nodes to leave, where there are more than were asked for."""
@@ -267,7 +298,7 @@ class Scaler:
         if scaling.nodes >= running:
             return
         survived = self._board.tolerance_left(agreement.incarnation)
-        if not survived:  # not yet
+        if survived is None or survived < 1:  # not yet
             return
         ranks = leavers(agreement.nodes, min(survived, running - scaling.nodes), scaling.without)
         self._handler.scale(lambda state: told(ranks, running, state))
@@ -277,7 +308,8 @@ class Scaler:
     def _name_replaced(self, agreement: Agreement, scaling: Scaling) -> None:
         """Tell the nodes to leave that are to be replaced, once."""
         ranks = tuple(i for i, node in enumerate(agreement.nodes) if node in scaling.without)
-        if scaling.round != -1 or not ranks or not self._board.tolerance_left(agreement.incarnation):
+        survived = self._board.tolerance_left(agreement.incarnation)
+        if scaling.round != -1 or not ranks or survived is None or survived < len(ranks):
             return
         self._handler.scale(lambda state: told(ranks, len(agreement.nodes), state))
         if leaving_of(self._handler.state):  # else the round is over

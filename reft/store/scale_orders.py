@@ -74,6 +74,7 @@ class ScaleAnswer:
         running: nodes that it has.
         refused: why it is not followed; "" where it is.
         done: the job runs on so many nodes, and has committed a version there.
+        waits: what the order waits for, before it is followed or refused; "" where it does not wait.
     """
 
     number: int
@@ -81,6 +82,7 @@ class ScaleAnswer:
     running: int
     refused: str = ""
     done: bool = False
+    waits: str = ""
 
 
 def write_order(job_dir: Path, nodes: int, without: tuple[str, ...], why: str = "") -> ScaleOrder:

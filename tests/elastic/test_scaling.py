@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
+from reft.elastic import scaling
 from reft.elastic.agreement import Agreement
-from reft.elastic.scaling import Scaler, Situation, leavers, refusal
-from reft.elastic.shared_state import Scaling, scaling_of, set_scaling
+from reft.elastic.scaling import Scaler, Situation, leavers, refusal, shortfall
+from reft.elastic.shared_state import Scaling, leaving_of, scaling_of, set_scaling
 from reft.elastic.stop_signals import StopSignals
 from reft.grid import Degrees
 from reft.protect.codes import Scheme
@@ -109,7 +110,9 @@ NOW = Situation(
         (6, (), NOW, "3 train and 2 wait: start `reft launch` on 1 more"),
         (2, (), replace(NOW, tolerance=None), "nothing is committed"),
         (2, (), replace(NOW, tolerance=0), "survives the loss of none"),
+        (2, (), replace(NOW, tolerance=-1), "survives the loss of none"),
         (4, (), replace(NOW, tolerance=0), ""),
+        (3, ("a", "b"), replace(NOW, tolerance=2), ""),
         (2, ("d",), NOW, "no node d trains"),
         (2, ("a", "b"), NOW, "2 nodes were named to leave, but 1 leave"),
         (5, ("a",), NOW, "but 0 leave"),
@@ -131,7 +134,8 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
 ) -> None:
     if now.workers == 1:
         now = replace(now, degrees=Degrees(2, 3, 2))
-    said = refusal(ScaleOrder(1, nodes, without), now)
+    order = ScaleOrder(1, nodes, without)
+    said = refusal(order, now) or shortfall(order, now)
     assert why in said
     assert bool(why) == bool(said)
 
@@ -169,16 +173,41 @@ def signals() -> StopSignals:
     return StopSignals()
 
 
+class Told:
+    """What the launchers tell each other of the job, and this one of itself."""
+
+    def __init__(self) -> None:
+        self.tolerance: int | None = 1
+        self.degrees = None
+        self.warnings: tuple[str, ...] = ()
+
+    def tolerance_left(self, incarnation: int) -> int | None:
+        return self.tolerance
+
+    def warn(self, *warnings: str) -> None:
+        self.warnings = warnings
+
+
 @pytest.fixture
-def look(shared: Shared, tmp_path: Path, signals: StopSignals) -> Callable[[], None]:
+def board() -> Told:
+    return Told()
+
+
+def scaler_of(shared: Any, path: Path, board: Any, signals: StopSignals) -> Scaler:
     config = SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1)
     options: Any = SimpleNamespace(config=config, node="b")
-    board: Any = SimpleNamespace(tolerance_left=lambda incarnation: 1, degrees=None)
-    handler: Any = shared
+    return Scaler(shared, options, path, board, signals)
+
+
+def start_of_three(incarnation: int = 1) -> Agreement:
     nodes = ("a", "b", "c")
-    agreement = Agreement(1, nodes, nodes, ((0,), (1,), (2,)), restarts_used=0, known_step=1)
-    scaler = Scaler(handler, options, tmp_path, board, signals)
-    return lambda: scaler.look(agreement, group_rank=1)
+    return Agreement(incarnation, nodes, nodes, ((0,), (1,), (2,)), restarts_used=0, known_step=1)
+
+
+@pytest.fixture
+def look(shared: Shared, tmp_path: Path, board: Told, signals: StopSignals) -> Callable[[], None]:
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    return lambda: scaler.look(start_of_three(), group_rank=1)
 
 
 def test_an_order_is_followed_when_the_store_answers_again(
@@ -244,3 +273,123 @@ def test_a_signal_to_leave_ends_no_launcher_that_cannot_leave() -> None:
         "signals.install(); os.kill(os.getpid(), signal.SIGUSR1); assert signals.asked_to_leave"
     )
     subprocess.run([sys.executable, "-c", told], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("missing", [None, 0, -1])
+def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it(
+    shared: Shared,
+    look: Callable[[], None],
+    board: Told,
+    signals: StopSignals,
+    tmp_path: Path,
+    *,
+    missing: int | None,
+) -> None:
+    """A store that lost its leases has lost what the launchers told each other, until they tell it again."""
+    board.tolerance = missing
+    signals.asked_to_leave = True
+    look()
+    assert scaling_of(shared.state) is None
+    waits = read_answer(tmp_path)
+    assert waits is not None
+    assert not waits.refused
+    assert not waits.done
+    assert "to 2 nodes waits" in waits.waits
+    assert board.warnings == (waits.waits,), "reft status says it on every node"
+    board.tolerance = 1
+    look()
+    scaling = scaling_of(shared.state)
+    assert scaling is not None
+    assert (scaling.nodes, scaling.without) == (2, ("b",))
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert (answer.refused, answer.waits) == ("", "")
+    assert not board.warnings
+
+
+def test_an_order_that_waited_for_long_enough_is_refused_with_what_to_do(
+    shared: Shared,
+    look: Callable[[], None],
+    board: Told,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board.tolerance = 0
+    write_order(tmp_path, 2, ())
+    look()
+    monkeypatch.setattr(scaling, "TOLERANCE_SECS", 0.0)
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "now the job survives the loss of none" in answer.refused
+    assert "ask again" in answer.refused
+    assert not answer.waits
+    assert not board.warnings
+    board.tolerance = 1
+    look()
+    assert scaling_of(shared.state) is None, "it was refused"
+
+
+def test_each_order_and_each_start_of_the_job_has_the_whole_wait(
+    shared: Shared,
+    board: Told,
+    signals: StopSignals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes may take longer to come together again than an order waits."""
+    now = 0.0
+    monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: now))
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    board.tolerance = None
+    write_order(tmp_path, 2, ())
+    for start in (1, 2):
+        now += 2 * scaling.TOLERANCE_SECS
+        scaler.look(start_of_three(start), group_rank=1)
+    order = write_order(tmp_path, 1, ())
+    now += 2 * scaling.TOLERANCE_SECS
+    scaler.look(start_of_three(2), group_rank=1)
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert (answer.number, answer.refused) == (order.number, "")
+    now += 2 * scaling.TOLERANCE_SECS
+    scaler.look(start_of_three(2), group_rank=1)
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "nothing is committed" in answer.refused
+
+
+def test_an_order_that_is_wrong_for_good_is_refused_at_once(
+    look: Callable[[], None], board: Told, tmp_path: Path
+) -> None:
+    board.tolerance = 0
+    write_order(tmp_path, 2, ("d",))
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "no node d trains" in answer.refused
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("tolerance", [None, 0, -1])
+def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
+    shared: Shared,
+    board: Told,
+    signals: StopSignals,
+    tmp_path: Path,
+    *,
+    tolerance: int | None,
+    replaces: bool,
+) -> None:
+    """-1: what the launchers know to be gone is more than the protection survives."""
+    for rank, name in enumerate("abc"):
+        shared.state.participants[_NodeDesc(name, 1, rank)] = rank
+    nodes = 3 if replaces else 2
+    set_scaling(shared.state, Scaling(1, nodes, 3, ("c",), replaces=replaces))
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    board.tolerance = tolerance
+    scaler.look(start_of_three(), group_rank=0)
+    assert not leaving_of(shared.state)
+    board.tolerance = 1
+    scaler.look(start_of_three(), group_rank=0)
+    assert {node.addr for node in leaving_of(shared.state)} == {"c"}
