@@ -51,7 +51,7 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         LOADERS.require_named(self._name, self)
-        return self._of_shard() if is_shard(self._loader) else self._begin(self._loader)
+        return self._of_shard() if is_shard(self._loader) else _Kept(self, self._begin(self._loader))
 
     def _of_shard(self) -> Iterator[Any]:
         shard, again = self._loader, True
@@ -112,6 +112,35 @@ class ResumableLoader:
             if not self._moved:
                 self._pass.go_to(position)
             self._pass.era = WATCH.resuming
+
+    def begin_anew(self) -> None:
+        """The pass that is being read goes on: its order is the script's, and no version has it."""
+
+
+class _Kept:
+    """The iterator of a pass. It keeps the resumable loader, which :data:`LOADERS` alone would not: a script
+    may iterate over one that it has no name for.
+
+    Args:
+        owner: of the pass.
+        one: the pass, which is not to know its owner: of a circle, none would go when the script lets go.
+    """
+
+    def __init__(self, owner: ResumableLoader, one: Pass) -> None:
+        self._owner = owner
+        self._one = one
+
+    def __iter__(self) -> _Kept:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._one)
+
+    def __len__(self) -> int:
+        return len(self._one)
+
+    def __getattr__(self, name: str) -> Any:
+        return of_inner(self, "_one", name)
 
 
 def resumable(loader: Any, name: str = "data") -> Any:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import reft
-from reft.data import resumable
+from reft.data import loading, resumable
 from reft.data.passes import Pass, Position
 from reft.data.watch import Resuming, Watch
 from reft.state.codec import decode, encode
@@ -225,3 +225,28 @@ def test_two_loaders_under_one_name_are_refused() -> None:
 def test_what_is_no_loader_is_refused() -> None:
     with pytest.raises(reft.ConfigError, match="client_state"):
         reft.resumable([1, 2, 3])
+
+
+def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
+    """``for batch in reft.resumable(loader)``."""
+    seed(4)
+    wanted = [numbers(batch) for batch in LOADERS["shuffled"]()]
+    seed(4)
+    found, saved = [], None
+    for batch in reft.resumable(LOADERS["shuffled"](), name="not kept"):
+        found.append(numbers(batch))
+        if len(found) == 2:
+            saved = resumable.LOADERS.positions().get("not kept")
+            assert saved is not None, "its position is in no version"
+    assert found == wanted
+    assert "not kept" not in resumable.LOADERS.positions(), "it goes with its iterator"
+    resumable.LOADERS.restore({"not kept": saved})
+    again = [x[0].tolist() for x in reft.resumable(LOADERS["shuffled"](), name="not kept")]
+    assert again == [one[: len(one) // 4] for one in wanted[2:]], "goes on behind it"
+
+
+def test_p8_a_loader_of_reft_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
+    consumed = []
+    for _ in reft.data.loader(range(6), 2, name="not kept"):
+        consumed.append(loading.LOADERS.positions()["not kept"]["consumed"])
+    assert consumed == [2, 4, 6]
