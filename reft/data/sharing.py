@@ -10,7 +10,9 @@ for shard in shards:                # a range of indices
 from __future__ import annotations
 
 import logging
+import os
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECS = 0.2
 """Between looks at what others have in hand."""
+_PROCESS = uuid.uuid4().hex
+"""Of this process; one with the rank of a dead one is another."""
 
 
 class SharedShards:
@@ -46,7 +50,13 @@ class SharedShards:
         self._loads = 0
         self._hand: tuple[int, int] | None = None
         """The shard that is being read, and the number of its take."""
+        again = store.add(f"reft.data.shards/{name}/{rank}/{_PROCESS}.{os.getpid()}", 1) > 1
         self._begin(set())
+        if again and not self._shared.ledger.todo and not self._shared.ledger.doing:
+            raise ConfigError(
+                f"found the name {name!r}, under which this process has shared out data before, and all of "
+                f"it was read: nothing would be left. Give each time another one: share_out(..., name='...')"
+            )
 
     def _begin(self, done: set[int]) -> None:
         count = -(-self._samples // self._shard_samples)
@@ -143,13 +153,14 @@ def share_out(
     Args:
         samples: of the data set.
         shard_samples: of a range; the last one has the rest.
-        name: one for each time that data is shared out; the same in every process.
+        name: one for each time that data is shared out, in this start of the job; the same in every process.
         timeout_secs: after it a shard is handed to another process. More than any takes.
         rank: of this process, another one in each; None: that of torch.distributed.
         store: of torch.distributed, that all processes reach; None: the job's.
 
     Raises:
-        ConfigError: a number is not positive, or there is no store for more than one process.
+        ConfigError: a number is not positive, there is no store for more than one process, or this process
+            has read all under the name before.
     """
     if min(samples, shard_samples, timeout_secs) <= 0:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -107,6 +108,38 @@ def test_what_a_dead_replica_had_is_handed_back_after_the_timeout_and_its_late_w
     assert not other.finish(0, 1, 2), "once"
     assert other.finish(2, 1, 1)
     assert other.ledger.done == {0, 1, 2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_shard_counts_once_whoever_is_late_or_dies_and_comes_back(seed: int) -> None:
+    """Shards are handed back whose readers still live; a process that died comes back under its rank."""
+    rng, store, clock = random.Random(seed), HashStore(), Clock()
+
+    def begin() -> SharedLedger:
+        return SharedLedger(store, "ledger", range(30), timeout_secs=10.0, clock=clock)
+
+    processes = [begin() for _ in range(3)]
+    hand: dict[int, tuple[int, int]] = {}
+    counted: Counter[int] = Counter()
+    late = 0
+    for _ in range(2000):
+        clock.now += rng.random() * 4
+        rank = rng.randrange(3)
+        if rng.random() < 0.05:
+            hand.pop(rank, None)
+            processes[rank] = begin()
+        elif rank not in hand:
+            processes[rank].catch_up()
+            number = processes[rank].ledger.takes_of(rank)
+            if (shard := processes[rank].take(rank, number)) is not None:
+                hand[rank] = shard, number
+        elif rng.random() < 0.3:
+            shard, number = hand.pop(rank)
+            counts = processes[rank].finish(shard, rank, number)
+            counted[shard] += counts
+            late += not counts
+    assert counted == Counter(range(30))
+    assert late > 0, "nothing was handed back"
 
 
 def test_lines_that_nobody_reads_any_more_leave_the_store() -> None:

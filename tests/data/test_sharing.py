@@ -99,6 +99,18 @@ def test_wrong_use_is_refused() -> None:
         one.load_state_dict({**one.state_dict(), "shard_samples": 11})
 
 
+def test_a_name_whose_data_this_process_has_read_is_refused_rather_than_give_nothing() -> None:
+    store = HashStore()
+    assert sum(map(len, made(store))) == SAMPLES
+    with pytest.raises(reft.ConfigError, match=r"name 'shards'.*share_out\(\.\.\., name="):
+        made(store)
+    assert [*made(store, 1)] == [], "another one has read all"
+    again = reft.data.share_out(SAMPLES, SHARD, name="again", rank=0, store=store)
+    next(again)
+    del again  # an error of its own; what it had in hand comes back
+    assert next(reft.data.share_out(SAMPLES, SHARD, name="again", rank=0, store=store)) == range(10, 20)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
