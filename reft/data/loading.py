@@ -12,6 +12,7 @@ counts what was handed out, not what was read ahead; to come back sets two numbe
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -65,14 +66,16 @@ class _Read:
     """A micro-batch that was read, or the data set's ``error`` in its place.
 
     Attributes:
-        at: the position behind it.
-        ends_step: see :class:`reft.data.batches.Reached`.
+        at: the position behind it; see :class:`reft.data.batches.Reached`.
+        step_end: see there.
+        ends_step: whether it is the replica's last of its step; None: all replicas have equally many.
     """
 
     batch: Any
     error: Exception | None
     at: JobPosition
-    ends_step: bool | None
+    step_end: JobPosition | None
+    ends_step: bool | None = None
 
 
 class Reading:
@@ -117,10 +120,13 @@ class Reading:
             self._inner, self._reached = self._owner.read_from(progress.at)
             self._read_to, self._ended_at = progress.at, None
             self._ahead.clear()
+        if progress.counts:
+            self._reached.leave(progress.at)
         try:
             read = self._next(self._reached)
         except StopIteration:
             progress.counts = True
+            self._reached.leave(progress.at)
             raise
         progress.at = read.at
         if read.error is not None:
@@ -135,26 +141,39 @@ class Reading:
         return read.batch
 
     def _next(self, reached: Reached) -> _Read:
-        """The next one. Where only errors follow it in its step, it is the last of that step: the replica
-        would not see its end else, and the others would wait for it."""
+        """The next one. It is the last of its step where none follows it there that can be read: the replica
+        would not see the step's end else, and the others would wait for it."""
         ahead = self._ahead
         if not ahead:
             ahead.append(self._read(reached))
         first = ahead[0]
-        if first.error is None and first.ends_step is False:
-            while len(ahead) == 1 or (ahead[-1].error is not None and not ahead[-1].ends_step):
-                ahead.append(self._read(reached))
-            if ahead[-1].error is not None:
-                first = replace(first, at=ahead[-1].at, ends_step=True)
-                for _ in range(1, len(ahead)):
-                    # The step is whole: a version of it goes on behind what was left out.
-                    ahead.append(replace(ahead[1], at=first.at))
-                    del ahead[1]
+        if first.step_end is not None:
+            if ends := not self._is_followed(reached, first.step_end):
+                # The step is whole: a version of it goes on behind what was left out.
+                first = replace(first, at=first.step_end)
+            first = replace(first, ends_step=ends)
         ahead.popleft()
         return first
 
+    def _is_followed(self, reached: Reached, step_end: JobPosition) -> bool:
+        """Whether one that can be read, of the same step, comes behind the next one."""
+        for number in itertools.count(1):
+            if len(self._ahead) == number:
+                try:
+                    self._ahead.append(self._read(reached))
+                except StopIteration:
+                    break
+            if self._ahead[number].step_end != step_end:
+                break
+            if self._ahead[number].error is None:
+                return True
+        return False
+
     def _read(self, reached: Reached) -> _Read:
-        """Raises what does not leave a micro-batch out: the end, or workers that died or are late."""
+        """Raises what does not leave a micro-batch out: the end, workers that died or are late, or a failure
+        to take one."""
+        if reached.failed is not None:
+            raise reached.failed
         received = received_by(self._inner)
         batch, found = None, None
         try:
@@ -162,11 +181,11 @@ class Reading:
         except StopIteration:
             raise
         except Exception as error:
-            if not is_left_out(self._inner, received):
+            if reached.failed is not None or not is_left_out(self._inner, received):
                 raise
             found = error
         self._read_to = reached.behind(self._read_to)
-        return _Read(batch, found, self._read_to, reached.ends_step)
+        return _Read(batch, found, self._read_to, reached.step_end)
 
     def _leave_out(self, read: _Read, error: Exception) -> NoReturn:
         self._owner.left_out()
@@ -270,8 +289,21 @@ class Loader:
 
     def __iter__(self) -> Reading:
         LOADERS.require_named(self._name, self)
+        self._require_whole_step()
         self._progress = Progress(self._beginning())
         return Reading(self, self._progress)
+
+    def _require_whole_step(self) -> None:
+        """A loop that was left after so many micro-batches was left at another step by each replica."""
+        one = self._progress
+        if one is None or not (one.counts and WATCH.is_watching) or self.ends_step is not False:
+            return
+        if self.replica[1] > 1:
+            raise ConfigError(
+                f'the loop over the loader {self._name!r} was left within a step: with order="dynamic" '
+                f"replicas have unequally many micro-batches, and would begin the next pass at different "
+                f"steps. Leave it where loader.ends_step is true, after so many steps, not micro-batches"
+            )
 
     def _beginning(self) -> JobPosition:
         restored, progress = self._to_go_on_at(), self._progress
@@ -319,9 +351,16 @@ class Loader:
             ConfigError: it belongs to other data or another order.
         """
         self._restored = decode(position, self._order, self._name)
-        self._loads += 1
+        self._loads, self.ends_step = self._loads + 1, None
         if self._progress is not None:
             self._progress.go_to(self._restored)
+
+    def begin_anew(self) -> None:
+        """A version was loaded that was taken before the first pass was begun: go back to there."""
+        if self._progress is not None:
+            self.go_to(encode(JobPosition(), self._order))
+        else:
+            self._loads += 1  # as on ranks that have read something
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for checkpoints of one's own; reft needs no call of it."""
@@ -383,7 +422,8 @@ def loader(
         dp_size: number of replicas; None: likewise.
         name: where a script has several, one for each; the same after a restart.
         options: of ``DataLoader``: ``num_workers``, ``prefetch_factor``, ``pin_memory``,
-            ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``.
+            ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``. With
+            ``order="dynamic"`` the prefetch factor is 1 where none is given.
 
     Raises:
         ConfigError: the data set has no indices, or an option would decide the order.
@@ -394,10 +434,14 @@ def loader(
             f"length and indices. Files of samples are read by reft.data.stream(paths, ...)"
         )
     samples = SampleOrder(len(dataset), seed, shuffle=shuffle)
+    if order == "dynamic" and options.get("num_workers") and options.get("prefetch_factor") is None:
+        # What a worker reads ahead is taken, and no other replica can train on it.
+        options["prefetch_factor"] = 1
+    ahead = options.get("num_workers", 0) * (options.get("prefetch_factor") or 0)
     return Loader(
         dataset,
         samples,
-        _batches(samples, order, step_samples, batch_size, drop_last=drop_last, name=name),
+        _batches(samples, order, step_samples, batch_size, drop_last=drop_last, name=name, ahead=ahead),
         seed=seed,
         batch_size=batch_size,
         drop_last=drop_last,
@@ -409,7 +453,14 @@ def loader(
 
 
 def _batches(
-    samples: SampleOrder, order: str, step_samples: int | None, batch_size: int, *, drop_last: bool, name: str
+    samples: SampleOrder,
+    order: str,
+    step_samples: int | None,
+    batch_size: int,
+    *,
+    drop_last: bool,
+    name: str,
+    ahead: int,
 ) -> Batches:
     check_batch_size(batch_size)
     if order not in ("static", "dynamic") or (order == "dynamic") != (step_samples is not None):
@@ -419,7 +470,7 @@ def _batches(
         )
     if step_samples is None:
         return StaticBatches(samples, batch_size, drop_last=drop_last)
-    return SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
+    return SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name, ahead=ahead)
 
 
 def check_batch_size(batch_size: int) -> None:

@@ -22,6 +22,9 @@ class Followed(Protocol[P]):
     def go_to(self, position: P) -> None:
         """Go on behind ``position``, in a pass that is being read too."""
 
+    def begin_anew(self) -> None:
+        """A version was loaded that was taken before the first pass was begun."""
+
 
 class Registry(Generic[P]):
     """The loaders of one kind in this process.
@@ -65,6 +68,9 @@ class Registry(Generic[P]):
     def restore(self, saved: dict[str, P]) -> None:
         """Bring the loaders back, those too that the script makes later."""
         self._waiting.clear()
+        for name, loader in list(self._named.items()):
+            if name not in saved:
+                loader.begin_anew()
         for name, position in saved.items():
             if name in self._named:
                 self._named[name].go_to(position)

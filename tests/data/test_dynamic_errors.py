@@ -120,5 +120,7 @@ def test_p8_replicas_that_do_not_wait_for_each_other_read_every_sample_once(
         for keys in batches:
             at = reached.behind(at)
             seen += [sample for _, sample in keys]
+        assert reached.step_end is not None
+        reached.leave(reached.step_end)
     assert sorted(seen) == list(range(STEP * STEPS))
     assert store.num_keys() <= 1, "lines that nobody reads any more are left"

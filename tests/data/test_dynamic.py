@@ -1,0 +1,324 @@
+"""``order="dynamic"``: replicas in one process, in the turns that a test gives them. Each sample is trained on once,
+whatever is begun anew, rolled back or killed, and a slow replica takes fewer (P8)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+import reft
+from reft.data import batches, loading, place
+from reft.data.order import SampleOrder
+from reft.errors import ConfigError
+from reft.hook.data import DataPosition
+from tests.data.test_watch import Engine
+
+MICRO, STEP = 2, 24
+SIZE = 101
+
+
+class Job:
+    """The replicas of one start of a job, with its store; an engine trains, so that a look makes no epoch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        # Replicas of one process have loaders of one name.
+        monkeypatch.setattr(loading.LOADERS, "require_named", lambda name, loader: None)
+        self.start(1)
+
+    def start(self, replicas: int, store: Any = None) -> None:
+        self.replicas = replicas
+        self.store = HashStore() if store is None else store
+        self._monkeypatch.setattr(place, "store", lambda replicas: self.store)
+        self._monkeypatch.setattr(place, "readers", lambda replicas: replicas)
+        self._monkeypatch.setattr(batches, "BEGUN", Counter())
+
+    def loader(self, replica: int, size: int = SIZE, step: int = STEP, **options: Any) -> Any:
+        options = {"dp_rank": replica, "dp_size": self.replicas, "name": "dynamic"} | options
+        return reft.data.loader(range(size), MICRO, order="dynamic", step_samples=step, **options)
+
+    def loaders(self, **options: Any) -> list[Any]:
+        return [self.loader(replica, **options) for replica in range(self.replicas)]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    engine = DataPosition(Engine())
+    yield Job(monkeypatch)
+    engine.close()
+
+
+def train(reading: Any) -> list[int]:
+    """A micro-batch, as an engine takes it."""
+    found: list[int] = next(reading).tolist()
+    reading.train()
+    return found
+
+
+def rest_of_step(loader: Any, reading: Any) -> list[int]:
+    found = train(reading)
+    while not loader.ends_step:
+        found += train(reading)
+    return found
+
+
+# -- a slow replica takes fewer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "held"), [(0, 2), (1, 3), (2, 4)])
+def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held: int) -> None:
+    """It trains on one micro-batch while the others train on all that they can have of the step; it holds one more
+    that it has read, and one for each worker. A step has 8 for each replica."""
+    job.start(3)
+    loaders = job.loaders(size=20 * 48, step=48, num_workers=workers)
+    slow, *quick = ((loader, iter(loader)) for loader in loaders)
+    taken: list[int] = []
+    for _ in range(6):
+        mine = train(slow[1])
+        waiting = list(quick)
+        while waiting:
+            waiting = [one for one in waiting if train(one[1]) and not one[0].ends_step]
+        if not slow[0].ends_step:
+            mine += rest_of_step(*slow)
+        taken.append(len(mine) // MICRO)
+    assert taken[1:] == [held] * 5, "of the first step the workers' share may have been taken in turns"
+    assert taken[0] <= held
+
+
+def test_a_loader_whose_replicas_hold_a_whole_step_says_so(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.start(3)
+    few = job.loader(0, num_workers=1, prefetch_factor=2)  # 4 held, of 4
+    next(iter(few))
+    assert "a step has 12 for 3 replicas, and each holds 4" in caplog.text
+    caplog.clear()
+    next(iter(job.loader(1, num_workers=1, prefetch_factor=2)))
+    next(iter(job.loader(0, num_workers=1, name="enough")))
+    assert not caplog.records
+
+
+# -- each sample once -----------------------------------------------------------------------------------------
+
+
+def test_p8_a_replica_that_looks_at_the_data_and_begins_anew_takes_nothing_from_the_others(job: Job) -> None:
+    """Its look reads the step to its end, twice; only then do the others begin."""
+    job.start(2)
+    hasty, late = job.loaders(size=48)
+    for _ in range(3):
+        look, looked = iter(hasty), []
+        for _ in range(12):
+            looked += next(look).tolist()
+            if hasty.ends_step:
+                break
+    reading = iter(hasty)
+    found = rest_of_step(hasty, reading)
+    assert found == looked, "what it took is its own"
+    found += rest_of_step(late, iter(late))
+    assert sorted(found) == list(range(STEP))
+
+
+def test_p8_a_loader_that_is_made_anew_has_a_ledger_of_its_own(job: Job) -> None:
+    """An evaluation makes its loader each time. One replica is at the second, another still at the first."""
+    job.start(2)
+    seen: dict[int, list[int]] = {1: [], 2: []}
+
+    def evaluate(number: int, replica: int) -> Iterator[None]:
+        for batch in job.loader(replica, size=96, name="evaluation"):
+            seen[number].extend(batch.tolist())
+            yield
+
+    quick, slow = (itertools.chain(evaluate(1, replica), evaluate(2, replica)) for replica in range(2))
+    next(slow)
+    for _ in itertools.chain(quick, slow):
+        pass
+    assert sorted(seen[1]) == sorted(seen[2]) == list(range(96))
+
+
+class Failing:
+    """A store that fails once, when it has been asked so often."""
+
+    def __init__(self, after: int) -> None:
+        self._store, self._left = HashStore(), after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, *args: Any) -> bytes:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("connection reset by peer")
+        return self._store.compare_set(*args)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_p8_a_store_that_fails_is_no_error_of_the_data_set(
+    job: Job, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that leaves out what cannot be read does not go on without micro-batches that can."""
+    job.start(1, Failing(5))
+    loader = job.loader(0, size=48, num_workers=workers)
+    reading, seen = iter(loader), list[int]()
+
+    def read_all() -> None:
+        for batch in reading:
+            seen.extend(batch.tolist())
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection reset"):
+            read_all()
+    assert "data set" not in caplog.text
+    assert seen == list(range(len(seen)))
+    assert loader.state_dict()["consumed"] == 0, "the step is not whole"
+
+
+def test_p8_a_version_that_is_older_than_a_loaders_first_pass_takes_it_to_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = DataPosition(Engine())
+    try:
+        for order in ({}, {"order": "dynamic", "step_samples": 4}):
+            loader = reft.data.loader(range(12), 2, name="younger", **order)  # type: ignore[arg-type]
+            assert "younger" not in data.state().get("samples", {})
+            before: dict[str, Any] = {}
+            reading = iter(loader)
+            assert [train(reading) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+            data.restore(before, None)
+            assert [batch.tolist() for batch in reading] == [[at, at + 1] for at in range(0, 12, 2)]
+            data.restore(before, None)
+            assert next(iter(loader)).tolist() == [0, 1]
+    finally:
+        data.close()
+
+
+def test_p8_a_loop_that_is_left_after_so_many_micro_batches_is_refused(job: Job) -> None:
+    """The replicas would be at different steps there, and go on in different passes."""
+    job.start(2)
+    one, other = job.loaders(size=96)
+    assert [train(reading) for reading in [iter(one)] for _ in range(3)]
+    with pytest.raises(ConfigError, match=r"left within a step.*loader\.ends_step"):
+        iter(one)
+    rest_of_step(other, iter(other))
+    assert iter(other)
+    for _ in itertools.islice(iter(job.loader(0, name="evaluation")), 3):
+        pass  # no engine trains on them
+
+
+# -- whatever happens, in any turns -----------------------------------------------------------------------------
+
+
+class Replica:
+    """One that trains step by step."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.reading = iter(loader)
+        self.step: list[int] = []
+        self.waits = False
+        """For the others, at the end of its step."""
+        self.looks = True
+        """Nothing was trained since its start or a roll-back."""
+
+
+class Attacked:
+    """A job that is killed, rolled back and resized in drawn turns, and the samples of its history.
+
+    Args:
+        job: its loaders and store.
+        rng: draws what happens.
+        workers: processes of each loader.
+    """
+
+    def __init__(self, job: Job, rng: random.Random, workers: int) -> None:
+        self._job, self._rng, self._workers = job, rng, workers
+        self.history: list[list[int]] = []
+        """Samples of each step."""
+        self._versions: list[dict[str, Any]] = []
+        """Behind each step, with that of the beginning."""
+        self.happened: Counter[str] = Counter()
+        self._begin(None)
+
+    def _begin(self, version: dict[str, Any] | None) -> None:
+        """All processes are new, and so is their store."""
+        self._job.start(self._rng.randint(1, 4))
+        loaders = self._job.loaders(shuffle=True, seed=5, num_workers=self._workers)
+        if version is not None:
+            for loader in loaders:
+                loader.load_state_dict(version)
+        self._replicas = [Replica(loader) for loader in loaders]
+        self._versions = self._versions or [loaders[0].state_dict()]
+
+    def act(self) -> None:
+        drawn = self._rng.random()
+        if drawn < 0.02:
+            self.happened["kill"] += 1
+            self._begin(self._versions[-1])
+        elif drawn < 0.03:
+            self._roll_back()
+        else:
+            self._one(self._rng.choice(self._replicas))
+
+    def _roll_back(self) -> None:
+        """Every process loads an older version, some within a pass that they are reading."""
+        self.happened["roll back"] += 1
+        steps = self._rng.randint(max(0, len(self.history) - 3), len(self.history))
+        del self.history[steps:]
+        del self._versions[steps + 1 :]
+        for one in self._replicas:
+            one.loader.load_state_dict(self._versions[-1])
+            one.step, one.waits, one.looks = [], False, True
+            if self._rng.random() < 0.5:
+                one.reading = iter(one.loader)
+
+    def _one(self, one: Replica) -> None:
+        if one.waits:
+            return
+        if one.looks and self._rng.random() < 0.3:
+            self.happened["look"] += 1
+            one.reading = iter(one.loader)
+            for _ in range(self._rng.randint(0, 15)):
+                at = one.loader.state_dict()
+                if (at["epoch"] + 1) * SIZE - at["consumed"] < 2 * STEP:
+                    break  # a pass that is read to its end counts
+                next(one.reading)
+            if one.loader.state_dict()["consumed"] != self._versions[-1]["consumed"]:
+                self.happened["look over a step"] += 1
+            one.reading = iter(one.loader)
+        try:
+            one.step += train(one.reading)
+        except StopIteration:
+            self.happened["pass"] += 1
+            one.reading = iter(one.loader)
+            return
+        one.looks = False
+        one.waits = bool(one.loader.ends_step)
+        if all(other.waits for other in self._replicas):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        positions = [one.loader.state_dict() for one in self._replicas]
+        assert positions == [positions[0]] * len(positions)
+        self.history.append(sorted(sample for one in self._replicas for sample in one.step))
+        self._versions.append(positions[0])
+        for one in self._replicas:
+            one.step, one.waits = [], False
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(job: Job, seed: int) -> None:
+    workers = int(seed == 0)  # which are slow to begin
+    attacked = Attacked(job, random.Random(seed), workers)
+    for _ in range(300 if workers else 600):
+        attacked.act()
+    order = SampleOrder(SIZE, 5, shuffle=True)
+    for number, samples in enumerate(attacked.history):
+        wanted = [sample for _, sample in order.part(number * STEP, STEP, slice(None))]
+        assert samples == sorted(wanted), f"step {number}"
+    assert len(attacked.history) > 3
+    assert {"kill", "look"} <= set(attacked.happened)
