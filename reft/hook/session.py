@@ -140,6 +140,7 @@ class Session:
         self.stopping = Stopping(self.config.grace_secs, Preemption())
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
+        self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self._closed = False
         self.first_request: SnapshotRequest | None = None
@@ -375,4 +376,5 @@ class Session:
         self.state.replaced()
         self._last_step = self.engine.global_steps
         self.monitoring.starts_at(self._last_step)
+        self.progress.set_step(self._last_step)
         log.set_step(self._last_step)

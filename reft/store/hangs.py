@@ -1,10 +1,10 @@
 """Which trainers stand still, and whose fault it is. Pure: told of what was seen, and when.
 
 A trainer is quiet while its page does not change. How long it may be is measured by the job's own steps:
-``patience`` times the longest of its last 64 steps within a step, and in what else it may be at (its first
-step, an evaluation, a save, the script's own between two steps) ``patience`` times a minute, or times the
-longest that this has taken. Time is counted from look to look, so that a watcher which stood still itself, or
-a clock that jumps, accuses nobody.
+``patience`` times the longest of its last 64 steps within a step, and in what else it may be at (steps before
+one was measured, an evaluation, a save, the script's own between two steps) ``patience`` times a minute, or
+times the longest that this has taken. Time is counted from look to look, so that a watcher which stood still
+itself, or a clock that jumps, accuses nobody.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Waiting:
 
 
 def step_limit_secs(seen: Seen) -> float:
-    """How long a step may be quiet."""
+    """How long a step may be quiet; before one was measured, as short as any may be."""
     return seen.patience * max(LEAST_STEP_SECS, seen.step_secs)
 
 
@@ -98,7 +98,7 @@ def limit_secs(seen: Seen) -> float | None:
     """How long a trainer may be quiet at what it is at; None: it is not watched."""
     if seen.patience == 0 or seen.state == TRACED or seen.phase in (Phase.PAUSED, Phase.ENDED):
         return None
-    in_step = seen.phase is Phase.STEP and seen.instruction not in _LOADING
+    in_step = seen.phase is Phase.STEP and seen.step_secs > 0 and seen.instruction not in _LOADING
     if in_step or seen.state == STOPPED:
         return step_limit_secs(seen)
     return seen.patience * max(LEAST_OTHER_SECS, seen.phase_secs)
@@ -172,7 +172,7 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     ):
         if found:
             return _accuse(found, why)
-    if outside or not all(w.quiet for w in waiting):
+    if outside or not all(w.suspected for w in waiting):
         return None
     newest = max(w.seen.step for w in waiting)
     oldest = min(w.seen.step for w in waiting)

@@ -89,7 +89,7 @@ class Seen:
         instruction: the newest of them; "" where none is known.
         nanos: when it last wrote, by the host's monotonic clock.
         patience: of the job; 0: it is not watched.
-        step_secs: longest of its last 64 steps; 0: none yet.
+        step_secs: longest of its last 64 steps, the first one not among them; 0: none yet.
         phase_secs: longest time that it took for what it is at; 0: none yet.
         stack_signal: signal on which it writes its stacks; 0: none.
         state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
@@ -135,6 +135,7 @@ class ProgressPage:
         self._position = 0
         self._began = time.monotonic_ns()
         self._made_first = False
+        self._parts_nanos: int | None = None
         self._clock = StepClock(memoryview(self._page)[_TIMES_AT:].cast("q"))
         self._parts = [Part.OTHER] * _MOST_NAMES
         words = self._words
@@ -169,22 +170,34 @@ class ProgressPage:
         return Phase(self._words[_PHASE])
 
     def begin_step(self) -> None:
-        """A step begins, if it has not begun."""
-        if self._words[_PHASE] not in (Phase.STEP, Phase.FIRST_STEP):
+        """A step begins, or its next micro-batch, if it has not begun."""
+        if self._words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
+            return
+        self._enter(Phase.STEP if self._made_first else Phase.FIRST_STEP)
+        if self._parts_nanos is None:
             self._position = 0
-            self._enter(Phase.STEP if self._made_first else Phase.FIRST_STEP)
             self._clock.begin(self._began)
+        else:
+            self._clock.go_on(self._began)
+            self._began -= self._parts_nanos
 
     def end_step(self, step: int) -> None:
-        """The step, or its part, has returned. ``step``: the last one that was made."""
+        """The step, or one of its micro-batches, has returned. ``step``: the last one that was made."""
         words = self._words
-        if words[_PHASE] == Phase.STEP:
-            words[_RING_AT + words[_STEPS] % _RING] = self._clock.end(step, self._began)
-            words[_STEPS] += 1
         if words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
-            self._made_first = True
+            if step == words[_STEP]:
+                self._parts_nanos = self._clock.enter(Part.OTHER) - self._began
+            else:
+                if self._made_first:
+                    words[_RING_AT + words[_STEPS] % _RING] = self._clock.end(step, self._began)
+                    words[_STEPS] += 1
+                self._made_first, self._parts_nanos = True, None
         words[_STEP] = step
         self._enter(Phase.BETWEEN)
+
+    def set_step(self, step: int) -> None:
+        """The last step that was made, where none was made here: it was restored."""
+        self._words[_STEP], self._parts_nanos = step, None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -145,6 +145,10 @@ class StepClock:
         """So much of what runs is none of the step's."""
         self._at += nanos
 
+    def go_on(self, now: int) -> None:
+        """The step goes on, which had paused at :data:`Part.OTHER`: what lies between is none of it."""
+        self._at = now
+
     def end(self, step: int, began: int) -> int:
         """The step has ended: write its record. Returns how long it took, in nanoseconds, since ``began``."""
         whole = self.enter(Part.OTHER) - began

@@ -48,6 +48,20 @@ def test_limits_follow_what_the_job_has_taken() -> None:
     assert limit_secs(replace(SEEN, instruction="LoadMicroBatch")) == OTHER_LIMIT, "data may be slow"
 
 
+def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
+    unmeasured = replace(SEEN, step_secs=0.0)
+    assert limit_secs(unmeasured) == OTHER_LIMIT
+    assert limit_secs(replace(unmeasured, state="T")) == STEP_LIMIT, "nothing goes on in it"
+    assert Waiting(unmeasured, STEP_LIMIT + 1).quiet, "others hear of it"
+    # Of two that wait, one has made a step more, and measured it; the other's may take longer than that.
+    behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
+    ahead = replace(SEEN, step=2, instruction="Backward")
+    assert name_culprit([Waiting(ahead, 9.0), Waiting(behind, 9.0)]) is None
+    verdict = name_culprit([Waiting(ahead, OTHER_LIMIT + 1), Waiting(behind, OTHER_LIMIT + 1)])
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+
+
 def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
     watch = Watch()
     assert [w.quiet_secs for w in watch.look([SEEN], 0.25)] == [0.0]

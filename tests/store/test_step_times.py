@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reft.store import step_times
-from reft.store.progress import Phase, ProgressPage, read_times
+from reft.store.progress import Phase, ProgressPage, read_pages, read_times
 from reft.store.speed_report import speed_report
 from reft.store.step_times import STEPS, Part, part_of
 
@@ -78,6 +78,36 @@ def test_what_is_none_of_the_steps_is_left_out(tmp_path: Path, clock: Clock) -> 
     page.end_step(2)
     (step,) = read_times(tmp_path)[0].steps
     assert (step.whole, step.compute) == pytest.approx((0.020, 0.020))
+
+
+def test_micro_batches_are_parts_of_one_step(tmp_path: Path, clock: Clock) -> None:
+    """A plain engine is called once for each; the optimizer steps behind the last of them."""
+    page = ProgressPage(tmp_path, 0, 0, 10.0)
+    page.set_place((0, 0, 0))
+    page.set_step(7)  # restored
+    for step in (8, 9, 10):
+        for micro_batch in range(4):
+            page.begin_step()
+            (at,) = read_pages(tmp_path)
+            assert at.phase is (Phase.FIRST_STEP if step == 8 else Phase.STEP), (step, micro_batch)
+            assert (at.step_secs > 0) == (step == 10), "measured is the second step, when it is whole"
+            page.instruction(page.number_of("Forward"))
+            clock.pass_by(10)
+            if micro_batch == 3:
+                page.instruction(page.number_of("Step"))
+                clock.pass_by(60)
+            page.end_step(step if micro_batch == 3 else step - 1)
+            assert read_pages(tmp_path)[0].phase is Phase.BETWEEN
+            clock.pass_by(5)
+            with page.during(Phase.EVALUATION):
+                clock.pass_by(500)
+    (seen,) = read_pages(tmp_path)
+    assert seen.step == 10
+    assert seen.step_secs == pytest.approx(0.100)
+    steps = read_times(tmp_path)[0].steps
+    assert [step.step for step in steps] == [9, 10]
+    for made in steps:
+        assert (made.whole, made.compute, made.optimizer) == pytest.approx((0.100, 0.040, 0.060))
 
 
 def test_waiting_for_a_core_is_no_computing(
