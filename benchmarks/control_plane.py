@@ -228,6 +228,8 @@ def computed(ranks: int, per_node: int) -> dict[str, int]:
         "nodes": nodes,
         "hops": 2 * (depth(nodes - 1) + depth(per_node - 1)),
         "most_connections_of_the_tree": most + len(children_of(0, per_node)),
+        # The training thread's and the worker's; ring peers come to it.
+        "most_connections_of_both_trees": 2 * (most + len(children_of(0, per_node))),
         "connections_in_a_full_mesh": ranks - 1,
     }
 

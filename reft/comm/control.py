@@ -267,6 +267,12 @@ class ControlGroup:
                 ) from error
             raise
 
+    def end_pairs(self) -> None:
+        """Let the connections go that an exchange has made, beyond the tree's. A load connects a rank with
+        all of its sharding group; that need not stay for the whole job. Nothing is waited for: the ranks meet
+        in a collective before the next exchange."""
+        self._connections.end_pairs()
+
     def leave(self) -> None:
         """Close this rank's connections: its neighbours hear of it now, the others through them."""
         transport, self._transport = self._transport, None

@@ -308,6 +308,9 @@ class MpiTransport:
     def _name(self, rank: int) -> str:
         return f"rank {rank} on node {self._nodes[rank]}"
 
+    def end_pairs(self) -> None:
+        """Nothing: the library has its own connections."""
+
     def close(self) -> None:
         if self._closed:
             return

@@ -100,6 +100,9 @@ class Overlay:
     def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
         return xor_by_stream(self, parts, ranks, self._reception.endpoint.rank)
 
+    def end_pairs(self) -> None:
+        self.peers.close()
+
     def close(self) -> None:
         """End all connections and take no more."""
         self._reception.close()

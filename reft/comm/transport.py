@@ -128,6 +128,11 @@ class Transport(Protocol):
         """
         ...
 
+    def end_pairs(self) -> None:
+        """Let connections between two ranks go; the next exchange makes them anew. Every rank does so behind
+        the end of all exchanges, and meets the others in a collective before the next."""
+        ...
+
     def close(self) -> None:
         """Leave: the neighbours hear of it now, the others through them."""
         ...

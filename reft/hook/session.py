@@ -240,6 +240,7 @@ class Session:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
         self.memory.record_identity()
         self.rates = Rates(self)
+        self.control.end_pairs()  # of the load, with all of the sharding group
         control = self.control.for_worker(self.memory.job_dir.secret)
         self.worker = SnapshotWorker(
             control=control,

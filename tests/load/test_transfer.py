@@ -100,6 +100,11 @@ def test_a_load_connects_a_rank_with_its_sharding_group_only(results):
     assert [result["added"] for result in results["connections"]] == [1] * WORLD_SIZE
 
 
+def test_the_connections_of_a_load_end_with_it_and_are_made_anew(results):
+    assert [result["left"] for result in results["connections"]] == [0] * WORLD_SIZE
+    assert all(result["again"] for result in results["connections"])
+
+
 def test_nodes_serve_groups_that_none_of_their_ranks_belongs_to(results):
     """Every block of every rank comes from a rank of another sharding group."""
     for result in restored(results, "groups_moved"):

@@ -362,9 +362,16 @@ def added_connections(root: Path, rank: int) -> dict[str, object]:
     me = Rank(root, name, control)
     assert not isinstance(me.recover(), NotRecoverable)
     added = connections() - before
-    control.gather_bytes(b"")  # nobody leaves before all have counted
+    control.gather_bytes(b"")  # nobody ends a pair before all have counted
+    control.end_pairs()
+    control.gather_bytes(b"")
+    left = connections() - before
+    control.gather_bytes(b"")
+    peer = rank ^ 1
+    told = control.swap({peer: b"from %d" % rank})
+    control.gather_bytes(b"")
     control.leave()
-    return {"added": added}
+    return {"added": added, "left": left, "again": told[peer] == b"from %d" % peer}
 
 
 def main() -> None:
