@@ -19,6 +19,10 @@ class LayoutError(ReftError, RuntimeError):
     """A snapshot does not fit the running job (other parallel degrees, shapes or dtypes)."""
 
 
+class SizeError(ConfigError, LayoutError):
+    """The job cannot train on as many nodes as this start has; other numbers may do."""
+
+
 class FingerprintError(LayoutError):
     """Stored state belongs to another job, or to this one with other settings; lists what differs."""
 

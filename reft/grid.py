@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from reft.errors import LayoutError
+from reft.errors import LayoutError, SizeError
 
 
 @dataclass(frozen=True, order=True)
@@ -174,13 +174,14 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
         ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` of it.
 
     Raises:
-        LayoutError: a degree is below 1, or the ranks of this start make no whole number of replicas.
+        LayoutError: a degree is below 1.
+        SizeError: the ranks of this start make no whole number of replicas.
     """
     if dp is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         dp, rest = divmod(world_size, max(1, pp * tp))
         if rest:
-            raise LayoutError(
+            raise SizeError(
                 f"reft.topology found {world_size} ranks, which make no whole replicas of {pp} x {tp} ranks; "
                 f"start the job on nodes with a multiple of {pp * tp} trainers"
             )

@@ -8,7 +8,7 @@ What differs from ``torchrun``'s agent:
   keeps the first one: a replacement waits for its address in vain when the old first node lives, and the
   survivors call the dead when not.
 - A node that dies while a round forms costs another round, not the job.
-- A lost rendezvous store does not stop healthy trainers; the next round waits for it to come back.
+- A lost rendezvous store stops no healthy trainers; the next round waits for it.
 - A failed group is ended quickly: what counts is in memory already.
 """
 
@@ -246,6 +246,8 @@ class ReftAgent(LocalElasticAgent):
                 cause=Cause.OWN,
                 reason=f"{failure.reason} (after {self._free_restarts} free restarts without progress)",
             )
+        if failure.cause is Cause.SIZE and not self._may_be_resized():
+            failure = replace(failure, cause=Cause.REFUSED)
         self.failure = failure
         rank = self._worker_group.workers[failure.local_rank].global_rank
         self._info = replace(self._info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}")
@@ -264,8 +266,15 @@ class ReftAgent(LocalElasticAgent):
         price = {
             Cause.OWN: f"uses restart {used + 1} of {allowed}{since}",
             Cause.UNCLEAR: "the other nodes tell whether it uses a restart",
+            Cause.SIZE: "another number of nodes may do: uses no restart",
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
+        return True
+
+    def _may_be_resized(self) -> bool:
+        """Whether another number of nodes may do than this round's, which was refused."""
+        with suppress(RendezvousError, StoreError):  # else it is refused once more
+            return bool(self._spec.rdzv_handler.refuse_size())  # type: ignore[attr-defined]
         return True
 
     def _has_new_version(self) -> bool:

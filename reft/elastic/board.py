@@ -25,7 +25,7 @@ from reft.elastic.accounts import Accounts
 from reft.elastic.options import LaunchOptions
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.errors import ReftError
-from reft.grid import Degrees
+from reft.grid import Coordinate, Degrees
 from reft.hook.coordinates import kernel_id
 from reft.speed.reports import SpeedReport, Straggler
 from reft.speed.stragglers import SpeedWatch
@@ -40,6 +40,7 @@ from reft.store.signals import (
     Signal,
     newest_start,
     place,
+    scheme_of,
     tolerance_now,
     updated_row,
 )
@@ -151,6 +152,16 @@ class StatusBoard:
     def degrees(self) -> Degrees | None:
         """Of the newest version; None while there is none."""
         return place(self._board.rows)[0]
+
+    @property
+    def holders(self) -> dict[Coordinate, tuple[str, str]]:
+        """Node and failure domain of whoever holds each rank's newest version."""
+        return {at: (row.report.node, row.report.domain) for at, row in place(self._board.rows)[1].items()}
+
+    @property
+    def scheme(self) -> str:
+        """The protection of the newest version; "" where nobody said."""
+        return scheme_of(self._board.rows)
 
     def tolerance_left(self, incarnation: int) -> int | None:
         """Node losses that the job survives now, as :func:`reft.store.signals.tolerance_now`; None while not

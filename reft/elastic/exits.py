@@ -37,6 +37,8 @@ class Cause(StrEnum):
 
     REFUSED = "refused"
     """reft refused what the script asks for: the same in every life, so that the job ends at once."""
+    SIZE = "size"
+    """Refused for the number of nodes: free, another number may do."""
     OWN = "own"
     """Its own error, exit code or signal: uses one of ``--max-restarts``."""
     PEER = "peer"
@@ -48,12 +50,15 @@ class Cause(StrEnum):
     nodes report (:func:`reft.elastic.agreement.agree`)."""
 
 
+EXIT_CODES = {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED, Cause.SIZE: EX_REFUSED}
+"""Of a trainer that ended by an exception; any other: 1."""
 _ERROR_CHARS = 240
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
     r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error|out of memory",
     re.I,
 )
+_OF_DEEPSPEEDS_STAGES = re.compile(r"num_stages \(\d+\) must divide distributed world size")
 _PEER_MESSAGES = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed|error)"
     r"|failed to recv, got 0 bytes|connectFullMesh failed|Application timeout caused pair closure"
@@ -63,6 +68,12 @@ _PEER_MESSAGES = re.compile(
     r"|collective operation timeout|MPI_ERR_PROC_FAILED",
     re.I | re.S,
 )
+
+
+def is_size_refusal(error: BaseException) -> bool:
+    """Whether reft or DeepSpeed refused ``error``'s start for its number of trainers."""
+    ours = any(c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__)
+    return ours or bool(_OF_DEEPSPEEDS_STAGES.match(str(error)))
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -105,7 +116,7 @@ class ExitNote:
     """What a trainer says about its end.
 
     Attributes:
-        cause: REFUSED, OWN or PEER.
+        cause: REFUSED, SIZE, OWN or PEER.
         error: type and first line of the message, shortened; the whole is in the trainer's output.
     """
 
@@ -116,6 +127,8 @@ class ExitNote:
     def of(cls, error: BaseException) -> ExitNote:
         other = Cause.PEER if is_peer_failure(error) else Cause.OWN
         cause = Cause.REFUSED if is_refusal(error) else other
+        if is_size_refusal(error):
+            cause = Cause.SIZE
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
@@ -176,7 +189,7 @@ class Failure:
     """The judgement over the trainers of a node that ended before the agent stopped the rest.
 
     Attributes:
-        cause: REFUSED as soon as one of them was, else OWN as soon as one of them failed by its own cause.
+        cause: REFUSED or SIZE as soon as one of them was, else OWN as soon as one failed by its own cause.
         local_rank: the trainer that decided it.
         exit_code: what the launcher exits with if nothing restarts.
         reason: for people.
@@ -194,7 +207,7 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
     Args:
         exits: local rank to its end, for every trainer that failed by itself; at least one.
     """
-    order = (Cause.REFUSED, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
+    order = (Cause.REFUSED, Cause.SIZE, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
     rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
     return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
 
@@ -202,7 +215,7 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
 def shell_code(end: WorkerExit) -> int:
     """Exit code as a shell reports it: 128 + n for signal n, never 0."""
     if end.exit_code is None or end.exit_code == 0:
-        return {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED}.get(end.cause, 1)
+        return EXIT_CODES.get(end.cause, 1)
     return 128 - end.exit_code if end.exit_code < 0 else end.exit_code
 
 

@@ -1,4 +1,4 @@
-"""TorchElastic's rendezvous over reft's store, and its ``static`` one.
+"""TorchElastic's rendezvous over reft's store.
 
 Four things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is reft's own
 (:mod:`reft.elastic.shared_state`). A node
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -47,14 +48,18 @@ from reft.elastic.shared_state import (
     StateHolder,
     leaving_of,
     limited,
+    member_of,
     scaling_of,
     seats_of,
     set_scaling,
+    set_sizes,
+    sizes_of,
 )
+from reft.elastic.sizes import Sizes
 from reft.errors import AuthenticationError, FencedError, ReftError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
-_LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
+LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
 """Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
 _ALONE_SECS = 5.0
 """A node that is to be replaced takes its place again where for so long no other has waited for it."""
@@ -90,6 +95,8 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._place: tuple[int, int] | None = None
         self._members: dict[_NodeDesc, int] = {}
         self._last_scaling: Scaling | None = None
+        self._last_sizes: Sizes | None = None
+        self._last_round = -1
         self._told_to_leave = False
         self._was_spare = False
         self._settles_at = float("-inf")
@@ -131,11 +138,13 @@ class StoreRendezvous(DynamicRendezvousHandler):
         rank, size = self._get_world()
         state = self._state_holder.state
         current = state.round
+        self.left |= {rank for node, rank in self._members.items() if node in state.redundancy_list}
         self._place, self._members = (current, rank), dict(state.participants)
+        self._last_round = current
         self._start_heartbeats()
         store: Any = self._store
         prefix = f"run/{self._settings.run_id}/{current}"
-        return RendezvousInfo(store.with_prefix(prefix), rank, size, _LOOPBACK)
+        return RendezvousInfo(store.with_prefix(prefix), rank, size, LOOPBACK)
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
@@ -157,7 +166,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         """
         state, node = context.state, self._this_node
         leaving = leaving_of(state)
-        most, trains = context.settings.max_nodes, state.participants.keys()
+        most, trains = self._most(state, context.settings), state.participants.keys()
         taken = (seats_of(state).keys() | trains | state.wait_list) - leaving
         is_free = len(taken) < most and self._may_take_a_place(state)
         # One that the others went on without keeps nobody from training, although it had a seat.
@@ -182,6 +191,15 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._op_executor.run(self._leave, self._get_deadline(self._settings.timeout.heartbeat))
             raise LeftError("this node has left the job, as it was told to; the job goes on without it")
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
+
+    def _most(self, state: _RendezvousState, settings: RendezvousSettings) -> int:
+        """Nodes that may train. While others do, as many as fit of those that are there: a node that left
+        their round is missed by them and comes back, any other waits until its coming makes it larger."""
+        sizes = sizes_of(state)
+        if sizes is None or not state.complete or self._last_round == state.round:
+            return settings.max_nodes
+        there = (state.participants.keys() | state.wait_list | state.redundancy_list) - leaving_of(state)
+        return sizes.largest(len(there | {self._this_node}), settings.min_nodes, settings.max_nodes)
 
     def _is_forgotten(self, state: _RendezvousState) -> bool:
         """Whether the store has lately lost that this node is a spare: it may have lost as well who trains,
@@ -270,6 +288,65 @@ class StoreRendezvous(DynamicRendezvousHandler):
         with self._heartbeat_lock:
             self._op_executor.run(ask, self._get_deadline(self._settings.timeout.heartbeat))
 
+    def note_sizes(self, sizes: Sizes) -> None:
+        """Have all nodes know with how many the job can train: what a version of this node's round tells.
+
+        Args:
+            sizes: that; the members are this round's, if it says of them what they hold.
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
+        by_rank = sorted(self._members, key=lambda node: self._members[node])
+        members = tuple(map(member_of, by_rank)) if sizes.groups else ()
+
+        def known(state: _RendezvousState) -> Sizes | None:
+            if not self._is_of_this_round(state):
+                return None
+            refused = (sizes_of(state) or Sizes()).refused
+            return replace(sizes, members=members, refused=tuple(n for n in refused if n != len(by_rank)))
+
+        if known(self.state) not in (None, sizes_of(self.state)):
+            self._share_sizes(known)
+
+    def refuse_size(self) -> bool:
+        """Trainers were refused with as many nodes as this round has: it is not tried again.
+
+        Returns:
+            Whether another number may do: fewer, where this is not all that may come, or what fitted before.
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
+        number = len(self._members)
+        self._share_sizes(lambda state: (sizes_of(state) or Sizes()).refusing(number))
+        sizes, settings = sizes_of(self.state) or Sizes(), self._settings
+        return number < settings.max_nodes or bool(
+            sizes.fitting and sizes.of(settings.min_nodes, settings.max_nodes)
+        )
+
+    def _share_sizes(self, change: Callable[[_RendezvousState], Sizes | None]) -> None:
+        def share(context: _RendezvousContext, deadline: float) -> _Action:
+            sizes = change(context.state)
+            if sizes is None or sizes == sizes_of(context.state) or context.state.closed:
+                return _Action.FINISH
+            if time.monotonic() > deadline:
+                return _Action.ERROR_TIMEOUT
+            set_sizes(context.state, sizes)
+            return _Action.KEEP_ALIVE
+
+        with self._heartbeat_lock:
+            self._op_executor.run(share, self._get_deadline(self._settings.timeout.heartbeat))
+
+    def _is_of_this_round(self, state: _RendezvousState) -> bool:
+        return self._place is not None and state.complete and state.round == self._place[0]
+
+    @property
+    def fitting(self) -> tuple[int, ...]:
+        """Numbers of nodes with which the job can train, as far as is known."""
+        sizes = sizes_of(self.state) or self._last_sizes or Sizes()
+        return sizes.of(self._settings.min_nodes, self._settings.max_nodes)
+
     @property
     def state(self) -> _RendezvousState:
         """What the nodes share, as the last heartbeat saw it."""
@@ -292,10 +369,20 @@ class StoreRendezvous(DynamicRendezvousHandler):
         state = self._state_holder.state
         if self._place is None or not self._has_lost_its_place(state):
             # For whom there is no place, it sees that itself, and is a spare then.
-            waiting = 0 if self.is_full else len(state.wait_list)
+            waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
         # The job goes on, or gathers, without this node: it joins again.
         return max(1, len(state.wait_list))
+
+    def _joining(self, state: _RendezvousState) -> int:
+        """Nodes that wait for the next round, where they make it larger, or have left this one."""
+        sizes, running = sizes_of(state), len(state.participants)
+        waiting = len(state.wait_list)
+        if sizes is None or state.wait_list & self._members.keys():
+            return waiting
+        settings = limited(self._settings, state)
+        larger = sizes.largest(running + waiting, settings.min_nodes, settings.max_nodes)
+        return waiting if larger > running else 0
 
     @property
     def is_scaled_down(self) -> bool:
@@ -339,11 +426,14 @@ class StoreRendezvous(DynamicRendezvousHandler):
         state = context.state
         missing = self._this_node not in state.participants and not state.closed
         self._last_scaling = scaling_of(state) or self._last_scaling
+        self._last_sizes = sizes_of(state) or self._last_sizes
         if self._place is not None and missing and self._may_take_its_place(state):
             if time.monotonic() > deadline:
                 return _Action.ERROR_TIMEOUT
             if _is_empty(state) and self._last_scaling is not None:
                 set_scaling(state, self._last_scaling)
+            if _is_empty(state) and self._last_sizes is not None:
+                set_sizes(state, self._last_sizes)
             state.round, state.participants[self._this_node] = self._place
             state.complete = True
             return _Action.KEEP_ALIVE
@@ -373,52 +463,3 @@ def _is_empty(state: _RendezvousState) -> bool:
 def _secs(parameters: RendezvousParameters, name: str) -> timedelta | None:
     value = parameters.get_as_int(name)
     return None if value is None else timedelta(seconds=value)
-
-
-class StaticRendezvous(RendezvousHandler):
-    """A fixed set of nodes, numbered by ``--node-rank``.
-
-    Args:
-        store: of the job, served by node 0.
-        rank: of this node.
-        size: number of nodes.
-        run_id: of the job.
-    """
-
-    def __init__(self, store: RendezvousStore, rank: int, size: int, run_id: str) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store: Any = self._store.with_prefix(f"run/{self._run_id}")
-        return RendezvousInfo(store, self._rank, self._size, _LOOPBACK)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    is_spare = is_leaving = is_scaled_down = False
-    is_whole = has_place = True
-    is_full = False
-    left: frozenset[int] = frozenset()
-    newest_incarnation = 0
-    incarnation = 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True

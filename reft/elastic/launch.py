@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
+from torch.distributed.launcher.api import LaunchConfig
 
 from reft import log
 from reft.builds import tell_of_abandoned_builds
@@ -318,11 +319,11 @@ class Launcher(Observer):
             return self.judge(agent, agent.run())
         except RendezvousTimeoutError as error:
             message = (
-                f"{options.config.min_nodes} nodes did not come together in {options.join_timeout_secs:.0f} "
-                f"s: nothing took the place of a missing one. Start `reft launch` on another node in time, "
-                f"or wait longer with --rdzv-conf join_timeout=SECS. Only nodes with one run id meet, here "
-                f"{options.config.run_id!r}; without --rdzv-id it is made of user, directory, program and "
-                f"arguments"
+                f"{_numbers(handler, options.config)} nodes did not come together in "
+                f"{options.join_timeout_secs:.0f} s: nothing took the place of a missing one. Start `reft "
+                f"launch` on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only "
+                f"nodes with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made "
+                f"of user, directory, program and arguments"
             )
             self._rendezvous.close(message)
             raise JobEndedError(message) from error
@@ -441,6 +442,15 @@ class Launcher(Observer):
 
     def _name(self) -> str:
         return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)
+
+
+def _numbers(handler: RendezvousHandler, config: LaunchConfig) -> str:
+    """Of nodes with which the job could have gone on, for people."""
+    fitting = handler.fitting if isinstance(handler, StoreRendezvous) else ()
+    if not fitting or set(range(config.min_nodes, config.max_nodes + 1)) <= set(fitting):
+        return str(config.min_nodes)
+    said = ", ".join(map(str, fitting))
+    return f"{said} (of --nnodes {config.min_nodes}:{config.max_nodes}, what the layout and the batch allow)"
 
 
 def _between(began: float | None, ended: float | None) -> float | None:

@@ -12,10 +12,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.elastic.agent import JobEndedError
-from reft.elastic.handler import StaticRendezvous, StoreRendezvous
+from reft.elastic.handler import StoreRendezvous
 from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.options import LaunchOptions
 from reft.elastic.places import place_of
+from reft.elastic.static_rendezvous import StaticRendezvous
 from reft.errors import ConfigError
 from reft.store.label import committed_key
 from reft.store.rendezvous_store import RendezvousStore, StoreError

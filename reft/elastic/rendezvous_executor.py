@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,13 +16,23 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
-from reft.elastic.shared_state import StateHolder, limited, look_secs
+from reft.elastic.shared_state import (
+    StateHolder,
+    limited,
+    look_secs,
+    member_of,
+    seats_of,
+    secs_from_now,
+    sizes_of,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class RendezvousExecutor(_DistributedRendezvousOpExecutor):
     """TorchElastic's, which looks once a second: gathering takes several looks, one after the other, while
     the whole job waits. This one looks more often where there are not hundreds of nodes to do so. A round
-    is complete with as many nodes as were asked for.
+    is complete with as many nodes as were asked for, and as fit the job (:mod:`reft.elastic.sizes`).
 
     Args:
         node: this node.
@@ -64,3 +75,24 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
             if action is _Action.REMOVE_FROM_REDUNDANCY_LIST and update_deadline is not None:
                 deadline = update_deadline(self._settings.timeout.join)
             self._state_holder.mark_dirty()
+
+    def _mark_rendezvous_complete(self) -> None:
+        """With the nodes that fit: the others become spares. Without any, later."""
+        state, sizes = self._state, sizes_of(self._state)
+        if sizes is not None:
+            there = {member_of(node): node for node in sorted(state.participants)}
+            staying = sizes.staying(tuple(there), self._settings.min_nodes, self._settings.max_nodes)
+            if staying is None:
+                state.deadline = secs_from_now(self._settings.timeout.last_call)
+                return
+            for node in (node for member, node in there.items() if member not in staying):
+                del state.participants[node]
+                seats_of(state).pop(node, None)
+                state.redundancy_list.add(node)
+            if len(staying) < len(there):
+                logger.warning(
+                    "%d nodes have come and %d of them train: so many fit the job's layout and batch. The "
+                    "others wait",
+                    *(len(there), len(staying)),
+                )
+        super()._mark_rendezvous_complete()

@@ -24,9 +24,10 @@ from reft.elastic.agreement import Agreement
 from reft.elastic.board import StatusBoard
 from reft.elastic.handler import StoreRendezvous
 from reft.elastic.options import LaunchOptions
-from reft.elastic.shared_state import Scaling, leaving_of, scaling_of
+from reft.elastic.shared_state import Scaling, leaving_of, scaling_of, sizes_of
+from reft.elastic.sizes import sizes_of_job, why_not
 from reft.elastic.stop_signals import StopSignals
-from reft.errors import AuthenticationError, ReftError
+from reft.errors import AuthenticationError
 from reft.grid import Degrees
 from reft.protect.codes import Scheme
 from reft.store.protection import read_record
@@ -42,6 +43,7 @@ from reft.store.scale_orders import (
     write_answer,
     write_order,
 )
+from reft.store.signals import Board
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +83,16 @@ class Situation:
     parities: Scheme | None = None
     size: Size | None = None
 
+    def why_not(self, nodes: int, *, asked: bool = False) -> str:
+        """Why the job cannot train on so many nodes; "" where it can, as far as is known."""
+        if self.degrees is None:
+            return ""
+        return why_not(nodes, self.workers, self.degrees, self.size, self.parities, asked=asked)
+
 
 def refusal(order: ScaleOrder, now: Situation) -> str:
     """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
-    return _of_the_number(order, now) or _of_the_names(order, now) or _of_the_layout(order.nodes, now)
+    return _of_the_number(order, now) or _of_the_names(order, now) or now.why_not(order.nodes, asked=True)
 
 
 def shortfall(order: ScaleOrder, now: Situation) -> str:
@@ -146,32 +154,6 @@ def _of_replacing(order: ScaleOrder, now: Situation) -> str:
     return ""
 
 
-def _of_the_layout(nodes: int, now: Situation) -> str:
-    if now.degrees is None:
-        return ""
-    trainers, one = nodes * now.workers, now.degrees.pp * now.degrees.tp
-    if trainers % one:
-        return (
-            f"{nodes} nodes have {trainers} trainers, which are no whole replicas of {now.degrees.pp} stages "
-            f"x {now.degrees.tp} slices"
-        )
-    replicas = trainers // one
-    size = now.size
-    if size is not None and replicas != now.degrees.dp and size.why_not:
-        return f"the job keeps its data-parallel degree of {now.degrees.dp}: {size.why_not}"
-    if size is not None and size.batch % (size.micro * replicas):
-        return (
-            f"{replicas} replicas cannot share the {size.batch} samples of a step in micro-batches of "
-            f"{size.micro}"
-        )
-    if now.parities is not None:
-        try:
-            now.parities.check_room(replicas)
-        except ReftError as error:
-            return str(error)
-    return ""
-
-
 class Scaler:
     """One launcher's part. Looks while the trainers run.
 
@@ -200,12 +182,14 @@ class Scaler:
         self._signals = signals
         self._waits: tuple[Any, int] | None = None
         self._waits_since = 0.0
+        self._noted: Board | None = None
 
     def look(self, agreement: Agreement, group_rank: int) -> None:
         """Take up a new order, and go on with an old one. Best effort: it looks again."""
         try:
             self._take_order(agreement)
             if group_rank == 0:
+                self._note_sizes(agreement)
                 self._name_leavers(agreement)
             self._tell_when_done(agreement)
         except (RendezvousError, StoreError, AuthenticationError, OSError) as error:
@@ -229,6 +213,18 @@ class Scaler:
             degrees=self._board.degrees,
             parities=record.parsed if record is not None and named else None,
             size=read_size(self._path),
+        )
+
+    def _note_sizes(self, agreement: Agreement) -> None:
+        """Have all nodes know with how many the job can train, by its newest version."""
+        if self._board.board is self._noted and sizes_of(self._handler.state) is not None:
+            return
+        self._noted, holders, now = self._board.board, self._board.holders, self._situation(agreement)
+        if now.tolerance is None or now.degrees is None:
+            return
+        fitting = [n for n in range(now.least, now.most + 1) if not now.why_not(n)]
+        self._handler.note_sizes(
+            sizes_of_job(fitting, agreement.nodes, holders, now.degrees, self._board.scheme)
         )
 
     def _take_order(self, agreement: Agreement) -> None:

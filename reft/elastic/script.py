@@ -28,11 +28,11 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from reft.elastic.exits import EX_PEER_FAILED, Cause, ExitNote
+from reft.elastic.exits import EX_PEER_FAILED, EXIT_CODES, Cause, ExitNote
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 from reft.hook import marks
 from reft.hook.on_import import hook_imports
-from reft.refusal import EX_REFUSED, is_refusal, say, write_error_file
+from reft.refusal import is_refusal, say, write_error_file
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
@@ -132,7 +132,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
     except BaseException as error:
         _show(error)
         write_error_file(error)
-        return {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED}.get(_note(error), 1)
+        return EXIT_CODES.get(_note(error), 1)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 It is JSON, read field by field: TorchElastic unpickles it, so that whoever writes it runs code on every
 node (P11). Beside TorchElastic's own state it holds the seats of those that took part, and what
-``reft scale`` has asked for.
+``reft scale`` has asked for, and with how many nodes the job can train.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousStateHolder,
 )
 
+from reft.elastic.sizes import Member, Sizes
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 _GRACE_SECS = 0.5
@@ -50,6 +51,7 @@ def encode_state(state: _RendezvousState) -> bytes:
         "seats": [[*_node_fields(n), _seconds(at)] for n, at in seats_of(state).items()],
         "leaving": [_node_fields(n) for n in sorted(leaving_of(state))],
         "scaling": None if (scaling := scaling_of(state)) is None else asdict(scaling),
+        "sizes": None if (sizes := sizes_of(state)) is None else asdict(sizes),
     }
     return json.dumps(fields).encode()
 
@@ -76,6 +78,16 @@ def decode_state(data: bytes) -> _RendezvousState:
         leaving_of(state).update(_node(f) for f in fields["leaving"])
         if (scaling := fields["scaling"]) is not None:
             set_scaling(state, Scaling(**{**scaling, "without": tuple(scaling["without"])}))
+        if (sizes := fields["sizes"]) is not None:
+            found = Sizes(
+                fitting=_numbers(sizes["fitting"]),
+                refused=_numbers(sizes["refused"]),
+                scheme=str(sizes["scheme"]),
+                members=tuple(member_of(_node(fields)) for fields in sizes["members"]),
+                domains=_numbers(sizes["domains"]),
+                groups=tuple(map(_numbers, sizes["groups"])),
+            )
+            set_sizes(state, found)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
         raise RendezvousStateError(
             f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
@@ -131,6 +143,27 @@ def set_scaling(state: _RendezvousState, scaling: Scaling) -> None:
     state.__dict__["scaling"] = scaling
 
 
+def sizes_of(state: _RendezvousState) -> Sizes | None:
+    """With how many nodes the job can train; None: nothing is known."""
+    sizes: Sizes | None = state.__dict__.get("sizes")
+    return sizes
+
+
+def set_sizes(state: _RendezvousState, sizes: Sizes) -> None:
+    """Let all nodes know."""
+    state.__dict__["sizes"] = sizes
+
+
+def member_of(node: _NodeDesc) -> Member:
+    """The node, as it is named there."""
+    return node.addr, node.pid, node.local_id
+
+
+def secs_from_now(span: timedelta) -> datetime:
+    """A time as TorchElastic compares them."""
+    return _time(time.time() + span.total_seconds())
+
+
 def limited(settings: RendezvousSettings, state: _RendezvousState) -> RendezvousSettings:
     """The settings, with no more nodes than were asked for."""
     scaling = scaling_of(state)
@@ -151,6 +184,10 @@ def _node_fields(node: _NodeDesc) -> list[Any]:
 def _node(fields: Iterable[Any]) -> _NodeDesc:
     addr, pid, local_id = fields
     return _NodeDesc(str(addr), int(pid), int(local_id))
+
+
+def _numbers(found: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, found))
 
 
 def _time(seconds: Any) -> datetime:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reft.errors import ConfigError
+from reft.errors import ConfigError, SizeError
 
 _OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
 """How DeepSpeed's assertions about it begin."""
@@ -34,7 +34,7 @@ def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
         else f'No degree does: make "train_batch_size" a multiple of {micro * steps}'
     )
     also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
-    return ConfigError(
+    return (SizeError if degrees else ConfigError)(
         f'"train_batch_size" {batch} cannot be dealt out in micro-batches of {micro} samples at the '
         f"data-parallel degree of this start (DeepSpeed: {error}). {to_do}{also}"
     )

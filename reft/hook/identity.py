@@ -139,6 +139,10 @@ def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
         raise JobInUseError(f"the job's memory cannot be had on another rank: {failed[0]}")
 
 
+_BATCH = frozenset({"config", "config.train_batch_size"})
+"""To accept one of these changes is to accept another global batch."""
+
+
 class Identity:
     """The fingerprint of the running job, and what it says to stored state.
 
@@ -157,9 +161,10 @@ class Identity:
         *,
         restarted: bool,
         why_one_size: str = "",
+        is_one_size: bool = False,
     ) -> None:
         self.fingerprint = fingerprint
-        self._why_one_size = why_one_size
+        self._why_one_size, self._is_one_size = why_one_size, is_one_size
         self._config = config
         self._control = control
         self.restarted = restarted
@@ -193,7 +198,10 @@ class Identity:
         restarted = any(restarts for _, _, restarts in told)
         resizing = engine.resizing
         why = "its training loop resumes at its own degree alone" if resizing is None else resizing.why_not
-        return cls(Fingerprint.decode(common), config, control, restarted=restarted, why_one_size=why)
+        # Data that belong to a degree do not keep a job from another one.
+        fixed = resizing is None or why not in ("", resizing.data_is_bound)
+        said = Fingerprint.decode(common)
+        return cls(said, config, control, restarted=restarted, why_one_size=why, is_one_size=fixed)
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
         """Refuse stored state of another job, or of this one with other settings.
@@ -278,7 +286,9 @@ class Identity:
         """Note whose work the versions from ``incarnation`` on are. By one rank per node."""
         try:
             record_fingerprint(job_dir, incarnation, self.fingerprint)
-            note_size(job_dir, self.fingerprint, self._why_one_size)
+            any_batch = not _BATCH.isdisjoint(self._config.accept_changes)
+            fixed = self._is_one_size and not any_batch
+            note_size(job_dir, self.fingerprint, self._why_one_size, fixed=fixed, any_batch=any_batch)
         except OSError as error:
             logger.warning("the job's settings cannot be recorded beside its memory: %s", error)
 

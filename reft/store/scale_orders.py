@@ -20,23 +20,26 @@ class Size:
     """What decides whether a job can have another data-parallel degree.
 
     Attributes:
-        why_not: why it cannot; "" where it can.
-        batch: samples of a step.
+        why_not: why it should not; "" where it can.
+        batch: samples of a step; 0: so many as fit.
         micro: samples of a micro-batch.
+        fixed: a start at another degree would be refused, and not only differ in what ``why_not`` says.
     """
 
     why_not: str
     batch: int
     micro: int
+    fixed: bool = False
 
 
-def note_size(job_dir: Path, fingerprint: Fingerprint, why_not: str) -> None:
-    """By one trainer of the node. Raises OSError."""
+def note_size(job_dir: Path, fingerprint: Fingerprint, why_not: str, *, fixed: bool, any_batch: bool) -> None:
+    """By one trainer of the node. ``any_batch``: the global batch may be another one. Raises OSError."""
     facts = fingerprint.facts
     batch, micro = (
         facts.get(f"config.{n}", 1) for n in ("train_batch_size", "train_micro_batch_size_per_gpu")
     )
-    write_json(job_dir / SIZE_FILE, {"why_not": why_not, "batch": batch, "micro": micro})
+    size = Size(why_not, 0 if any_batch else int(batch), int(micro), fixed)  # type: ignore[arg-type]
+    write_json(job_dir / SIZE_FILE, asdict(size))
 
 
 def read_size(job_dir: Path) -> Size | None:

@@ -28,6 +28,7 @@ from reft.elastic.handler import LeftError, StoreRendezvous
 from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.scaling import asked, leavers, told
 from reft.elastic.shared_state import decode_state, leaving_of, scaling_of
+from reft.elastic.sizes import Sizes
 from reft.errors import FencedError
 from reft.store.label import committed_key
 from reft.store.rendezvous_store import RendezvousStore, StoreError
@@ -314,6 +315,7 @@ class Node:
         if secs < _COMMIT_SECS:
             return
         with contextlib.suppress(StoreError, RendezvousError):
+            self._note_sizes(handler, len(members))
             store.set(committed_key(JOB), f"{self.incarnation}:1")
             running = len(members)
             order = self.world.order
@@ -333,6 +335,14 @@ class Node:
             else:
                 ranks = leavers(members, 1, scaling.without)
             handler.scale(lambda state: told(ranks, running, state))
+
+    def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
+        """As :class:`reft.elastic.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""
+        if not self.world.sizes:
+            return
+        stages = self.world.stages
+        groups = tuple(tuple(range(stage, nodes, stages)) for stage in range(stages))
+        handler.note_sizes(Sizes(self.world.sizes, scheme="arc", domains=tuple(range(nodes)), groups=groups))
 
 
 class World:
@@ -355,6 +365,8 @@ class World:
         self.handlers: dict[str, StoreRendezvous] = {}
         self.back = threading.Semaphore(0)
         self.order: ScaleOrder | None = None
+        self.sizes: tuple[int, ...] = ()
+        self.stages = 1
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Node]] = []
         self._running: Node | None = None

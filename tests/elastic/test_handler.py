@@ -25,7 +25,9 @@ from reft.elastic.shared_state import (
     leaving_of,
     seats_of,
     set_scaling,
+    set_sizes,
 )
+from reft.elastic.sizes import Sizes
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer
 from tests.elastic.store_nodes import (
@@ -45,6 +47,19 @@ LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 nodes = st.builds(_NodeDesc, st.text(max_size=5), st.integers(0, 9), st.integers(0, 9))
 times = st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1), timezones=st.just(UTC))
 
+numbers = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+SIZES = st.builds(
+    Sizes,
+    fitting=numbers,
+    refused=numbers,
+    scheme=st.sampled_from(["", "arc"]),
+    members=st.lists(st.tuples(st.text(max_size=5), st.integers(0, 9), st.integers(0, 9)), max_size=3).map(
+        tuple
+    ),
+    domains=numbers,
+    groups=st.lists(numbers, max_size=3).map(tuple),
+)
+
 
 @st.composite
 def states(draw: st.DrawFn) -> _RendezvousState:
@@ -58,6 +73,8 @@ def states(draw: st.DrawFn) -> _RendezvousState:
     state.last_heartbeats = draw(st.dictionaries(nodes, times, max_size=3))
     seats_of(state).update(draw(st.dictionaries(nodes, times, max_size=3)))
     leaving_of(state).update(draw(st.sets(nodes, max_size=3)))
+    if draw(st.booleans()):
+        set_sizes(state, draw(SIZES))
     if draw(st.booleans()):
         numbers = draw(st.tuples(*[st.integers(0, 9)] * 3))
         set_scaling(state, Scaling(*numbers, draw(st.lists(st.text(max_size=3), max_size=2).map(tuple))))

@@ -72,12 +72,106 @@ def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int, store: type[Con
         assert {n.name: n.rounds for n in world.nodes} == trained
 
 
+def of_sizes(seed: int, sizes: tuple[int, ...], store: type[Connection], stages: int = 1) -> World:
+    """A job of as many nodes as it may have, whose layout and batch allow so many."""
+    world = World(seed, min(sizes), max(sizes), store)
+    world.sizes, world.stages = sizes, stages
+    return world
+
+
+def members(world: World) -> tuple[str, ...]:
+    """Nodes that train, by rank."""
+    return next(n.trains[1] for n in world.alive if n.trains)
+
+
+@STORES
+@pytest.mark.parametrize("seed", range(4))
+def test_p3_a_batch_that_seven_nodes_cannot_share_is_shared_by_four_that_have_all(
+    seed: int, store: type[Connection]
+) -> None:
+    world = of_sizes(seed, (1, 2, 4, 8), store)
+    with world.patched():
+        for _ in range(8):
+            world.start()
+        world.run(30.0)
+        settled(world, 8)
+        ranks = {name: rank for rank, name in enumerate(members(world))}
+        world.run(5.0)
+        lost = world.random.choice(world.alive)
+        world.kill(lost)
+        world.run(40.0)
+        settled(world, 4)
+        left = {ranks[n.name] for n in world.alive if n.trains is not None}
+        assert all(rank in left or (rank - 1) % 8 in left for rank in range(8)), (
+            "one of two neighbours has it"
+        )
+        assert len(world.alive) == 7, "the others wait"
+        world.start()
+        world.run(30.0)
+        settled(world, 8)
+        assert all(not n.end for n in world.alive)
+
+
+@STORES
+@pytest.mark.parametrize("seed", range(4))
+def test_p3_a_path_that_lost_a_stage_waits_whole_and_grows_back_with_the_node_that_comes(
+    seed: int, store: type[Connection]
+) -> None:
+    world = of_sizes(seed, (2, 4), store, stages=2)
+    with world.patched():
+        for _ in range(4):
+            world.start()
+        world.run(30.0)
+        settled(world, 4)
+        trained = members(world)
+        world.run(5.0)
+        lost = world.random.choice(world.alive)
+        world.kill(lost)
+        world.run(30.0)
+        settled(world, 2)
+        first = 2 if trained.index(lost.name) < 2 else 0
+        assert {n.name for n in world.alive if n.trains} == set(trained[first : first + 2])
+        second = next(n for n in world.alive if n.trains)
+        world.kill(second)  # one node and a spare, which has a place again
+        world.run(30.0)
+        settled(world, 2)
+        world.start()
+        world.run(30.0)
+        settled(world, 2)
+        world.start()
+        world.run(30.0)
+        settled(world, 4)
+
+
+@STORES
+def test_p3_below_the_least_number_that_fits_nodes_wait_for_another(store: type[Connection]) -> None:
+    world = of_sizes(3, (3, 4), store)
+    world.least = 1
+    with world.patched():
+        for _ in range(4):
+            world.start()
+        world.run(30.0)
+        settled(world, 4)
+        world.run(5.0)
+        for node in world.alive[:2]:
+            world.kill(node)
+        world.run(120.0)
+        assert [n.end for n in world.alive] == ["", ""]
+        assert not any(n.trains for n in world.alive)
+        world.start()
+        world.run(40.0)
+        settled(world, 3)
+
+
 @STORES
 @pytest.mark.parametrize("seed", WALKS)
 def test_p3_whatever_happens_the_job_settles(seed: int, store: type[Connection]) -> None:
     draw = random.Random(f"walk {seed}")
     least = draw.choice([1, 2])
     world = World(seed, least, most := draw.choice([2, 3, 4]), store)
+    if seed % 2:
+        fit = random.Random(f"sizes {seed}")
+        world.sizes = tuple(n for n in range(least, most + 1) if n in (least, most) or fit.random() < 0.5)
     with world.patched():
         for _ in range(most + draw.choice([0, 0, 1, 2])):
             world.start()
@@ -100,7 +194,8 @@ def test_p3_whatever_happens_the_job_settles(seed: int, store: type[Connection])
             world.run(SETTLE_SECS)
         for node in world.nodes:
             assert not node.end.startswith("failed"), (node.name, node.end)
-        settled(world, min(most, max(least, wanted), len(world.alive)))
+        there = min(most, max(least, wanted), len(world.alive))
+        settled(world, max(n for n in world.sizes or (there,) if n <= there))
 
 
 def happens(world: World, draw: random.Random) -> None:
@@ -121,4 +216,5 @@ def happens(world: World, draw: random.Random) -> None:
         if len(training) >= world.least:  # else it is refused
             world.scale(len(training), (draw.choice(training).name,))
     elif what == "scale":
-        world.scale(draw.randint(world.least, world.most))
+        nodes = draw.randint(world.least, world.most)
+        world.scale(nodes if nodes in (world.sizes or (nodes,)) else world.least)

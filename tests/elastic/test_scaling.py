@@ -178,7 +178,8 @@ class Told:
 
     def __init__(self) -> None:
         self.tolerance: int | None = 1
-        self.degrees = None
+        self.degrees = self.board = None
+        self.holders: dict[Any, Any] = {}
         self.warnings: tuple[str, ...] = ()
 
     def tolerance_left(self, incarnation: int) -> int | None:
