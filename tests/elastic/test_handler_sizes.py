@@ -71,19 +71,18 @@ def test_p3_a_round_has_the_largest_number_that_fits_and_a_spare_that_changes_no
     assert [addr for addr, _, _ in noted.members] == ["127.0.0.1"] * 3
     trains_on(three, port, 2)
     trained = [h for h in three if h._this_node in shared(port).participants]
-    wait_until(lambda: all(h.state.complete and h._place is not None for h in trained))
+    wait_until(lambda: all(h.state.complete and h.has_place for h in trained))
     for handler in trained:
         beat(handler)
     assert [h.num_nodes_waiting() for h in trained] == [0, 0]
     fourth = StoreRendezvous(
         client(port), RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 4, "127.0.0.1")
     )
+    three.append(fourth)
     GOING_ON.append(go_on(fourth))
     wait_until(lambda: [beat(h) for h in trained] and all(h.num_nodes_waiting() for h in trained))
     GOING_ON.extend(go_on(handler) for handler in trained)
     wait_until(lambda: shared(port).complete and len(shared(port).participants) == 4)
-    wait_until(lambda: fourth._place is not None)
-    fourth._stop_heartbeats()
 
 
 def test_what_fits_outlives_a_store_that_lost_all(three: list[StoreRendezvous], port: int) -> None:
