@@ -39,9 +39,11 @@ class Resizing(Protocol):
 
     Attributes:
         why_not: why this job would not be the same at another degree; "" where it would.
+        data_is_bound: why its program's data would not be; "" where they would.
     """
 
     why_not: str
+    data_is_bound: str
 
     def prepare(
         self, blob: DecodedBlob, resize: Resize, dp: int
