@@ -24,7 +24,7 @@ from reft.elastic.agreement import Agreement
 from reft.elastic.board import StatusBoard
 from reft.elastic.handler import StoreRendezvous
 from reft.elastic.options import LaunchOptions
-from reft.elastic.shared_state import Scaling, leaving_of, scaling_of, sizes_of
+from reft.elastic.shared_state import Scaling, leaving_of, member_of, scaling_of, sizes_of
 from reft.elastic.sizes import sizes_of_job, why_not
 from reft.elastic.stop_signals import StopSignals
 from reft.errors import AuthenticationError
@@ -368,11 +368,16 @@ def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling |
 
 
 def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
-    """Nodes that leave, in the shared state; None where the round is over already."""
+    """Nodes that leave, in the shared state; None where the round is over already, or the
+    others could not go on."""
     scaling = scaling_of(state)
     whole = state.complete and len(state.participants) == running
     if scaling is None or scaling.round == state.round or not whole or state.closed:
         return None
+    stay = tuple(member_of(node) for node, rank in state.participants.items() if rank not in ranks)
+    sizes = sizes_of(state)
+    if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
+        return None  # no number of those that stay fits, or could recover the version
     leaving_of(state).update(node for node, rank in state.participants.items() if rank in ranks)
     limit = running if scaling.replaces else running - len(ranks)
     return replace(scaling, limit=limit, round=state.round)

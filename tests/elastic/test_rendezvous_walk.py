@@ -217,4 +217,5 @@ def happens(world: World, draw: random.Random) -> None:
             world.scale(len(training), (draw.choice(training).name,))
     elif what == "scale":
         nodes = draw.randint(world.least, world.most)
-        world.scale(nodes if nodes in (world.sizes or (nodes,)) else world.least)
+        fits = not world.sizes or set(range(nodes, world.most + 1)) <= set(world.sizes)
+        world.scale(nodes if fits else world.most)
