@@ -43,6 +43,7 @@ def trains_on(handlers: list[StoreRendezvous], port: int, nodes: int) -> None:
     wait_until(lambda: shared(port).round > before and shared(port).complete)
     assert len(shared(port).participants) == nodes
     wait_until(lambda: len(shared(port).redundancy_list) == len(handlers) - nodes)
+    wait_until(lambda: sum(not thread.is_alive() for thread in GOING_ON) == nodes)
 
 
 def test_p3_a_number_that_trainers_refused_is_not_tried_again_and_closes_nothing(
@@ -83,6 +84,7 @@ def test_p3_a_round_has_the_largest_number_that_fits_and_a_spare_that_changes_no
     wait_until(lambda: [beat(h) for h in trained] and all(h.num_nodes_waiting() for h in trained))
     GOING_ON.extend(go_on(handler) for handler in trained)
     wait_until(lambda: shared(port).complete and len(shared(port).participants) == 4)
+    wait_until(lambda: not any(thread.is_alive() for thread in GOING_ON))
 
 
 def test_what_fits_outlives_a_store_that_lost_all(three: list[StoreRendezvous], port: int) -> None:
