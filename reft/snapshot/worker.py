@@ -86,7 +86,8 @@ class SnapshotWorker:
         self.votes = Votes(
             control,
             lambda: watchers.interval_wish(copying.advised_interval_steps),
-            watchers.persist_wish,
+            lambda: watchers.persist_wish(),
+            watchers.complaints,
         )
         self.sealer = Sealer(
             control=control,

@@ -19,6 +19,8 @@ from tests.attack.workers import (
 # Places where the version is good, whatever fails there.
 _COMMITTED = {
     "look at free memory",
+    "wish a rate",
+    "wish a rate of storage",
     "note the commit",
     "after the commit",
     "tell of the commit",

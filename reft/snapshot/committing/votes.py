@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from reft.comm.control import Ballot, WorkerControl
+from reft.snapshot.complaints import Complaints
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -23,17 +24,20 @@ class Votes:
         control: carries the ballots.
         advised_interval: how often this rank could take versions.
         persist_wish: how often they should go to storage; 0: as the block says.
+        complaints: told where a wish cannot be found out: it is advice, and the last agreed number stays.
     """
 
     def __init__(
         self,
         control: WorkerControl,
         advised_interval: Callable[[], int],
-        persist_wish: Callable[[], int] = lambda: 0,
+        persist_wish: Callable[[], int],
+        complaints: Complaints,
     ) -> None:
         self._control = control
         self._advised_interval = advised_interval
         self._persist_wish = persist_wish
+        self._complaints = complaints
         self.persist_steps = 0
         """How often versions go to storage, as the ranks agreed in the last vote: the one that commits a
         version says whether it does."""
@@ -83,11 +87,11 @@ class Votes:
                 ok=ok,
                 stop_after_step=self._stop_after(step),
                 relayout=relayout,
-                interval_steps=self._advised_interval(),
+                interval_steps=self._wished(self._advised_interval, self._interval[1]),
                 order=order,
                 late=holds_up or (self.late and step < self.newest_step),
                 rung=rung,
-                persist_steps=self._persist_wish(),
+                persist_steps=self._wished(self._persist_wish, self.persist_steps),
             ),
             version,
         )
@@ -100,6 +104,13 @@ class Votes:
         self.late = verdict.late
         self.voted_step = step
         return verdict
+
+    def _wished(self, wish: Callable[[], int], agreed: int) -> int:
+        try:
+            return wish()
+        except Exception as error:
+            self._complaints.tell(f"a rate cannot be computed, {agreed} stays", error)
+            return agreed
 
     def resync(self, stop_step: int | None) -> None:
         """The ranks have come together again and do not know what each has heard: take what they agree on."""
