@@ -264,6 +264,22 @@ def test_ranks_that_only_vote_count_no_version_as_skipped() -> None:
     assert (state.task, state.versions, effects) == (Task.WAIT, (), [])
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        (Turn(), Broke("x"), Met(FIRST, None)),
+        (Broke("x"), Met(FIRST, None), Turn()),
+        (Turn(), Broke("x"), Parted("y")),
+        (Broke("x"), Parted("y")),
+        (Broke("x"), Parted("y"), HandedOver(Version(SECOND, idle=True))),
+        (Closing(), Turn(), Voted(False), Switched(), HandedOver(Version(SECOND, idle=True))),
+    ],
+)
+def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(events: tuple[Event, ...]) -> None:
+    _, effects = told(HandedOver(Version(FIRST, idle=True)), *events)
+    assert effects == []
+
+
 def test_an_event_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="while the worker is at"):
         told(Copied())

@@ -163,8 +163,10 @@ class OneRank:
         except ValueError as error:
             raise PromiseError("P6", f"{event} is refused: {error}") from error
         known = {e.label for e in effects if isinstance(e, GiveUp)}
+        if lost := [label for label in known if label.step in self.rules.idle]:
+            raise PromiseError("P6", f"{lost[0]} had nothing to take, and is counted as lost")
         for gone in before.versions[: max(0, len(before.versions) - len(after.versions))]:
-            if not (gone.is_over or gone.label in known):
+            if not (gone.is_over or gone.idle or gone.label in known):
                 raise PromiseError("P6", f"{gone.label} is dropped, and nobody is told")
         if after.task in (Task.MEET, Task.END) and after.holds_training:
             raise PromiseError("P6", f"training waits for a worker at {after.task}")

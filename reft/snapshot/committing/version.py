@@ -324,11 +324,16 @@ def _take_back(state: State) -> Next:
     return replace(state, slots=state.slots.aborted(slot)), (*effects, Abort(slot, state.head.label))
 
 
+def _given_up(version: Version, cause: Cause) -> tuple[Effect, ...]:
+    """Nothing is lost with an idle version: there was nothing to take."""
+    return () if version.idle else (GiveUp(version.label, cause),)
+
+
 def _abandon(state: State, cause: Cause) -> Next:
     """Nobody commits the first version."""
     state, effects = _take_back(state)
-    abandoned = _head(state, stage=Stage.ABANDONED, cause=cause)
-    return abandoned, (*effects, *_leave_gate(state), GiveUp(state.head.label, cause))
+    abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.idle else cause)
+    return abandoned, (*effects, *_leave_gate(state), *_given_up(state.head, cause))
 
 
 def _leave_gate(state: State) -> tuple[Effect, ...]:
@@ -359,7 +364,7 @@ def _handed_over(state: State, event: HandedOver) -> Next:
     version = event.version
     if not state.accepts:
         cause = Cause("closed") if state.broken is None else Cause("broken", state.broken)
-        return state, (GiveUp(version.label, cause),)
+        return state, _given_up(version, cause)
     if state.task is Task.MEET:
         version = replace(version, cause=version.cause or Cause("interrupted"))
     effects = (EnterGate(state.staged),) if version.paced and version.cause is None else ()
@@ -495,7 +500,7 @@ def _broke(state: State, event: Broke) -> Next:
         if state.staged:
             effects = (DropStaged(),)
         if not state.head.is_over:
-            effects = (*effects, GiveUp(state.head.label, Cause("interrupted", event.detail)))
+            effects = (*effects, *_given_up(state.head, Cause("interrupted", event.detail)))
         state = replace(state, versions=state.versions[1:])
     doomed = _doom(state, lambda version: True, Cause("interrupted"))
     return replace(doomed, task=Task.MEET), (*effects, LeaveGate()) if paced else effects
@@ -516,7 +521,7 @@ def _met(state: State, event: Met) -> Next:
 
 def _parted(state: State, event: Parted) -> Next:
     cause = Cause("broken", event.detail)
-    given_up = tuple(GiveUp(version.label, cause) for version in state.versions)
+    given_up = tuple(effect for version in state.versions for effect in _given_up(version, cause))
     return replace(state, versions=(), task=Task.END, broken=event.detail), given_up
 
 
