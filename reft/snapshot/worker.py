@@ -86,7 +86,7 @@ class SnapshotWorker:
         self.votes = Votes(
             control,
             lambda: watchers.interval_wish(copying.advised_interval_steps),
-            lambda: watchers.persist_wish(),
+            watchers.persist_wish,
             watchers.complaints,
         )
         self.sealer = Sealer(
@@ -159,7 +159,8 @@ class SnapshotWorker:
         if not self._thread.is_alive():
             self.control.leave()
         self.copier.close()
-        self.arenas.close()
+        if not self._thread.is_alive():  # else it may be inside a copy that does not return
+            self.arenas.close()
 
     # -- worker thread -------------------------------------------------------------------------
 

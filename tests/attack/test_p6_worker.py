@@ -13,6 +13,7 @@ from tests.attack.workers import (
     layouts,
     slow,
     stuck_copy,
+    stuck_inside,
     went_back,
 )
 
@@ -32,7 +33,7 @@ _COMMITTED = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")
-    return Results(root, failures, went_back, astray, layouts, slow, stuck_copy, dead)
+    return Results(root, failures, went_back, astray, layouts, slow, stuck_copy, stuck_inside, dead)
 
 
 def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
@@ -92,3 +93,13 @@ def test_p2_a_copy_that_does_not_end_costs_its_version_only(results: Results) ->
     for result in found:
         assert result["committed"] == [False, True]
         assert set(result["in_files"].values()) == {4}
+
+
+def test_p6_a_copy_that_does_not_return_holds_up_neither_a_step_nor_the_end(results: Results) -> None:
+    for result in results.of(stuck_inside):
+        assert result["went on"] == [True, True]
+        assert result["slots"] == [True], "nothing else is written to a slot that is still written to"
+        assert result["closed"]
+        assert not result["committed"][0]
+        assert result["committed"][-1]
+        assert set(result["in_files"].values()) == {5}

@@ -29,6 +29,7 @@ from reft.snapshot.committing.sealing import Sealer
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
+from reft.snapshot.copying import engine
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
@@ -43,6 +44,7 @@ from reft.store.arena_files import scan
 from reft.store.label import Label
 from reft.store.protection import OrderWatch, ProtectionRecord, write_order
 from reft.store.slot_files import SlotFiles
+from reft.store.stream import HashingCopier
 from tests.machine import free_port
 from tests.spawn import spawn
 
@@ -223,9 +225,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "what to vote": _once(SchemeSwitch, "wish", _LOST),
     "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
     "wish a rate": lambda me: mock.patch.object(me.worker.watchers, "interval_wish", _raising(_LOST)),
-    "wish a rate of storage": lambda me: mock.patch.object(
-        me.worker.watchers, "persist_wish", _raising(_LOST)
-    ),
+    "wish a rate of storage": lambda me: mock.patch.object(me.worker.votes, "_persist_wish", _raising(_LOST)),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
     "hash": _once(Filling, "hash_rest", _LOST),
@@ -395,6 +395,64 @@ def stuck_copy(rank: int, root: Path) -> dict[str, Any]:
     committed = [request.committed, me.take(4)]
     me.worker.close(10)
     return {"committed": committed, "overrun": request.given_up == OVERRUN, "in_files": me.newest_in_files()}
+
+
+def stuck_inside(rank: int, root: Path) -> dict[str, Any]:
+    """P6: a call of the engine that does not return holds up neither an optimizer step nor the end; nothing
+    else is written to its slot meanwhile."""
+    me = Rank(rank, root)
+    assert me.take(1)
+    entered, release, copy = threading.Event(), threading.Event(), HashingCopier.copy_chunks
+    found: dict[str, Any] = {"went on": [True, True], "slots": [True], "closed": True}
+
+    def held(self: HashingCopier, *args: Any, **options: Any) -> Any:
+        entered.set()
+        assert release.wait(3 * DEADLINE_SECS)
+        return copy(self, *args, **options)
+
+    def returns(act: Callable[[], object]) -> bool:
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        thread.join(DEADLINE_SECS / 3)
+        return not thread.is_alive()
+
+    def hold(step: int) -> SnapshotRequest:
+        entered.clear()
+        release.clear()
+        me.step(step)
+        request = me.snapshot(step)
+        if rank == 1:
+            assert entered.wait(DEADLINE_SECS)
+        return request
+
+    bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(handover, "FENCE_SECS", 0.2)
+    with mock.patch.object(HashingCopier, "copy_chunks", held) if rank == 1 else mock.MagicMock():
+        request = hold(2)
+        if rank == 1:
+            with bounds[0], bounds[1]:
+                slots = me.arenas.slots
+                found["went on"] = [returns(lambda: me.step(3))]
+                late = me.snapshot(3, must=False)
+                found["went on"].append(found["went on"][0] and returns(lambda: me.step(4)))
+                found["slots"] = [me.arenas.slots == slots]
+        else:
+            me.step(3)
+            late = me.snapshot(3, must=False)
+            me.step(4)
+        release.set()
+        assert request.done.wait(DEADLINE_SECS)
+        assert late.done.wait(DEADLINE_SECS)
+        found["committed"] = [request.committed, late.committed, me.take(5)]
+        found["in_files"] = me.newest_in_files()
+        dist.barrier()
+        if rank == 1:
+            hold(6)
+            with bounds[0]:
+                found["closed"] = returns(lambda: me.worker.close(0.1))
+            release.set()
+        else:
+            me.worker.close(0.1)
+    return found
 
 
 def noted(rank: int, root: Path) -> dict[str, Any]:

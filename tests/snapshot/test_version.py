@@ -275,7 +275,9 @@ def test_ranks_that_only_vote_count_no_version_as_skipped() -> None:
         (Closing(), Turn(), Voted(False), Switched(), HandedOver(Version(SECOND, idle=True))),
     ],
 )
-def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(events: tuple[Event, ...]) -> None:
+def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(
+    events: tuple[Event, ...],
+) -> None:
     _, effects = told(HandedOver(Version(FIRST, idle=True)), *events)
     assert effects == []
 

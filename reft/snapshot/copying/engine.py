@@ -35,6 +35,7 @@ byte with its source (trap 21). The CUDA engine makes its device the current one
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -47,12 +48,18 @@ import torch
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 
+logger = logging.getLogger(__name__)
+
 Piece = tuple[torch.Tensor, torch.Tensor]
 """``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the CPU, and
 1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of an image so."""
 
 Encode = Callable[[], Sequence[Piece]]
 """Work on the live state whose result is copied: it is done by the fence like a copy is."""
+
+STUCK_SECS = 30.0
+"""Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
+before: nobody uses what it still copies, and its slot stays taken until it returns."""
 
 MEASURED_BYTES = 2**20
 """A version with fewer bytes says nothing about bandwidth."""
@@ -207,7 +214,8 @@ class CopyEngine(ComputeClock, Protocol):
         """
 
     def fence(self) -> None:
-        """End the version. Harmless where none is open, and for what is being drained."""
+        """End the version. Harmless where none is open, and for what is being drained. A call of ``copy``
+        that does not return is waited for :data:`STUCK_SECS`, once: its version was given up."""
 
     def synchronize(self) -> None:
         """Wait until everything handed over is in host memory. Not on the training thread.
@@ -218,7 +226,8 @@ class CopyEngine(ComputeClock, Protocol):
         """
 
     def close(self) -> None:
-        """Wait for copies in flight, unregister all memory. May be called again, from any thread."""
+        """Wait for copies in flight, unregister all memory. May be called again, from any thread. Where a
+        call does not return in :data:`STUCK_SECS`, the memory stays registered: it is still written to."""
 
 
 def copy_engine_for(device: torch.device | str) -> CopyEngine:
@@ -356,6 +365,8 @@ class CallOrder:
         self._version = 0
         self._active = 0
         self._draining = 0
+        self._stuck = False
+        """Whether a call was waited for in vain, and is still under way."""
         self._changed = threading.Condition()
 
     @property
@@ -408,6 +419,7 @@ class CallOrder:
         """A copy has ended."""
         with self._changed:
             self._active -= 1
+            self._stuck = self._stuck and self._active > 0
             if self._phase is not _Phase.OPEN:  # somebody waits
                 self._changed.notify_all()
 
@@ -425,26 +437,33 @@ class CallOrder:
                 self._changed.notify_all()
 
     def fence(self) -> bool:
-        """No copy begins any more, and none is inside ``copy``. Returns whether a version was open."""
+        """No copy begins any more, and none is inside ``copy`` unless it is stuck there. Returns whether a
+        version was open."""
         with self._changed:
             if self._phase is not _Phase.OPEN:
                 return False
             self._phase = _Phase.IDLE
-            self._changed.wait_for(lambda: not self._active)
+            self._await(lambda: not self._active)
             return True
+
+    def _await(self, ended: Callable[[], bool]) -> bool:
+        """Wait for calls to end, once for those that do not. Returns whether they have ended."""
+        if not self._stuck and not self._changed.wait_for(ended, STUCK_SECS):
+            self._stuck = True
+            logger.error("a call that copies a version has not returned after %.0f s", STUCK_SECS)
+        return ended()
 
     def check_not_closed(self, what: str) -> None:
         if self.closed:
             raise CopyOrderError(f"{what}: the engine is closed; expected it before close()")
 
     def close(self) -> bool:
-        """Like :meth:`fence`, for good. Returns False if it was closed before."""
+        """Like :meth:`fence`, for good. Returns False if it was closed before, or a call is stuck."""
         with self._changed:
             if self._phase is _Phase.CLOSED:
                 return False
             self._phase = _Phase.CLOSED
-            self._changed.wait_for(lambda: not (self._active or self._draining))
-            return True
+            return self._await(lambda: not (self._active or self._draining))
 
 
 def bandwidth(nbytes: int, secs: float, before: float | None) -> float | None:
