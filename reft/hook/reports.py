@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from reft.events import EventLog
 from reft.grid import Coordinate
 from reft.hook.job import JobRecord
 from reft.hook.rates import Rates
+from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats
 from reft.store.client import DaemonClient
 from reft.store.label import Label
@@ -24,6 +26,7 @@ class Reports:
         at: this rank's coordinate.
         unprotected: whether the loss of a node, survived before, is not any more.
         rates: how often versions are taken, and go to storage.
+        complaints: told of what cannot be told.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Reports:
         at: Coordinate,
         unprotected: Callable[[], bool],
         rates: Rates,
+        complaints: Complaints,
     ) -> None:
         self._stats = stats
         self._events = events
@@ -44,18 +48,33 @@ class Reports:
         self._at = at
         self._unprotected = unprotected
         self._rates = rates
+        self._complaints = complaints
 
     def committed(self, label: Label) -> None:
-        """All ranks have the version."""
-        if self._record is not None:
-            self._record.note_commit(label)
+        """All ranks have the version. Whatever cannot be told costs nobody else the news; the daemon, which
+        keeps the version, hears of it before the rendezvous store, which may take its time to answer."""
         stats = self._stats.to_json()
-        due, told_of_rates = self._rates.committed(label)
-        stats |= told_of_rates
-        self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
+        due, told_of_rates = self._of_rates(label)
+        self._complaints.attempt(
+            "the daemon cannot be told of a commit",
+            lambda: self._tell(label, stats | told_of_rates, due),
+        )
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self._events.write("commit", step=label.step, copy_secs=self._stats.copy_secs.newest, **told)
+        if self._record is not None:
+            self._record.note_commit(label)
+
+    def _of_rates(self, label: Label) -> tuple[bool, dict[str, Any]]:
+        """Whether the version goes to storage, and what is told of the rates."""
+        try:
+            return self._rates.committed(label)
+        except Exception as error:
+            self._complaints.tell("the rates of versions cannot be computed", error)
+            return False, {}
+
+    def _tell(self, label: Label, stats: dict[str, Any], due: bool) -> None:
+        self._daemon.notify_commit(label, self._at, stats, unprotected=self._unprotected(), due=due)
 
     def skipped(self, step: int, cause: str) -> None:
         """A version was given up."""

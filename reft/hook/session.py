@@ -32,6 +32,7 @@ from reft.hook.tracing import Tracer
 from reft.hook.watching import open_page
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.complaints import Complaints
 from reft.snapshot.scheduling.has import HasSchedule
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
@@ -275,6 +276,7 @@ class Session:
 
     def _watchers(self) -> Watchers:
         record = self.memory.record if self.is_rank_zero else None
+        complaints = Complaints()
         reports = Reports(
             stats=self.stats,
             events=self.events,
@@ -283,8 +285,9 @@ class Session:
             at=self.coordinate,
             unprotected=lambda: self.protection.lost,
             rates=self.rates,
+            complaints=complaints,
         )
-        watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped)
+        watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped, complaints)
         if self.rates.memory is not None:
             watchers.interval_wish = self.rates.memory.wish
         if self.rates.storage is not None:

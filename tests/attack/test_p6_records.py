@@ -12,7 +12,11 @@ import pytest
 from reft.env import ENV_EVENTS
 from reft.errors import TransferError
 from reft.events import EventLog
+from reft.grid import Coordinate
 from reft.hook.job import JobRecord
+from reft.hook.reports import Reports
+from reft.snapshot.complaints import Complaints
+from reft.snapshot.stats import SnapshotStats
 from reft.store.keyvalue import StoreError
 from reft.store.label import Label
 from tests.attack.workers import Results, noted
@@ -51,3 +55,24 @@ def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) ->
     for result in found:
         assert "it is not known whether it had committed any" in result["error"]
         assert result["note"] == "step 7 (incarnation 3)"
+
+
+def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon() -> None:
+    heard: list[object] = []
+    rates, record = mock.Mock(), mock.Mock()
+    rates.committed.side_effect = KeyError("a rate")
+    record.note_commit.side_effect = lambda label: heard.append("the store")
+    daemon = mock.Mock()
+    daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
+    reports = Reports(
+        stats=SnapshotStats(),
+        events=EventLog(0),
+        daemon=daemon,
+        record=record,
+        at=Coordinate(0, 0, 0),
+        unprotected=lambda: False,
+        rates=rates,
+        complaints=Complaints(),
+    )
+    reports.committed(Label(1, 2))
+    assert heard == [Label(1, 2), "the store"]
