@@ -119,7 +119,7 @@ class SnapshotWorker:
 
     def submit(self, request: SnapshotRequest) -> None:
         """Hand a version over. Returns at once."""
-        self.votes.newest_step = request.label.step
+        self.votes.handed_over(request.label)
         for effect in self._handover.put(request):
             self._carry_out(effect)
 

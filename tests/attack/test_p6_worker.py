@@ -11,6 +11,7 @@ from tests.attack.workers import (
     dead,
     failures,
     layouts,
+    rates_agreed,
     slow,
     stuck_copy,
     stuck_inside,
@@ -21,7 +22,6 @@ from tests.attack.workers import (
 _COMMITTED = {
     "look at free memory",
     "wish a rate",
-    "wish a rate of storage",
     "note the commit",
     "after the commit",
     "tell of the commit",
@@ -33,7 +33,9 @@ _COMMITTED = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")
-    return Results(root, failures, went_back, astray, layouts, slow, stuck_copy, stuck_inside, dead)
+    return Results(
+        root, failures, went_back, rates_agreed, astray, layouts, slow, stuck_copy, stuck_inside, dead
+    )
 
 
 def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
@@ -55,6 +57,14 @@ def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(r
         assert result["before"][-1]
         assert result["committed"] == [True, True]
         assert set(result["in_files"]) == {"step 4 (incarnation 2)"}
+
+
+def test_p6_a_rate_is_the_same_everywhere_after_going_back_and_after_coming_together(
+    results: Results,
+) -> None:
+    first, second = results.of(rates_agreed)
+    assert first == second
+    assert first["back"] == 3
 
 
 def test_p3_ranks_that_vote_on_different_steps_commit_neither_and_come_together_again(

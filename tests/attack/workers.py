@@ -225,7 +225,6 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "what to vote": _once(SchemeSwitch, "wish", _LOST),
     "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
     "wish a rate": lambda me: mock.patch.object(me.worker.watchers, "interval_wish", _raising(_LOST)),
-    "wish a rate of storage": lambda me: mock.patch.object(me.worker.votes, "_persist_wish", _raising(_LOST)),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
     "hash": _once(Filling, "hash_rest", _LOST),
@@ -277,6 +276,33 @@ def went_back(rank: int, root: Path) -> dict[str, Any]:
     committed = [me.take(step) for step in (3, 4)]
     me.worker.close(10)
     return {"before": before, "committed": committed, "in_files": me.newest_labels()}
+
+
+def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
+    """The job goes back while a rate is agreed for steps to come; later one rank alone hears of a rate."""
+    me = Rank(rank, root)
+    assert me.take(100)
+    rarely = mock.patch.object(me.worker.watchers, "interval_wish", return_value=3)
+    with rarely:
+        assert me.take(101)
+        me.incarnation += 1
+        assert me.take(3)
+        back = me.worker.votes.interval_steps(4)
+    assert me.take(4)
+    vote = me.worker.control.vote
+
+    def unheard(*args: Any) -> Any:
+        vote(*args)
+        raise _LOST
+
+    with rarely, mock.patch.object(me.worker.control, "vote", unheard) if rank == 1 else mock.MagicMock():
+        assert not me.take(5)
+        began = time.monotonic()
+        while not me.worker.votes.late and time.monotonic() - began < DEADLINE_SECS:
+            time.sleep(0.01)  # until they have come together
+    met = [me.worker.votes.interval_steps(step) for step in (6, 7, 50)]
+    me.worker.close(10)
+    return {"back": back, "met": met}
 
 
 def astray(rank: int, root: Path) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class Votes:
         self.late = False
         """Whether votes may lag behind training, as the ranks agreed in the last one."""
         self.newest_step = 0
-        """The last step whose version was handed over; set by the training thread."""
+        """The last step whose version was handed over."""
+        self._incarnation = -1
         self.voted_step = -1
         """The last step that was voted on."""
         self.stop_proposal = 0
@@ -57,6 +58,12 @@ class Votes:
         """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""
         since, now, before = self._interval
         return now if step >= since else before
+
+    def handed_over(self, version: Label) -> None:
+        """Training hands a version over. Where it goes back, no step is left that keeps to an older rate."""
+        if version.incarnation != self._incarnation or version.step < self.newest_step:
+            self._interval = (0, self._interval[1], self._interval[1])
+        self._incarnation, self.newest_step = version.incarnation, version.step
 
     def cast(
         self,
@@ -113,7 +120,9 @@ class Votes:
             return agreed
 
     def resync(self, stop_step: int | None) -> None:
-        """The ranks have come together again and do not know what each has heard: take what they agree on."""
+        """The ranks have come together again and do not know what each has heard: take what they agree on,
+        and every step's version until they have voted."""
+        self._interval = (0, 1, 1)
         self.late = True
         self.stop_step = stop_step
 
