@@ -72,13 +72,14 @@ class Observer:
     def failure_seen(self) -> None:
         """A trainer of this node has failed; the others are still to be ended."""
 
-    def hang(self, table: Any, index: int, pids: list[int]) -> Failure | None:
+    def hang(self, table: Any, index: int, pids: list[int], *, silent: bool) -> Failure | None:
         """Why running trainers have to be ended; None: they go on.
 
         Args:
             table: where the nodes of this round tell each other.
             index: of this node.
             pids: of its trainers.
+            silent: a node of this round was struck out for its silence; the others may go on without it.
         """
         return None
 
@@ -432,7 +433,8 @@ class ReftAgent(LocalElasticAgent):
             return None
         store: Any = self._store
         table = store.with_prefix(f"reft/{self.agreement.round}")
-        return self._observer.hang(table, index, self._trainers.running())
+        handler: Any = self._spec.rdzv_handler
+        return self._observer.hang(table, index, self._trainers.running(), silent=handler.is_left_by_silent)
 
     def _processes(self) -> dict[int, Any]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})

@@ -396,6 +396,18 @@ class StoreRendezvous(DynamicRendezvousHandler):
         state = self._state_holder.state
         return bool(self._members) and self._members.keys() <= seats_of(state).keys()
 
+    @property
+    def is_left_by_silent(self) -> bool:
+        """Whether a node of the round that runs was struck out, no other has come, and those that are left
+        are enough for a round: as the last heartbeat saw it, which reached the store."""
+        state = self._state_holder.state
+        if self._lost is not None or self._place is None or not state.complete:
+            return False
+        trains = state.participants.keys()
+        same = state.round == self._place[0] and self._this_node in trains
+        lost = self._members.keys() - trains - leaving_of(state)
+        return same and bool(lost) and len(trains) >= limited(self._settings, state).min_nodes
+
     def _has_lost_its_place(self, state: _RendezvousState) -> bool:
         if self._place is None or self._this_node in state.participants or state.closed:
             return False

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _ASK_SECS = 0.5
 _COURTESY_SECS = 2.0
 """The culprit's node ends its trainers first: it has their stacks written."""
+_SILENT_SECS = 2.0
+"""A node that was struck out and lives takes its place again with its next heartbeat."""
 _STACKS_SECS = 3.0
 _PY_SPY_SECS = 20.0
 _MOST_STACK_CHARS = 16_000
@@ -56,8 +58,11 @@ class Hangs:
         self._asked_at = 0.0
         self._open_since: float | None = None
         self._named_at: float | None = None
+        self._silent_since: float | None = None
 
-    def judge(self, table: Any, index: int, size: int, pids: Collection[int]) -> Failure | None:
+    def judge(
+        self, table: Any, index: int, size: int, pids: Collection[int], *, silent: bool = False
+    ) -> Failure | None:
         """Whether the trainers have to be restarted; looks at the store only while one of them is quiet.
 
         Args:
@@ -65,12 +70,18 @@ class Hangs:
             index: of this node.
             size: number of nodes.
             pids: of this node's trainers.
+            silent: a node of this round was struck out for its silence; the others may go on without it.
 
         Returns:
             Why; None: go on.
         """
         mine = [w for w in self._waiting if w.seen.pid in pids]
         now = time.monotonic()
+        self._silent_since = (self._silent_since or now) if silent else None
+        if self._silent_since is not None and now - self._silent_since > _SILENT_SECS and _wait_for_it(mine):
+            reason = "a node was struck out for its silence, and its peers wait for it; they go on without"
+            logger.error("the job hangs: %s (%s)", reason, "; ".join(map(str, mine)))
+            return Failure(Cause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
         quiet = any(w.quiet for w in mine)
         if (not quiet and self._told is None) or now - self._asked_at < _ASK_SECS:
             return None
@@ -119,9 +130,14 @@ class Hangs:
         return Failure(Cause.PEER, culprit.local_rank, EX_PEER_FAILED, verdict.reason)
 
 
+def _wait_for_it(mine: Sequence[Waiting]) -> bool:
+    """Whether one of these waits for another node: it is quiet, and not at what may take its time alone."""
+    return any(w.suspected or (w.quiet and w.communicates) for w in mine)
+
+
 def _patience_for_the_silent(known: Sequence[Waiting]) -> float:
     """How long to wait for nodes that have not told: their trainers go on, as far as they know."""
-    return max(w.seen.patience * max(LEAST_OTHER_SECS, step_limit_secs(w.seen)) for w in known)
+    return max(max(w.seen.patience * LEAST_OTHER_SECS, step_limit_secs(w.seen)) for w in known)
 
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:

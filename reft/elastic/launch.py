@@ -203,9 +203,9 @@ class Launcher(Observer):
     def round_over(self) -> None:
         self._over_at = time.time()
 
-    def hang(self, table: Any, index: int, pids: list[int]) -> Failure | None:
+    def hang(self, table: Any, index: int, pids: list[int], *, silent: bool) -> Failure | None:
         assert self._before is not None
-        return self._hangs.judge(table, index, len(self._before.members), pids)
+        return self._hangs.judge(table, index, len(self._before.members), pids, silent=silent)
 
     def starting_workers(self) -> AbstractContextManager[None]:
         return nullcontext() if self._warm is None else self._warm.starting()

@@ -49,7 +49,7 @@ class StaticRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return 0
 
-    is_spare = is_leaving = is_scaled_down = False
+    is_spare = is_leaving = is_scaled_down = is_left_by_silent = False
     is_whole = has_place = True
     is_full = False
     left: frozenset[int] = frozenset()

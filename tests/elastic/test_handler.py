@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousStateError,
@@ -125,6 +126,28 @@ def struck(handler: StoreRendezvous) -> Any:
         del state.last_heartbeats[handler._this_node]
 
     return change
+
+
+def test_a_round_that_a_silent_node_has_left_is_told_while_the_store_answers(server: KeyValueServer) -> None:
+    for least, goes_on in ((1, True), (2, False)):
+        port = server.port
+        given = RendezvousParameters(
+            "c10d", f"127.0.0.1:{port}", f"job{least}", least, 2, "127.0.0.1", last_call_timeout=1
+        )
+        pair = [StoreRendezvous(client(port), given) for _ in range(2)]
+        threads = [threading.Thread(target=h.next_rendezvous) for h in pair]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECS)
+        for handler in pair:
+            handler._stop_heartbeats()
+        assert not pair[0].is_left_by_silent
+        state = pair[0]._state_holder.state
+        del state.participants[pair[1]._this_node]
+        assert pair[0].is_left_by_silent is goes_on
+        pair[0]._lost = "the store does not answer"
+        assert not pair[0].is_left_by_silent
 
 
 def test_p3_a_node_that_was_struck_out_takes_its_place_again(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from reft.elastic.exits import EX_FENCED
+from reft.tools.local_cluster import KillKind
 
 from .cluster import WatchedCluster, cluster
 
@@ -30,6 +34,7 @@ def job(
     slow_secs: float = SLOW_SECS,
     steps: int = 40,
     timeout_secs: float = TIMEOUT_SECS,
+    options: tuple[str, ...] = (),
 ) -> Iterator[WatchedCluster]:
     config = tmp_path / "ds_config.json"
     config.write_text(
@@ -39,7 +44,12 @@ def job(
                 "gradient_accumulation_steps": 2 if fault.startswith("pipe") else 1,
                 "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
                 "steps_per_print": None,
-                "reft": {"enabled": True, "patience": PATIENCE, "allow_unprotected": True},
+                "reft": {
+                    "enabled": True,
+                    "patience": PATIENCE,
+                    "allow_unprotected": True,
+                    "accept_changes": ["config.train_batch_size"],  # of a job that goes on with fewer nodes
+                },
             }
         )
     )
@@ -48,7 +58,7 @@ def job(
         "TEST_STEPS": str(steps),
         "TEST_TIMEOUT_SECS": str(timeout_secs),
     }
-    with cluster(tmp_path, "hanging.py", str(config), fault, nodes=2, env=env) as made:
+    with cluster(tmp_path, "hanging.py", str(config), fault, nodes=2, env=env, options=options) as made:
         yield made
 
 
@@ -144,6 +154,30 @@ def test_steps_that_take_longer_than_the_shortest_limit_are_no_hang(kind: str, t
         assert HUNG not in logs(made)
         assert rounds(made) == 1
         assert sorted(losses(made, options["nodes"] - 1)) == [1, 2, 3, 4]  # type: ignore[operator]
+
+
+def test_a_node_that_falls_silent_is_gone_on_without_and_ends_itself(tmp_path: Path) -> None:
+    """Nobody takes its place, and no time-out of a collective is waited for."""
+    quick = ("--nnodes", "1:2", "--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4")
+    with job(tmp_path, "none", steps=4000, options=quick) as made:
+        written = made.events_dir / "losses-0"
+        made.wait_until(lambda: written.exists() and len(losses(made, 0)) >= 8, DEADLINE_SECS, "steps of two")
+        stopped = made.kill_node(1, KillKind.STOP)
+        made.wait_until(lambda: rounds(made) == 2, DEADLINE_SECS, "a round of one node")
+        alone = made.launcher_events("round")[-1]
+        assert alone["nodes"] == [made.current[0].node_id]
+        assert alone["restarts_used"] == 0
+        assert "a node was struck out for its silence" in made.log(0)
+        made.wait_until(lambda: goes_on(made), DEADLINE_SECS, "steps of one node")
+        made.resume_node(1)
+        assert stopped.process.wait(DEADLINE_SECS) == EX_FENCED
+
+
+def goes_on(made: WatchedCluster) -> bool:
+    """Whether steps are made now."""
+    before = (made.events_dir / "losses-0").stat().st_size
+    time.sleep(1.0)
+    return (made.events_dir / "losses-0").stat().st_size > before
 
 
 @pytest.mark.long

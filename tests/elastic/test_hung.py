@@ -82,6 +82,31 @@ def test_a_node_that_has_not_told_is_waited_for(nodes: list[Hangs], table: Any) 
         time.sleep(0.1)
 
 
+def test_a_node_that_was_struck_out_is_not_waited_for(nodes: list[Hangs], table: Any) -> None:
+    found: list[Failure] = []
+
+    def asked(silent: bool = True) -> bool:
+        failure = nodes[0].judge(table, 0, 2, [PIDS[0]], silent=silent)
+        found.extend([failure] if failure is not None else [])
+        return bool(found)
+
+    def keep_asking() -> None:
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            assert not asked()
+            time.sleep(0.1)
+
+    nodes[0].take(of(0, phase=Phase.SAVING, instruction=""))
+    keep_asking()
+    nodes[0].take(of(0, quiet_secs=1.0))
+    keep_asking()
+    nodes[0].take(of(0))
+    assert not asked(silent=False), "it is there again"
+    wait_for(asked, "the end of the round")
+    assert found[0].cause is Cause.PEER
+    assert "struck out" in found[0].reason
+
+
 def test_nothing_of_a_suspicion_outlives_its_round(nodes: list[Hangs], table: Any) -> None:
     nodes[0].take(of(0))
     nodes[1].take(of(1, instruction="ForwardPass"))
