@@ -19,6 +19,7 @@ class Counts(BaseModel):
         began_unix_secs: when it began.
         elapsed_secs: that it was looked at since then.
         first_step, newest_step: that it began with, and that it has reached.
+        last_step: made last; below ``newest_step`` while steps are made again.
         repeated_steps: made again after a rollback; ``repeated_secs``: their time.
         samples: that counted: of a step that was made twice once.
         flops: operations of the model for these samples, as far as they are known.
@@ -34,6 +35,7 @@ class Counts(BaseModel):
     elapsed_secs: float = _Secs
     first_step: int | None = None
     newest_step: int | None = None
+    last_step: int | None = None
     repeated_steps: int = 0
     repeated_secs: float = _Secs
     samples: int = 0
@@ -98,6 +100,7 @@ def counted(
         name = "starting_secs" if newest is None else "recovering_secs"
         changes[name] = getattr(counts, name) + elapsed_secs
     elif step is not None:
+        changes["last_step"] = step
         if newest is None:
             changes |= {"first_step": step, "newest_step": step}
         elif step > newest:
@@ -114,9 +117,11 @@ def counted(
 
 def went_back(counts: Counts, *, resumed_step: int, step_secs: float) -> Counts:
     """The job goes on from ``resumed_step``: what it had made beyond that, it makes again."""
-    again = max(0, (counts.newest_step or 0) - resumed_step)
+    last = counts.newest_step if counts.last_step is None else counts.last_step
+    again = max(0, (last or 0) - resumed_step)
     return counts.model_copy(
         update={
+            "last_step": resumed_step,
             "repeated_steps": counts.repeated_steps + again,
             "repeated_secs": counts.repeated_secs + again * step_secs,
         }

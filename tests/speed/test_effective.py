@@ -44,6 +44,26 @@ def test_every_second_that_is_lost_has_its_cause() -> None:
     assert counts.samples_per_sec == pytest.approx(69 * 8 / 56)
 
 
+def test_a_second_rollback_counts_from_the_last_step_made() -> None:
+    """Resumed at 90 from 100, killed at 95, resumed at 94: 91 to 95 and 95 to 100 are made again."""
+    trains = NOTHING | {"training": True}
+    counts = Counts(began_unix_secs=5.0)
+    for step in (1, 100):
+        counts = counted(counts, **trains | {"step": step})
+    counts = went_back(counts, resumed_step=90, step_secs=0.5)
+    counts = counted(counts, **trains | {"step": 95})
+    counts = went_back(counts, resumed_step=94, step_secs=0.5)
+    counts = counted(counts, **trains | {"step": 100})
+    assert (counts.newest_step, counts.repeated_steps, counts.repeated_secs) == (100, 11, 5.5)
+
+
+def test_a_trainer_killed_before_its_first_step_repeats_nothing_more() -> None:
+    counts = counted(Counts(began_unix_secs=5.0), **NOTHING | {"training": True, "step": 100})
+    for _ in range(2):
+        counts = went_back(counts, resumed_step=90, step_secs=0.5)
+    assert counts.repeated_steps == 10
+
+
 class Clock:
     """Goes on by what it is told."""
 
