@@ -250,7 +250,7 @@ class Loader:
             collate_fn=SeededCollation(collate_fn or default_collate),  # type: ignore[arg-type]
             # Beginning a pass draws nothing from the generator that training uses.
             generator=torch.Generator(),
-            **options,
+            **{option: given for option, given in options.items() if option not in _DECIDED},
         )
         self.ends_step: bool | None = None
         self._has_left_out = False

@@ -264,6 +264,11 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
         return itertools.count()
 
 
+def test_what_data_loader_has_by_default_is_accepted() -> None:
+    loader = reft.data.loader(range(9), 4, sampler=None, batch_sampler=None, generator=None)
+    assert [len(batch) for batch in loader] == [4, 4, 1]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
