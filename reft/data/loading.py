@@ -12,12 +12,9 @@ counts what was handed out, not what was read ahead; to come back sets two numbe
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -25,7 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from reft.data import place
 from reft.data.batches import Batches, Reached, SharedBatches, StaticBatches
 from reft.data.order import Deal, JobPosition, Order, SampleOrder, decode, encode
-from reft.data.passes import is_left_out, raw_iterator, received_by
+from reft.data.passes import raw_iterator
+from reft.data.reading import Progress, Reading
 from reft.data.registry import Registry
 from reft.data.sample_rng import SeededCollation, SeededDataset
 from reft.data.watch import WATCH
@@ -40,162 +38,6 @@ _DECIDED = {
     "generator": "give seed=",
 }
 """What ``DataLoader`` takes and a position of the whole job does not allow."""
-
-
-class Progress:
-    """Of one pass; it outlives the iterator, and does not keep the loader alive."""
-
-    def __init__(self, began: JobPosition) -> None:
-        self.moves = 0
-        """How often a version has taken it elsewhere."""
-        self.go_to(began)
-
-    def go_to(self, at: JobPosition) -> None:
-        self.began = self.at = at
-        self.taken = 0
-        self.counts = False
-        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
-        self.evaluates = False
-        """Whether it was read while no engine trained: a version has where the next one begins."""
-        self.era = WATCH.resuming
-        self.moves += 1
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A micro-batch that was read, or the data set's ``error`` in its place.
-
-    Attributes:
-        at: the position behind it; see :class:`reft.data.batches.Reached`.
-        step_end: see there.
-        ends_step: whether it is the replica's last of its step; None: all replicas have equally many.
-    """
-
-    batch: Any
-    error: Exception | None
-    at: JobPosition
-    step_end: JobPosition | None
-    ends_step: bool | None = None
-
-
-class Reading:
-    """The iterator of one pass."""
-
-    resumable = True
-
-    def __init__(self, owner: Loader, progress: Progress) -> None:
-        self._owner = owner
-        self._progress = progress
-        self._inner: Iterator[Any] = iter(())
-        self._reached: Reached | None = None
-        self._moves = 0
-        self._ahead: deque[_Read] = deque()
-        """Where replicas take unequally many: read to know which is the last of a step, not handed out."""
-        self._read_to = progress.at
-        self._ended_at: JobPosition | None = None
-        """Behind the last step whose end was handed out."""
-
-    @property
-    def loader(self) -> Any:
-        """torch's."""
-        return self._owner.inner
-
-    @property
-    def taken(self) -> int:
-        return self._progress.taken
-
-    def train(self) -> None:
-        """A batch of it is trained on."""
-        self._progress.counts, self._progress.evaluates = True, False
-
-    def __iter__(self) -> Reading:
-        return self
-
-    def __next__(self) -> Any:
-        WATCH.before_batch(self)
-        progress = self._progress
-        if self._reached is None or self._moves != progress.moves:
-            # What was read ahead from elsewhere is dropped.
-            self._moves = progress.moves
-            self._inner, self._reached = self._owner.read_from(progress.at)
-            self._read_to, self._ended_at = progress.at, None
-            self._ahead.clear()
-        if progress.counts:
-            self._reached.leave(progress.at)
-        try:
-            read = self._next(self._reached)
-        except StopIteration:
-            progress.counts = True
-            self._reached.leave(progress.at)
-            raise
-        progress.at = read.at
-        if read.error is not None:
-            self._leave_out(read, read.error)
-        self._owner.ends_step = read.ends_step
-        if read.ends_step:
-            self._ended_at = read.at
-        progress.taken += 1
-        progress.counts = progress.counts or not WATCH.is_watching
-        WATCH.after_batch(self)
-        progress.evaluates = not progress.counts and WATCH.is_evaluating
-        return read.batch
-
-    def _next(self, reached: Reached) -> _Read:
-        """The next one. It is the last of its step where none follows it there that can be read: the replica
-        would not see the step's end else, and the others would wait for it."""
-        ahead = self._ahead
-        if not ahead:
-            ahead.append(self._read(reached))
-        first = ahead[0]
-        if first.step_end is not None:
-            if ends := not self._is_followed(reached, first.step_end):
-                # The step is whole: a version of it goes on behind what was left out.
-                first = replace(first, at=first.step_end)
-            first = replace(first, ends_step=ends)
-        ahead.popleft()
-        return first
-
-    def _is_followed(self, reached: Reached, step_end: JobPosition) -> bool:
-        """Whether one that can be read, of the same step, comes behind the next one."""
-        for number in itertools.count(1):
-            if len(self._ahead) == number:
-                try:
-                    self._ahead.append(self._read(reached))
-                except StopIteration:
-                    break
-            if self._ahead[number].step_end != step_end:
-                break
-            if self._ahead[number].error is None:
-                return True
-        return False
-
-    def _read(self, reached: Reached) -> _Read:
-        """Raises what does not leave a micro-batch out: the end, workers that died or are late, or a failure
-        to take one."""
-        if reached.failed is not None:
-            raise reached.failed
-        received = received_by(self._inner)
-        batch, found = None, None
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            raise
-        except Exception as error:
-            if reached.failed is not None or not is_left_out(self._inner, received):
-                raise
-            found = error
-        self._read_to = reached.behind(self._read_to)
-        return _Read(batch, found, self._read_to, reached.step_end)
-
-    def _leave_out(self, read: _Read, error: Exception) -> NoReturn:
-        self._owner.left_out()
-        if read.ends_step and self._owner.replica[1] > 1 and self._ended_at != read.at:
-            raise ConfigError(
-                f"this replica has no micro-batch of the step that can be read, and the others wait for it "
-                f"({type(error).__name__}: {error}); expected one or more: catch errors within the data set, "
-                f"and give another sample"
-            ) from error
-        raise error
 
 
 class Loader:
@@ -254,7 +96,10 @@ class Loader:
         )
         self.ends_step: bool | None = None
         self._has_left_out = False
-        self._progress: Progress | None = None
+        self._begun: Progress | None = None
+        """Of the pass that was begun last: perhaps a look, while another one is trained on."""
+        self._followed: Progress | None = None
+        """Of the pass that was trained on last."""
         self._restored: JobPosition | None = None
         LOADERS.add(name, self)
         if (saved := LOADERS.take_waiting(name)) is not None:
@@ -290,8 +135,26 @@ class Loader:
     def __iter__(self) -> Reading:
         LOADERS.require_named(self._name, self)
         self._require_whole_step()
-        self._progress = Progress(self._beginning())
-        return Reading(self, self._progress)
+        self._begun = Progress(self._beginning())
+        return Reading(self, self._begun)
+
+    def follow(self, progress: Progress) -> None:
+        """A batch of its pass is trained on: this is the job's position from now on."""
+        progress.counts, progress.unwatched, progress.evaluates = True, False, False
+        self._followed = progress
+
+    def _passes(self) -> list[Progress]:
+        return [one for one in dict.fromkeys((self._begun, self._followed)) if one is not None]
+
+    @property
+    def _progress(self) -> Progress | None:
+        """Of the pass that the position is of."""
+        if not WATCH.is_watching:
+            self._followed = None
+        one = self._begun if self._followed is None else self._followed
+        if one is not None and one.unwatched and WATCH.is_watching:
+            one.counts = one.unwatched = False
+        return one
 
     def _require_whole_step(self) -> None:
         """A loop that was left after so many micro-batches was left at another step by each replica."""
@@ -352,8 +215,8 @@ class Loader:
         """
         self._restored = decode(position, self._order, self._name)
         self._loads, self.ends_step = self._loads + 1, None
-        if self._progress is not None:
-            self._progress.go_to(self._restored)
+        for one in self._passes():
+            one.go_to(self._restored)
 
     def begin_anew(self) -> None:
         """A version was loaded that was taken before the first pass was begun: go back to there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -102,6 +103,12 @@ def capture_start(loader: Any) -> dict[str, Any]:
     return {**capture_host_rng(), "generators": [g.get_state() for g in own_generators(loader)]}
 
 
+def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a look, for one, has drawn from none of the generators."""
+    own = zip(one["generators"], other["generators"], strict=True)
+    return same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
+
+
 def length_of(loader: Any) -> int | None:
     try:
         return len(loader)
@@ -157,6 +164,12 @@ class Pass:
         """Whether reft brings it back by itself."""
         self.counts = False
         """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.unwatched = False
+        """Whether it counts only as long as there is no engine, which would train on another."""
+        self.handle: weakref.ref[Any] | None = None
+        """To the script's iterator, where that is another object."""
+        self.follow: weakref.WeakMethod[Any] | None = None
+        """Called when it is trained on."""
         self.evaluates = False
         """See :class:`Position`."""
         self._read = 0
@@ -170,7 +183,7 @@ class Pass:
         self._start = start
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
-        self._begun: dict[str, Any] | None = None if adopted else capture_host_rng()
+        self._begun: dict[str, Any] | None = None if adopted else capture_start(loader)
         self._watch = watch
 
     def __iter__(self) -> Pass:
@@ -185,8 +198,8 @@ class Pass:
     def __next__(self) -> Any:
         self._watch.before_batch(self)
         if self._read == 0 and self._notes_first:
-            now = capture_host_rng()
-            self._first = now if self._begun is None or not same_host_rng(now, self._begun) else None
+            now = capture_start(self.loader)
+            self._first = now if self._begun is None or not _same_start(now, self._begun) else None
             self._begun = None
         received = received_by(self._inner)
         try:
@@ -236,11 +249,18 @@ class Pass:
 
     def train(self) -> None:
         """A batch of it is trained on."""
-        self.counts, self.evaluates = True, False
+        self.counts, self.unwatched, self.evaluates = True, False, False
+        if self.follow is not None and (follow := self.follow()) is not None:
+            follow(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the script is known to have its iterator yet."""
+        return self.handle is not None and self.handle() is not None
 
     def end(self) -> None:
         """All batches were taken."""
-        self.counts = True
+        self.counts, self.unwatched = True, not self._watch.is_watching
         self._watch.after_last(self)
 
     def position(self) -> Position:

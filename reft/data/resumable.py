@@ -10,6 +10,7 @@ Without reft attached it is the loader.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,10 @@ class ResumableLoader:
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader
         self._name = name
-        self._pass: Pass | None = None
+        self._begun: Pass | None = None
+        """The pass that was begun last: perhaps a look, while another one is trained on."""
+        self._followed: Pass | None = None
+        """The pass that was trained on last."""
         self._restored: Position | None = LOADERS.take_waiting(name)
         self._moved = False
         """Whether a version was loaded while a pass is being read that cannot move."""
@@ -79,7 +83,21 @@ class ResumableLoader:
             one = WATCH.open(loader)
             one.number = self._next_number() if restored is None else restored.number
         one.resumable = True
-        self._pass = one
+        one.follow = weakref.WeakMethod(self._follow)
+        self._begun = one
+        return one
+
+    def _follow(self, one: Pass) -> None:
+        self._followed = one
+
+    @property
+    def _pass(self) -> Pass | None:
+        """The pass that the position is of."""
+        if not WATCH.is_watching:
+            self._followed = None
+        one = self._begun if self._followed is None else self._followed
+        if one is not None and one.unwatched and WATCH.is_watching:
+            one.counts = one.unwatched = False
         return one
 
     def wrong(self) -> None:
@@ -106,12 +124,15 @@ class ResumableLoader:
         """Go on behind ``position``, in a pass that is being read too."""
         self._restored = position
         if position.evaluates:
-            self._pass = None
-        if self._pass is not None:
-            self._moved = self._pass.reads_ahead
-            if not self._moved:
-                self._pass.go_to(position)
-            self._pass.era = WATCH.resuming
+            self._begun = self._followed = None
+        for one in dict.fromkeys((self._followed, self._begun)):
+            if one is None:
+                continue
+            if one is self._pass:
+                self._moved = one.reads_ahead
+            if not one.reads_ahead:
+                one.go_to(position)
+            one.era = WATCH.resuming
 
     def begin_anew(self) -> None:
         """The pass that is being read goes on: its order is the script's, and no version has it."""
@@ -129,6 +150,7 @@ class _Kept:
     def __init__(self, owner: ResumableLoader, one: Pass) -> None:
         self._owner = owner
         self._one = one
+        one.handle = weakref.ref(self)
 
     def __iter__(self) -> _Kept:
         return self

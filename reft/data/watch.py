@@ -35,6 +35,8 @@ class Read(Protocol):
         loader: torch's.
         taken: batches that were taken.
         resumable: whether reft brings it back by itself.
+        counts: whether it was trained on or read to its end.
+        is_held: whether the script is known to have its iterator yet: of a look, it has none.
     """
 
     @property
@@ -45,6 +47,12 @@ class Read(Protocol):
 
     @property
     def resumable(self) -> bool: ...
+
+    @property
+    def counts(self) -> bool: ...
+
+    @property
+    def is_held(self) -> bool: ...
 
     def train(self) -> None:
         """A batch of it is trained on."""

@@ -167,7 +167,10 @@ class DataPosition:
         """A plain engine computes. Returns what has to be said about data that is not where it was."""
         passes, self._maybe = self._maybe, []
         if not training:
+            # What was evaluated is the last; a batch that training has read before is yet to be trained on.
+            self._maybe = list(dict.fromkeys(one for one in passes if one is not passes[-1]))
             return None
+        passes = _without_looks(passes)
         if self._goes_there and passes and passes[-1].resumable and passes.count(passes[-1]) > 1:
             self._elsewhere = True  # nothing has to be skipped there
         self._take(passes[-1:] if self._goes_there else passes)
@@ -324,6 +327,20 @@ def _named(source: Any) -> str:
     kind = type(source)
     own = getattr(source, "__qualname__", None)  # of a generator
     return f" ({kind.__name__} {own})" if own else f" ({kind.__module__}.{kind.__qualname__})"
+
+
+def _without_looks(passes: list[Read]) -> list[Read]:
+    """What was read since the last step, without looks at the loader that is trained on.
+
+    Of several passes over it, one is trained on: that whose iterator the script has kept. Where it has kept
+    several, the one that was trained on before; where none, the last.
+    """
+    last = passes[-1:]
+    of_loader = [one for one in reversed(passes) if one.loader is last[0].loader]
+    held = [one for one in of_loader if one.is_held] or of_loader[:1]
+    found = max(held, key=lambda one: (one.counts, one.taken), default=None)
+    others = [one for one in passes if found is not None and one.loader is not found.loader]
+    return others + [one for one in passes if one is found]
 
 
 def _is_behind(one: Read, expected: Position) -> bool:

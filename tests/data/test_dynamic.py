@@ -286,7 +286,8 @@ class Attacked:
                 at = one.loader.state_dict()
                 if (at["epoch"] + 1) * SIZE - at["consumed"] < 2 * STEP:
                     break  # a pass that is read to its end counts
-                next(one.reading)
+                if next(one.reading, None) is None:
+                    break  # beside a pass that is trained on; the position is that one's
             if one.loader.state_dict()["consumed"] != self._versions[-1]["consumed"]:
                 self.happened["look over a step"] += 1
             one.reading = iter(one.loader)
