@@ -240,7 +240,7 @@ class Session:
     def start(self, frozen: Mapping[int, Label]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
         self.memory.record_identity()
-        self.rates = Rates(self)
+        self.rates = Rates(self, from_memory=bool(frozen))
         self.control.end_pairs()  # of the load, with all of the sharding group
         control = self.control.for_worker(self.memory.job_dir.secret)
         self.worker = SnapshotWorker(
@@ -340,7 +340,7 @@ class Session:
             self.rates.memory.step(step, step_secs)
         if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
             return
-        due = step % self.rates.version_steps(step) == 0
+        due = self.rates.takes_version(step)
         if not due:
             self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
         request = self.submit(must=False) if due else None
@@ -378,6 +378,8 @@ class Session:
     def restored(self) -> None:
         """The engine's state was replaced: the images may be other tensors, the step another one."""
         self.state.replaced()
+        if self.worker is not None and self._last_step != self.engine.global_steps:
+            self.rates.went_to(self.engine.global_steps)
         self._last_step = self.engine.global_steps
         self.monitoring.starts_at(self._last_step)
         self.progress.set_step(self._last_step)

@@ -22,6 +22,7 @@ from typing import Any
 
 from reft.config import PersistConfig
 from reft.grid import Topology
+from reft.policy.due import Due
 from reft.policy.frequency import Costs, Observed, Rate, RateLimits, Why, adapt
 from reft.policy.pairs import Pauses
 from reft.policy.storage_interval import (
@@ -82,6 +83,8 @@ class StorageRate:
     Args:
         config: what the interval keeps to.
         interval_steps: snapshots exist only every so many steps.
+        start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
+            begins with.
         memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
         known_steps: interval that an earlier start has found; None: the first 50 steps go without.
         on_change: told of the costs and the interval whenever a version was measured.
@@ -93,6 +96,7 @@ class StorageRate:
         config: PersistConfig,
         *,
         interval_steps: int = 1,
+        start_step: int = 0,
         memory_mtbf_secs: Callable[[], float] = lambda: inf,
         known_steps: int | None = None,
         on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
@@ -100,6 +104,7 @@ class StorageRate:
     ) -> None:
         self._config = config
         self._every = interval_steps
+        self._due = Due(start_step)
         self._mtbf = memory_mtbf_secs
         self._clock = clock
         self._lock = threading.Lock()
@@ -122,12 +127,13 @@ class StorageRate:
         """Steps between two versions on storage, as this rank would have them."""
         return self.rate.interval_steps
 
-    def committed(self, label: Label, agreed_steps: int) -> bool:
+    def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
         """A version is committed; returns whether it goes to storage.
 
         Args:
             label: the version.
             agreed_steps: the interval that the vote on it has found, the same on every rank.
+            version_steps: until the next version, at most.
         """
         with self._lock:
             now = self._clock()
@@ -137,11 +143,16 @@ class StorageRate:
             self._before = label.step, now
             if self._written_secs is not None:
                 self._finish(self._written_secs)
-            due = label.step % agreed_steps == 0
+            due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
             if due and self._on_its_way is None:
                 self._on_its_way = label, now
                 self._writing_secs, self._writing_steps = 0.0, 0
             return due
+
+    def went_to(self, step: int) -> None:
+        """The running job goes on from ``step``, which is on storage. No version is under way."""
+        with self._lock:
+            self._due = Due(step)
 
     def _count(self, step_secs: float, steps: int) -> None:
         if self._pauses.has(step_secs, self._plain):

@@ -55,6 +55,8 @@ class Voter:
             order=ballot.order,
             rung=ballot.rung,
         )
+        if not (verdict.ok or verdict.relayout or state.head.idle):
+            self._votes.gave_up(label.step)
         self._switch.hear(verdict.order, verdict.rung)
         if state.task is Task.VOTE_SEALED:
             self._watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)

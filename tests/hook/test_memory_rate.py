@@ -13,6 +13,7 @@ import pytest
 
 from reft.hook.memory_rate import CopyCosts, MemoryRate, dividing
 from reft.hook.rate_cache import RateCache
+from reft.policy.due import Due
 from reft.policy.frequency import Costs
 from reft.policy.pairs import Pairs
 from reft.snapshot.committing.protocol import Stage, Version
@@ -34,7 +35,7 @@ class SimulatedRanks:
         self.now, self.step, self.cost, self.commit_secs = 0.0, 0, 0.01, 0.4
         self.rates = [MemoryRate(0.03, clock=lambda: self.now, **config) for _ in range(ranks)]
         self._noise, self._rng = noise, random.Random(1)
-        self._agreed = [1, 1, 1]
+        self._agreed, self._due = [1, 1, 1], Due(0)
         self._under_way: list[tuple[SnapshotRequest, float]] = []
         self.taken: list[int] = []
 
@@ -48,7 +49,7 @@ class SimulatedRanks:
             for rate in self.rates:
                 rate.step(self.step, secs + abs(self._rng.gauss(0, self._noise)))
             self._commit()
-            due = self.step % self._agreed[0] == 0
+            due = self._due.is_due(self.step, self._agreed[0])
             request = SnapshotRequest(Label(1, self.step), None) if due else None
             for rate in self.rates:
                 rate.handed_over(request)
@@ -200,7 +201,7 @@ def test_the_next_start_of_the_same_needs_no_profile(tmp_path: Path) -> None:
     assert again == (first.rates[0].costs, 10)
     second = SimulatedRanks(ranks=1, known=again)
     second.run(20)
-    assert second.taken == [1, 2, 3, 10, 20]  # before the first vote is heard, every step
+    assert second.taken == [1, 2, 3, 4, 10, 20]  # before the first vote is heard, every step
     assert second.rates[0].to_json()["why"] == "an earlier start has measured it"
     assert RateCache(tmp_path, FACTS | {"device": "a faster one"}).known("memory") is None
     assert cache.known("storage") is None

@@ -199,3 +199,20 @@ def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> N
     job = SimulatedJob()
     due = [step for step in range(3, 160, 3) if job.rate.committed(Label(1, step), whole_interval(50, 3))]
     assert due == [51, 102, 153]
+
+
+def test_the_bound_holds_from_what_is_on_storage_also_where_a_start_goes_on_with_another_interval() -> None:
+    """The job has written step 100 and goes on from 131 in memory; it knows an interval of 64."""
+    rate = StorageRate(PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}), start_step=100)
+    due = [step for step in range(132, 330) if rate.committed(Label(2, step), 64)]
+    assert due == [164, 192, 256, 320]
+
+
+def test_storage_takes_the_last_version_that_keeps_the_bound() -> None:
+    """Versions every 16 steps, later every 10; the one of step 140 is given up, and 142 takes its place."""
+    rate = StorageRate(PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto"}))
+    versions = [(s, 16) for s in range(16, 113, 16)] + [
+        (s, 10) for s in (120, 130, 142, *range(150, 320, 10))
+    ]
+    due = [s for s, every in versions if rate.committed(Label(1, s), 48 if every == 16 else 50, every)]
+    assert due == [48, 96, 142, 150, 200, 250, 300]

@@ -42,6 +42,7 @@ class Votes:
         """How often versions go to storage, as the ranks agreed in the last vote: the one that commits a
         version says whether it does."""
         self._interval = (0, 1, 1)
+        self._given_up: tuple[int, ...] = ()
         self.late = False
         """Whether votes may lag behind training, as the ranks agreed in the last one."""
         self.newest_step = 0
@@ -59,10 +60,20 @@ class Votes:
         since, now, before = self._interval
         return now if step >= since else before
 
+    def given_up_step(self, step: int) -> int:
+        """The newest step whose version all ranks gave up, as far as that counts at ``step``: from the step
+        after the next on, as every vote; -1 if there is none."""
+        return max((at for at in self._given_up if at + 2 <= step), default=-1)
+
+    def gave_up(self, step: int) -> None:
+        """A vote said no to a version that was to be taken."""
+        self._given_up = (*self._given_up[-3:], step)  # replaced as a whole: the training thread reads it
+
     def handed_over(self, version: Label) -> None:
         """Training hands a version over. Where it goes back, no step is left that keeps to an older rate."""
         if version.incarnation != self._incarnation or version.step < self.newest_step:
             self._interval = (0, self._interval[1], self._interval[1])
+            self._given_up = ()
         self._incarnation, self.newest_step = version.incarnation, version.step
 
     def cast(
