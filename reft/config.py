@@ -12,8 +12,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from reft.config_persist import AUTO, Block, PersistConfig
 from reft.naming import JOB_ID
 from reft.protect.mapping import short_form
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:  # it needs numpy, which a program without the block must not 
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 AOR = "+aor"
 """Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)."""
 
@@ -62,11 +62,7 @@ class Variant(StrEnum):
     NONE = "none"
 
 
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FaultConfig(_Block):
+class FaultConfig(Block):
     """One injected fault, for tests and demonstrations."""
 
     point: FaultPoint = Field(description="where the rank fails")
@@ -82,47 +78,7 @@ class FaultConfig(_Block):
     )
 
 
-class PersistConfig(_Block):
-    """Low-frequency checkpoints on storage, written from host memory in the background."""
-
-    dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
-    interval_steps: int | Literal["auto"] = Field(
-        0,
-        description="write the newest committed version every so many steps; 0: only on SIGTERM; 'auto': as "
-        "often as failures make it worth what it costs, measured while the job runs",
-    )
-    max_overhead: float = Field(
-        0.035, gt=0, le=1, description="part of the training time that storage may cost, for 'auto'"
-    )
-    max_lost_steps: int | None = Field(
-        None,
-        ge=2,
-        description="most steps to make again when memory has failed, for 'auto', which then writes at least "
-        "twice as often, whatever that costs; null: no bound",
-    )
-    node_mtbf_days: float = Field(
-        150.0,
-        gt=0,
-        description="mean time between failures of a node, for 'auto'; what the job's own history tells is "
-        "added to it",
-    )
-    keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
-    timeout_secs: float = Field(
-        600.0, gt=0, description="give a checkpoint up when a peer's part has not appeared for so long"
-    )
-
-    @property
-    def fixed_steps(self) -> int:
-        """The interval that is written in the block; 0 where there is none."""
-        return 0 if self.interval_steps == AUTO else int(self.interval_steps)
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the job finds the interval itself."""
-        return self.interval_steps == AUTO
-
-
-class HasConfig(_Block):
+class HasConfig(Block):
     """How copies are fitted into the idle time of the pipeline."""
 
     windows: Literal["profiled", "analytic", "paper"] = Field(
@@ -166,7 +122,7 @@ class HasConfig(_Block):
     )
 
 
-class AorConfig(_Block):
+class AorConfig(Block):
     """How ring peers' optimizers are repeated on the host, under a protection with '+aor'."""
 
     drift_ulps: int = Field(
@@ -182,7 +138,7 @@ class AorConfig(_Block):
     )
 
 
-class ProfileConfig(_Block):
+class ProfileConfig(Block):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
     steps: int = Field(0, ge=0, description="measure so many steps, once; 0 switches it off")
@@ -199,7 +155,7 @@ class ProfileConfig(_Block):
     )
 
 
-class MetricsConfig(_Block):
+class MetricsConfig(Block):
     """Metrics for Prometheus, served by each node's daemon (needs the extra reft-ckpt[metrics])."""
 
     port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
@@ -208,13 +164,13 @@ class MetricsConfig(_Block):
     )
 
 
-class ElasticConfig(_Block):
+class ElasticConfig(Block):
     """What launchers change about the nodes of a running job by themselves."""
 
     follow_advice: bool = Field(False, description="carry out what 'reft advise' says of nodes for long")
 
 
-class ReftConfig(_Block):
+class ReftConfig(Block):
     """The ``reft`` block."""
 
     enabled: bool = Field(False, description="switch reft on")
@@ -432,18 +388,6 @@ class ReftConfig(_Block):
         return self.protection.removesuffix(AOR)
 
     def _check_auto_persist(self) -> None:
-        if self.persist.fixed_steps < 0:
-            raise ValueError(
-                f"persist.interval_steps is {self.persist.fixed_steps}; write a number of steps, "
-                f'0 to write only when the job is told to stop, or "auto"'
-            )
-        keys = ("max_overhead", "max_lost_steps", "node_mtbf_days")
-        given = [k for k in keys if getattr(self.persist, k) != PersistConfig.model_fields[k].default]
-        if given and not self.persist.adapts:
-            raise ValueError(
-                f'persist.{given[0]} belongs to "interval_steps": "auto"; found '
-                f'"interval_steps": {self.persist.interval_steps}. Write "auto", or remove it'
-            )
         most = self.persist.max_lost_steps
         every = 2 if self.adapts else self.version_steps  # what is observed needs steps without a snapshot
         if most is not None and most < 2 * every:
@@ -489,7 +433,7 @@ class ReftConfig(_Block):
         return self.memory_dir / self.job_id
 
 
-NESTED: dict[str, type[_Block]] = {
+NESTED: dict[str, type[Block]] = {
     "aor": AorConfig,
     "persist": PersistConfig,
     "has": HasConfig,

@@ -13,7 +13,7 @@ LAYERS = (
     ("errors", "refusal", "env", "naming", "durable", "backoff", "native", "optim"),
     ("arguments", "json_file"),
     ("builds", "events", "log", "mac", "grid", "blocks"),
-    ("protect",),
+    ("protect", "config_persist"),
     ("config",),
     ("config_keys", "config_read"),
     ("faults", "speed", "state"),

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from reft.comm.control import ControlGroup, WorkerControl
-from reft.config import AUTO, ReftConfig
+from reft.config import ReftConfig
+from reft.config_persist import AUTO
 from reft.events import EventLog
 from reft.grid import Topology
 from reft.hook.coordinates import local_rank

@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from reft.config import PersistConfig
+from reft.config_persist import PersistConfig
 from reft.grid import Topology
 from reft.policy.due import Due
 from reft.policy.frequency import Costs, Observed, Rate, RateLimits, Why, adapt

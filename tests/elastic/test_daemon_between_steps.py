@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.config import PersistConfig, ReftConfig
+from reft.config import ReftConfig
+from reft.config_persist import PersistConfig
 from reft.elastic.mpi_step import end_daemon, keep_daemon
 from reft.store.client import request
 from reft.store.daemon import Daemon

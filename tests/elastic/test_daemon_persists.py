@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import PersistConfig, ReftConfig
+from reft.config import ReftConfig
+from reft.config_persist import PersistConfig
 from reft.config_read import parse_block
 from reft.errors import OvertakenError, PersistError
 from reft.grid import Coordinate

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import PersistConfig, ReftConfig
+from reft.config import ReftConfig
+from reft.config_persist import PersistConfig
 from reft.elastic.node import DaemonKeeper
 from reft.store.daemon import Daemon
 from reft.store.jobdir import JobDir

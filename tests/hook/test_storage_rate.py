@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reft.config import PersistConfig
+from reft.config_persist import PersistConfig
 from reft.grid import Coordinate, Degrees, Topology
 from reft.hook.storage_rate import MemoryLosses, StorageRate, whole_interval
 from reft.store.history import STARTED, note

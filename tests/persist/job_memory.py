@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from reft.blocks import Section
-from reft.config import PersistConfig, ReftConfig
+from reft.config import ReftConfig
+from reft.config_persist import PersistConfig
 from reft.grid import Coordinate, Degrees
 from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
