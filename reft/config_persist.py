@@ -40,6 +40,13 @@ class PersistConfig(Block):
         description="mean time between failures of a node, for 'auto'; what the job's own history tells is "
         "added to it",
     )
+    survival: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="wished probability, such as 0.999, that memory alone carries the job from one version "
+        "on storage to the next, for 'auto'; null: what failures make worth it",
+    )
     keep: int = Field(2, ge=1, description="newest persisted checkpoints to keep")
     timeout_secs: float = Field(
         600.0, gt=0, description="give a checkpoint up when a peer's part has not appeared for so long"
@@ -62,7 +69,7 @@ class PersistConfig(Block):
                 f"persist.interval_steps is {self.fixed_steps}; write a number of steps, "
                 f'0 to write only when the job is told to stop, or "auto"'
             )
-        keys = ("max_overhead", "max_lost_steps", "node_mtbf_days")
+        keys = ("max_overhead", "max_lost_steps", "node_mtbf_days", "survival")
         given = [k for k in keys if getattr(self, k) != PersistConfig.model_fields[k].default]
         if given and not self.adapts:
             raise ValueError(

@@ -88,11 +88,8 @@ def _explain_errors(error: ValidationError) -> str:
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f"  {path}: unknown key; {hint}")
         else:
-            found = (
-                ""
-                if item["type"] == "value_error" and isinstance(item["input"], dict)
-                else f" (found {item['input']!r})"
-            )
+            of_part = not item["loc"] or item["loc"][-1] in NESTED  # what was found is in the message
+            found = "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"  {path}: {message}{found}")
     lines.append("  'reft config --explain' lists every key with its default and meaning")

@@ -27,6 +27,11 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"persist": {"dir": "/x", "interval_steps": -1}}, "write a number of steps, 0"),
         ({"persist": {"dir": "/x", "interval_steps": 5, "max_overhead": 0.1}}, 'belongs to "interval_steps"'),
         (
+            {"persist": {"dir": "/x", "survival": 0.999}},
+            'persist.survival belongs to "interval_steps": "auto"',
+        ),
+        ({"persist": {"dir": "/x", "interval_steps": "auto", "survival": 1}}, "persist.survival"),
+        (
             {"interval_steps": 3, "persist": {"dir": "/x", "interval_steps": "auto", "max_lost_steps": 5}},
             "write at least 6",
         ),

@@ -110,6 +110,7 @@ class Rates:
             interval_steps=session.config.version_steps,
             start_step=stored_step,
             memory_mtbf_secs=losses.mtbf_secs,
+            carried_secs=losses.carried_secs,
             known_steps=None if known is None else known[1],
             on_change=lambda costs, steps: cache.note("storage", costs, steps),
         )

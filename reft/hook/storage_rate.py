@@ -26,13 +26,14 @@ from reft.policy.due import Due
 from reft.policy.frequency import Costs, Observed, Rate, RateLimits, Why, adapt
 from reft.policy.pairs import Pauses
 from reft.policy.storage_interval import (
+    NodeLosses,
     StorageCosts,
     Wishes,
     learned_losses,
     memory_losses_per_sec,
     storage_interval,
 )
-from reft.protect.survival import losses_within
+from reft.protect.survival import Weibull, losses_within, persist_interval_secs
 from reft.store.history import read_history
 from reft.store.label import Label
 
@@ -63,13 +64,24 @@ class MemoryLosses:
 
     def mtbf_secs(self) -> float:
         """Mean time between two such losses, with what the history tells by now; infinite if none can be."""
-        lost = learned_losses(read_history(self.job_dir), time.time(), self.node_mtbf_days)
+        nodes, survived = self._groups()
+        rate = memory_losses_per_sec(self._node_losses().per_sec, nodes, survived, _REPAIR_SECS)
+        return 1 / rate if rate else inf
+
+    def carried_secs(self, survival: float) -> float:
+        """For how long memory alone carries the job with this probability, without any repair."""
+        nodes, survived = self._groups()
+        return persist_interval_secs(survival, [Weibull(1 / self._node_losses().per_sec)], nodes, survived)
+
+    def _node_losses(self) -> NodeLosses:
+        return learned_losses(read_history(self.job_dir), time.time(), self.node_mtbf_days)
+
+    def _groups(self) -> tuple[int, tuple[int, ...]]:
+        """Nodes, and of every number of lost ones how many sets a group survives. Groups that do not fill the
+        nodes count as if there were one more."""
         nodes = len(set(self.topology.failure_domains))
         size = max(len(set(self.topology.group_nodes(pp, tp))) for pp, tp in self.topology.groups())
-        survived = losses_within(size, min(self.tolerance(), size))
-        # Groups that do not fill the nodes count as if there were one more.
-        rate = memory_losses_per_sec(lost.per_sec, -(-nodes // size) * size, survived, _REPAIR_SECS)
-        return 1 / rate if rate else inf
+        return -(-nodes // size) * size, losses_within(size, min(self.tolerance(), size))
 
 
 def whole_interval(steps: int, version_steps: int) -> int:
@@ -86,6 +98,7 @@ class StorageRate:
         start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
             begins with.
         memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
+        carried_secs: for how long memory alone carries the job with a probability, as known now.
         known_steps: interval that an earlier start has found; None: the first 50 steps go without.
         on_change: told of the costs and the interval whenever a version was measured.
         clock: seconds.
@@ -98,6 +111,7 @@ class StorageRate:
         interval_steps: int = 1,
         start_step: int = 0,
         memory_mtbf_secs: Callable[[], float] = lambda: inf,
+        carried_secs: Callable[[float], float] = lambda survival: inf,
         known_steps: int | None = None,
         on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +119,7 @@ class StorageRate:
         self._config = config
         self._every = interval_steps
         self._due = Due(start_step)
-        self._mtbf = memory_mtbf_secs
+        self._mtbf, self._carried = memory_mtbf_secs, carried_secs
         self._clock = clock
         self._lock = threading.Lock()
         self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
@@ -202,10 +216,14 @@ class StorageRate:
         plain = sum(self._plain) / len(self._plain)
         cost = max(0.0, self._writing_secs - self._writing_steps * plain)
         steps = max(self.rate.interval_steps, self._writing_steps)
+        survival = self._config.survival
         best = storage_interval(
             StorageCosts(plain, cost, write_secs),
             self._mtbf(),
-            Wishes(most_lost_steps=self._config.max_lost_steps),
+            Wishes(
+                survival_secs=inf if survival is None else self._carried(survival),
+                most_lost_steps=self._config.max_lost_steps,
+            ),
         )
         bound = self._bound
         least = self._whole(best.steps) if bound is None else min(self._whole(best.steps), bound)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from math import inf
+from collections.abc import Callable, Sized
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,18 @@ class SimulatedJob:
     Args:
         config: further keys of ``persist``.
         mtbf_secs: of memory.
+        carried_secs: by it, with a wished probability.
         every: steps between two snapshots.
     """
 
-    def __init__(self, *, mtbf_secs: float = 600.0, every: int = 1, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        mtbf_secs: float = 600.0,
+        carried_secs: Callable[[float], float] = lambda wished: inf,
+        every: int = 1,
+        **config: Any,
+    ) -> None:
         self.now, self.step, self.every = 0.0, 0, every
         self.written: list[int] = []
         self.wrote: list[int] = []
@@ -33,7 +41,11 @@ class SimulatedJob:
         self.under_way: tuple[Label, float] | None = None
         persist = PersistConfig.model_validate({"dir": "/x", "interval_steps": "auto", **config})
         self.rate = StorageRate(
-            persist, interval_steps=every, memory_mtbf_secs=lambda: mtbf_secs, clock=lambda: self.now
+            persist,
+            interval_steps=every,
+            memory_mtbf_secs=lambda: mtbf_secs,
+            carried_secs=carried_secs,
+            clock=lambda: self.now,
         )
         self.overheads: list[float] = []
 
@@ -87,6 +99,16 @@ def test_where_memory_never_fails_nothing_but_the_bound_makes_it_write() -> None
     assert job.rate.wish() == 45
     assert job.rate.to_json()["most_lost_steps"] == 90
     assert "no more steps than this" in job.rate.to_json()["why"]
+
+
+def test_the_wished_survival_makes_it_write_where_failures_do_not() -> None:
+    """Memory alone carries the job with 0.999 for 70 steps of a second."""
+    job = SimulatedJob(
+        mtbf_secs=inf, survival=0.999, carried_secs=lambda wished: 70.0 if wished == 0.999 else inf
+    )
+    job.run(400)
+    assert job.rate.wish() == 70
+    assert "wished probability" in job.rate.to_json()["why"]
 
 
 def test_the_bound_on_lost_steps_is_kept_from_the_first_version_on() -> None:
@@ -190,6 +212,16 @@ def test_how_often_memory_fails_is_learned_from_the_history(tmp_path: Path) -> N
     assert losses.mtbf_secs() == pytest.approx(configured / 4, rel=0.01)
     tolerance[0] = 1
     assert losses.mtbf_secs() > 100 * configured
+
+
+def test_for_how_long_memory_carries_a_job_is_what_reft_plan_says_of_it(tmp_path: Path) -> None:
+    """Three nodes whose memory survives one; one fails in 100 days: 3 q^2 - 2 q^3 = 0.999."""
+    coordinates = tuple(Coordinate(0, dp, 0) for dp in range(3))
+    topology = Topology(Degrees(1, 3, 1), coordinates, ("a", "b", "c"))
+    carried = MemoryLosses(tmp_path, topology, lambda: 1, 100.0).carried_secs(0.999)
+    q = exp(-carried / (100 * 86400))
+    assert 3 * q**2 - 2 * q**3 == pytest.approx(0.999, abs=1e-9)
+    assert MemoryLosses(tmp_path, topology, lambda: 0, 100.0).carried_secs(0.999) < carried / 10
 
 
 def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> None:
