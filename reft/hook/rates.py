@@ -13,8 +13,9 @@ from reft.errors import PersistError
 from reft.hook.device_costs import device_bytes, device_copy_secs
 from reft.hook.memory_rate import CopyCosts, MemoryRate, dividing
 from reft.hook.rate_cache import RateCache, machine_facts
-from reft.hook.storage_rate import MemoryLosses, StorageRate, whole_interval
+from reft.hook.storage_rate import MemoryLosses, StorageRate
 from reft.policy.due import Due
+from reft.policy.storage_interval import whole_interval
 from reft.snapshot.scheduling.has import Overflow
 from reft.store.label import Label
 from reft.store.persisted import given_up, job_directory, list_persisted

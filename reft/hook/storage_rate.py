@@ -26,12 +26,14 @@ from reft.policy.due import Due
 from reft.policy.frequency import Costs, Observed, Rate, RateLimits, Why, adapt
 from reft.policy.pairs import Pauses
 from reft.policy.storage_interval import (
+    REPAIR_SECS,
     NodeLosses,
     StorageCosts,
     Wishes,
     learned_losses,
     memory_losses_per_sec,
     storage_interval,
+    whole_interval,
 )
 from reft.protect.survival import Weibull, losses_within, persist_interval_secs
 from reft.store.history import read_history
@@ -41,9 +43,6 @@ _FIRST_STEPS = 50
 """Until the first version goes to storage: CheckFreq profiles for so many iterations, without checkpoints."""
 _PLAIN_STEPS = 64
 _LEAST_PLAIN = 3
-_REPAIR_SECS = 600.0
-"""From the loss of a node to the version that is protected again: twice the five minutes that are published
-for a hot recovery with a replacement (Paddle)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class MemoryLosses:
     def mtbf_secs(self) -> float:
         """Mean time between two such losses, with what the history tells by now; infinite if none can be."""
         nodes, survived = self._groups()
-        rate = memory_losses_per_sec(self._node_losses().per_sec, nodes, survived, _REPAIR_SECS)
+        rate = memory_losses_per_sec(self._node_losses().per_sec, nodes, survived, REPAIR_SECS)
         return 1 / rate if rate else inf
 
     def carried_secs(self, survival: float) -> float:
@@ -82,11 +81,6 @@ class MemoryLosses:
         nodes = len(set(self.topology.failure_domains))
         size = max(len(set(self.topology.group_nodes(pp, tp))) for pp, tp in self.topology.groups())
         return -(-nodes // size) * size, losses_within(size, min(self.tolerance(), size))
-
-
-def whole_interval(steps: int, version_steps: int) -> int:
-    """At least ``steps``, and a multiple of the steps between two versions: what is not taken is not due."""
-    return -(-steps // version_steps) * version_steps
 
 
 class StorageRate:

@@ -24,6 +24,9 @@ from reft.store.history import Round
 DAY_SECS = 86400.0
 DEFAULT_NODE_MTBF_DAYS = 150.0
 """Near the 6.5 failures in 1,000 node-days of Kokolis et al. 2025."""
+REPAIR_SECS = 600.0
+"""From the loss of a node to the version that is protected again: twice the five minutes that are published
+for a hot recovery with a replacement (Paddle)."""
 _PRECISION = 1e-12
 _SHORT = 1e-9
 
@@ -270,6 +273,11 @@ def storage_interval(costs: StorageCosts, mtbf_secs: float, wishes: Wishes | Non
     return StorageInterval(
         steps, because, int(min(best, _MOST_STEPS)), overhead, most_lost_steps(steps), kept
     )
+
+
+def whole_interval(steps: int, version_steps: int) -> int:
+    """At least ``steps``, and a multiple of the steps between two versions: what is not taken is not due."""
+    return -(-steps // version_steps) * version_steps
 
 
 _MOST_EXPONENT = 700.0

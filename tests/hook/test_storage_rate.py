@@ -11,7 +11,8 @@ import pytest
 
 from reft.config_persist import PersistConfig
 from reft.grid import Coordinate, Degrees, Topology
-from reft.hook.storage_rate import MemoryLosses, StorageRate, whole_interval
+from reft.hook.storage_rate import MemoryLosses, StorageRate
+from reft.policy.storage_interval import whole_interval
 from reft.store.history import STARTED, note
 from reft.store.label import Label
 

@@ -267,6 +267,45 @@ def test_what_costs_too_much_is_not_well(run: Run, tmp_path: Path) -> None:
     assert not any("take them less often" in problem for problem in found.json["problems"])
 
 
+def test_how_often_versions_go_to_storage_is_said_with_the_reason(run: Run, tmp_path: Path) -> None:
+    config = json.loads(Path(BF16_ZERO1).read_text())
+
+    def plan(cluster: dict[str, Any] | None = None, **persist: Any) -> dict[str, Any]:
+        config["reft"]["persist"] = persist
+        path = write(tmp_path / "ds.json", config)
+        machines = write(tmp_path / "cluster.json", {"like": "a100", **(cluster or {})})
+        found = run(path, *LARGE, "--cluster", machines, *QUICK)
+        shown = run(path, *LARGE, "--cluster", machines, *QUICK[:-1])
+        storage: dict[str, Any] = found.json["storage"]
+        assert storage["why"] in " ".join(shown.out.split())
+        assert storage["source"] in " ".join(shown.out.split())
+        return storage
+
+    auto = {"dir": "/x", "interval_steps": "auto"}
+    best = plan(**auto)
+    assert best["tolerance"] == 1
+    assert best["interval_steps"] == best["auto_steps"] > 1
+    assert best["because"].startswith("the best for how often memory fails")
+    # Young's formula, near the optimum where a checkpoint costs little
+    costs = best["costs"]
+    young = (2 * costs["cost_secs"] * best["memory_mtbf_secs"]) ** 0.5 / costs["step_secs"]
+    assert best["interval_steps"] == pytest.approx(young, rel=0.01)
+    assert plan(**auto, max_lost_steps=40)["interval_steps"] == 20
+    slow = plan({"storage_bytes_per_sec": 1e8}, **auto)
+    assert slow["costs"]["write_secs"] == pytest.approx(10 * costs["write_secs"])
+    dear = plan({"storage_bytes_per_sec": 1e8}, **auto, max_overhead=1e-5)
+    assert "allowed overhead" in dear["because"]
+    assert dear["overhead"] <= 1e-5 < slow["overhead"]
+    survives = plan(**auto, survival=0.9999999)
+    assert survives["because"].startswith("until then memory alone")
+    assert survives["interval_steps"] < best["interval_steps"]
+    assert plan(**auto, node_mtbf_days=1)["interval_steps"] < best["interval_steps"]
+    fixed = plan(dir="/x", interval_steps=500)
+    assert fixed["interval_steps"] == 500
+    assert f'"auto" would find {best["auto_steps"]:,}' in fixed["why"]
+    assert plan()["configured"] is None
+
+
 def test_a_model_that_exceeds_the_device_is_not_well(run: Run) -> None:
     result = run(FP16, "--model", "34b", "--cluster", "v100", "--tp", "8", "--nodes", "4", *QUICK)
     assert result.code == cli.EXIT_NOT_WELL

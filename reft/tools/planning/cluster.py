@@ -47,12 +47,14 @@ class Cluster:
     Attributes:
         name: for people. machine: a node, from the view of one device.
         host_memory_bytes: of a node. failures: why nodes fail.
+        storage_bytes_per_sec: at which a node writes while all do; None: not known.
     """
 
     name: str
     machine: Machine
     host_memory_bytes: int
     failures: tuple[Failure, ...]
+    storage_bytes_per_sec: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What :func:`load_cluster` reads."""
@@ -61,6 +63,7 @@ class Cluster:
             **{key: value for key, value in asdict(self.machine).items() if key != "name"},
             "host_memory_bytes": self.host_memory_bytes,
             "failures": [asdict(failure) for failure in self.failures],
+            "storage_bytes_per_sec": self.storage_bytes_per_sec,
         }
 
 
@@ -108,6 +111,7 @@ class _File(BaseModel):
     network_through_host: bool | None = None
     host_memory_bytes: int | None = Field(None, gt=0)
     failures: tuple[_Failure, ...] | None = Field(None, min_length=1)
+    storage_bytes_per_sec: float | None = Field(None, gt=0)
 
 
 _EXAMPLE = (
@@ -169,6 +173,7 @@ def _from_file(path: Path, values: Mapping[str, Any]) -> Cluster:
         machine=Machine(**{field.name: merged[field.name] for field in fields(Machine)}),
         host_memory_bytes=merged["host_memory_bytes"],
         failures=tuple(Failure(**failure) for failure in merged["failures"]),
+        storage_bytes_per_sec=merged.get("storage_bytes_per_sec"),
     )
 
 

@@ -47,6 +47,7 @@ def show_plan(plan: JobPlan, console: Console) -> None:
         f"without protection it would be every {duration(seen.unprotected_secs)}."
     )
     say(f"Snapshots {plan.why_rate}.")
+    say(f"On storage {plan.storage.why}. {plan.storage.source}.")
     for failure in plan.job.cluster.failures:
         shape = "" if failure.shape == 1 else f", Weibull shape {failure.shape:g}"
         source = f" ({failure.source})" if failure.source else ""

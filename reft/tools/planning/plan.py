@@ -20,6 +20,7 @@ from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.simulated_pace import SimulatedPace
+from reft.tools.planning.storage import StoragePlan, plan_storage
 from reft.tools.planning.survival import HOUR, Survival, survival_of
 from reft.tools.simulate.schedules import Schedule, one_f_one_b
 
@@ -109,6 +110,21 @@ class JobPlan:
             said = f"as the block says; Algorithm 1 finds {best} for at most {self.max_overhead:.1%}"
         return f"every {every} step(s), {said}; {lost}"
 
+    @cached_property
+    def storage(self) -> StoragePlan:
+        """How often versions go to storage, and why."""
+        job, training = self.job, self.job.training
+        state = training.tensor * sum(job.state_bytes(p) for p in range(training.stages))
+        return plan_storage(
+            job.block.persist,
+            job.cluster,
+            self.survival,
+            tolerance=self.planned.tolerance,
+            step_secs=self.pace.step_secs * (1 + self.overhead),
+            node_bytes=state / self.survival.nodes,
+            version_steps=self.version_steps,
+        )
+
     @property
     def version_steps(self) -> int:
         """Steps between two snapshots: of the block, or where the job finds it, as predicted."""
@@ -195,6 +211,7 @@ class JobPlan:
                 "max_overhead": self.max_overhead,
                 "why": self.why_rate,
             },
+            "storage": self.storage.to_json(),
             "protection": {
                 "configured": self.configured,
                 "planned": self.planned.name,
