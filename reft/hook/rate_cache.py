@@ -1,8 +1,8 @@
 """What an earlier start has measured of what versions cost, so that the next one need not.
 
 One small file per rank in the memory directory, beside the jobs: the same model in the same layout on the
-same machine finds it, whatever the job is called. It is replaced as a whole; one that cannot be used is
-ignored.
+same machine finds it, whatever the job is called. Where there is a directory on storage a copy is kept there,
+for when all memory is lost. Files are replaced as a whole; one that cannot be used is ignored.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from reft.policy.frequency import Costs
 logger = logging.getLogger(__name__)
 
 Tier = Literal["memory", "storage"]
+COPIES = ".rates"
+"""Directory of the copies within the persist directory; no job has such a name."""
 
 
 def machine_facts() -> dict[str, Any]:
@@ -55,15 +57,21 @@ class RateCache:
     Args:
         directory: where the file lies.
         facts: JSON values by which model, layout and machine are known; with other ones, nothing is found.
+        persist_dir: on storage, where a copy is kept; None: nowhere.
     """
 
-    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, facts: Mapping[str, Any], persist_dir: Path | None = None) -> None:
         self._facts = json.loads(json.dumps(facts, sort_keys=True))
         digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
         self.path = directory / f".rate-{digest[:24]}.json"
+        self.copy = None if persist_dir is None else persist_dir / COPIES / self.path.name[1:]
         self._lock = threading.Lock()
-        self._told = False
-        self._known = self._read()
+        self._told: set[Path] = set()
+        self._to_copy: bytes | None = None
+        self._copies = False
+        self._known = self._read(self.path)
+        if not self._known and self.copy is not None:
+            self._known = self._read(self.copy)
 
     def known(self, tier: Tier) -> tuple[Costs, int] | None:
         """Costs and interval in steps, as measured last; None where they are to be measured."""
@@ -77,16 +85,38 @@ class RateCache:
                 "facts": self._facts,
                 **{name: {"costs": vars(c), "interval_steps": k} for name, (c, k) in self._known.items()},
             }
-            try:
-                write_durably(self.path, json.dumps(content, indent=1).encode())
-            except OSError as error:
-                if not self._told:
-                    logger.warning("%s: the next start will measure anew: %s", self.path, error)
-                self._told = True
+            text = json.dumps(content, indent=1).encode()
+            self._write(self.path, text)
+            self._to_copy = text
+            if self.copy is None or self._copies:
+                return
+            self._copies = True
+        # By a thread of its own: no vote waits for storage, which may hang (P6).
+        threading.Thread(target=self._keep_copy, args=(self.copy,), name="reft-rates", daemon=True).start()
 
-    def _read(self) -> dict[str, tuple[Costs, int]]:
+    def _keep_copy(self, copy: Path) -> None:
+        """Write what was noted, until nothing is new."""
+        while True:
+            with self._lock:
+                text, self._to_copy = self._to_copy, None
+                if text is None:
+                    self._copies = False
+                    return
+            self._write(copy, text)
+
+    def _write(self, path: Path, text: bytes) -> None:
         try:
-            content = json.loads(self.path.read_bytes())
+            if path == self.copy:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, text)
+        except OSError as error:
+            if path not in self._told:
+                logger.warning("%s: a start that needs it will measure anew: %s", path, error)
+            self._told.add(path)
+
+    def _read(self, path: Path) -> dict[str, tuple[Costs, int]]:
+        try:
+            content = json.loads(path.read_bytes())
             if content["facts"] != self._facts:
                 raise ValueError("it is of something else")
             return {
@@ -98,7 +128,7 @@ class RateCache:
             return {}
         except (OSError, ValueError, KeyError, TypeError, ValidationError, ConfigError) as error:
             cause = str(error).partition("\n")[0]
-            logger.warning("%s is ignored, the first steps are measured anew: %s", self.path, cause)
+            logger.warning("%s is ignored: %s", path, cause)
             return {}
 
 

@@ -45,7 +45,7 @@ class Rates:
         self.storage: StorageRate | None = None
         if not (config.adapts or config.persist.adapts):
             return
-        cache = RateCache(config.memory_dir, self._facts())
+        cache = RateCache(config.memory_dir, self._facts(), config.persist.dir)
         if config.adapts:
             self.memory = self._memory_rate(cache)
         if config.persist.adapts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,57 @@ def test_a_cache_that_cannot_be_used_is_ignored_with_one_line(
     again.note("memory", Costs(1.0), 10)
     assert RateCache(tmp_path, FACTS).known("memory") == (Costs(1.0), 10)
     assert [path.name for path in tmp_path.iterdir()] == [cache.path.name]
+
+
+def wait_for(enough: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not enough():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_where_all_memory_was_lost_the_copy_on_storage_tells_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, storage = tmp_path / "memory", tmp_path / "storage"
+    memory.mkdir()
+    cache = RateCache(memory, FACTS, storage)
+    assert cache.copy is not None
+    for steps in range(1, 21):
+        cache.note("memory", Costs(1.0), steps)
+    cache.note("storage", Costs(2.0), 50)
+    wait_for(lambda: cache.copy.exists() and cache.copy.read_bytes() == cache.path.read_bytes())
+    cache.path.unlink()
+    again = RateCache(memory, FACTS, storage)
+    assert (again.known("memory"), again.known("storage")) == ((Costs(1.0), 20), (Costs(2.0), 50))
+    assert RateCache(memory, FACTS | {"device": "a faster one"}, storage).known("memory") is None
+    assert RateCache(memory, FACTS).known("memory") is None
+    assert not caplog.records
+    cache.copy.write_bytes(cache.copy.read_bytes()[:100])
+    assert RateCache(memory, FACTS, storage).known("memory") is None
+    assert [str(cache.copy) in r.getMessage() and "is ignored" in r.getMessage() for r in caplog.records] == [
+        True
+    ]
+
+
+def test_p6_storage_that_hangs_holds_up_nobody_who_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, written = threading.Event(), []
+
+    def write(path: Path, data: bytes) -> None:
+        if path.is_relative_to(tmp_path / "storage"):
+            goes_on.wait(60)
+        written.append(path)
+
+    monkeypatch.setattr("reft.hook.rate_cache.write_durably", write)
+    cache = RateCache(tmp_path, FACTS, tmp_path / "storage")
+    for steps in range(1, 21):
+        cache.note("memory", Costs(1.0), steps)
+    assert written == [cache.path] * 20
+    goes_on.set()
+    wait_for(lambda: cache.copy in written)
+    assert written.count(cache.copy) <= 2  # the first, and what was noted meanwhile
 
 
 def test_p6_a_directory_that_cannot_be_written_is_said_once(
