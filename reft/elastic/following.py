@@ -44,7 +44,8 @@ class Follower:
         self._sustained = Sustained()
         self._round: int | None = None
         self._looked = float("-inf")
-        self._said = ""
+        self._said: set[tuple[object, ...]] = set()
+        """In this round: what stands again, after something else stood for a while, is no news."""
 
     def look(self, agreement: Agreement, group_rank: int, config: LaunchConfig) -> None:
         """Follow what was advised for long. Best effort: it looks again."""
@@ -66,6 +67,7 @@ class Follower:
             return
         if agreement.round != self._round:  # what was said of trainers that were started anew is over
             self._round, self._sustained = agreement.round, Sustained()
+            self._said.clear()
         seen = situation([self._path], board, config.max_nodes)
         sustained = self._sustained.look(advise(seen), max(steps))
         decision = decide(
@@ -85,11 +87,18 @@ class Follower:
             ),
         )
         if decision.nodes is not None:
-            logger.warning("advice is followed: %s", decision.why)
+            if self._is_news(decision.nodes, decision.without):
+                logger.warning("advice is followed: %s", decision.why)
             write_order(self._path, decision.nodes, decision.without, decision.why)
-        elif sustained and decision.why != self._said:
-            self._said = decision.why
+        elif sustained and self._is_news(decision.why, *((a.action, a.nodes) for a in sustained)):
             logger.info("advice is not followed: %s; %s", decision.why, "; ".join(map(str, sustained)))
+
+    def _is_news(self, *what: object) -> bool:
+        """Whether it was not said in this round yet."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
 
     def _last_order(self) -> float | None:
         """When an order was given last, by a person or for advice: here, to any node that trains, or as this

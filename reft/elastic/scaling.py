@@ -177,6 +177,7 @@ class Scaler:
         self._options = options
         self._path = path
         self._board = board
+        self._refused: tuple[int, tuple[str, ...], str] | None = None
         self._seen = self._stat()  # an order of an earlier run has been dealt with
         self._order: ScaleOrder | None = None
         self._signals = signals
@@ -257,7 +258,10 @@ class Scaler:
         self._seen, self._order = seen, order
         self._board.warn()
         if why:
-            logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
+            told = (order.nodes, order.without, why)
+            if not order.why or told != self._refused:  # advice is ordered again for as long as it stands
+                logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
+            self._refused = told
             self._answer(running, refused=why)
             return
         if replaces(order, agreement.nodes):

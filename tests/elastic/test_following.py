@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from reft.store.daemon import CONFIG_FILE
 from reft.store.history import read_history
 from reft.store.jobdir import write_json
 from reft.store.progress import read_pages
-from reft.store.scale_orders import read_order, write_order
+from reft.store.scale_orders import ORDER_FILE, read_order, write_order
 from reft.store.signals import Board, NodeReport, Row, read_board
 
 from .cluster import WatchedCluster, cluster
@@ -190,6 +192,38 @@ def test_advice_is_ordered_once(watched: Watched) -> None:
     assert order is not None
     assert (order.nodes, order.without) == (3, ("b",))
     assert not watched.ordered()
+
+
+def test_advice_that_is_refused_again_and_again_is_said_once(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ordered, and refused, every ten minutes for as long as it stands."""
+    for _ in range(3):
+        assert watched.ordered()
+        order = read_order(watched.path)
+        assert order is not None
+        write_json(watched.path / ORDER_FILE, asdict(order) | {"number": millis(COOL_DOWN_SECS + 60)})
+    assert [r.getMessage() for r in caplog.records] == ["advice is followed: replace b: it is slow"]
+    watched.round = 2
+    assert watched.ordered()
+    assert len(caplog.records) == 2
+
+
+def test_why_advice_is_not_followed_is_said_once_each(
+    watched: Watched, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(following, "situation", lambda *_: SimpleNamespace(spares=()))
+    for _ in range(3):
+        assert not watched.ordered()
+        leaving_of(watched.state).add(_NodeDesc("c", 1, 0))
+        assert not watched.ordered()
+        leaving_of(watched.state).clear()
+    said = [r.getMessage().partition(";")[0] for r in caplog.records]
+    assert said == [
+        "advice is not followed: no spare waits",
+        "advice is not followed: the job recovers, or changes its nodes",
+    ]
 
 
 def test_an_order_of_a_person_on_this_node_is_not_overtaken(watched: Watched) -> None:
