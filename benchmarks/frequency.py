@@ -238,7 +238,19 @@ def parse() -> argparse.Namespace:
         "--part-secs",
         type=float,
         default=90.0,
-        help="--real: alone, loaded, alone (default: %(default)s each)",
+        help="--real: alone, loaded, alone (default: %(default)s each, at least)",
+    )
+    parser.add_argument(
+        "--versions",
+        type=int,
+        default=20,
+        help="--real: on storage in each part; with fewer nothing is said of the goal (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--most-part-secs",
+        type=float,
+        default=1800.0,
+        help="--real: a part ends, with however many (default: %(default)s)",
     )
     parser.add_argument(
         "--mtbf-secs",

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from frequency_real import Course, Look, table
+from frequency_real import Course, Look, goal, table
 
 
 def course(slow: float) -> Course:
@@ -39,3 +39,15 @@ def test_the_overhead_is_counted_within_each_part() -> None:
     assert result["parts"][1]["plain_step_secs"] == pytest.approx(3.0)
     assert [s["written"] for s in result["rate_over_time"]] == list(range(0, 301, 10))
     assert "another process loads the disk" in "\n".join(table(result))
+
+
+def test_of_few_versions_nothing_is_said_of_the_goal() -> None:
+    seen = course(slow=3.0)
+    result = seen.to_json([seen.steps[100], seen.steps[200], seen.steps[300]])
+    parts = result["parts"]
+    assert goal(parts, 0.06, 9)["held"] is True
+    assert goal(parts, 0.035, 9)["held"] is False
+    judged = goal(parts, 0.06, 20)
+    assert judged["held"] is None
+    assert judged["too_few_in"] == [part["part"] for part in parts]
+    assert "is not judged: fewer than 20 versions in alone," in "\n".join(table(result | {"goal": judged}))
