@@ -28,7 +28,8 @@ from reft.snapshot.committing.protocol import (
     Task,
     TensorsChange,
 )
-from reft.snapshot.committing.version import Slots, State, step
+from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.version import State, step
 from reft.snapshot.paced import PacedCopier
 from reft.snapshot.request import SnapshotRequest
 

@@ -30,7 +30,7 @@ from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 
 from reft.protect.placement import place_group
-from reft.snapshot.committing.version import Slots
+from reft.snapshot.committing.slots import Slots
 from reft.store.commit import preferred_label
 from reft.store.header import ArenaState
 from reft.store.label import Label

@@ -36,8 +36,9 @@ from reft.snapshot.committing.protocol import (
     Version,
     Voted,
 )
+from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.committing.version import Slots, State, step
+from reft.snapshot.committing.version import State, step
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.paced import PacedCopier

@@ -39,7 +39,8 @@ from reft.snapshot.committing.protocol import (
     Version,
     Voted,
 )
-from reft.snapshot.committing.version import NOT_STARTED, OVERRUN, PEER_SKIPPED, Slots, State, step
+from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.version import NOT_STARTED, OVERRUN, PEER_SKIPPED, State, step
 from reft.store.commit import preferred_label
 from reft.store.header import ArenaState
 from reft.store.label import Label

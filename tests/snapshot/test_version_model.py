@@ -35,7 +35,8 @@ from reft.snapshot.committing.protocol import (
     TensorsChange,
     Voted,
 )
-from reft.snapshot.committing.version import Next, Slot, Slots, State, step
+from reft.snapshot.committing.slots import Slot, Slots
+from reft.snapshot.committing.version import Next, State, step
 from reft.store.header import ArenaState
 from reft.store.label import Label
 from tests.snapshot.restart_model import LOSSES, Crash, SecondCrash, crash_memories, crashes_in_a_row

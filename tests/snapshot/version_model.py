@@ -43,7 +43,8 @@ from reft.snapshot.committing.protocol import (
     Version,
     Voted,
 )
-from reft.snapshot.committing.version import Next, Slots, State
+from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.version import Next, State
 from reft.store.commit import preferred_label
 from reft.store.header import ArenaState
 from reft.store.label import Label

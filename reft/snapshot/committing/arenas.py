@@ -13,7 +13,7 @@ import torch
 from reft.backoff import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError
 from reft.grid import Coordinate, Degrees
-from reft.snapshot.committing.version import Slots
+from reft.snapshot.committing.slots import Slots
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
@@ -210,11 +210,7 @@ class ArenaSet:
         """Hold so many versions from now on, at most those of the start: fewer free the memory of slots that
         hold nothing that is needed (P3), of which there is always at least one."""
         self._wanted = count
-        kept = self.slots.kept & {*range(self._files.count)}
-        # A slot that exists is not given up for one that would have to be made.
-        unused = self._unused
-        order = sorted(range(self._files.count), key=lambda slot: (slot not in kept, slot in unused, slot))
-        self._unused = frozenset(order[max(count, len(kept) + 1) :])
+        self._unused = self.slots.given_up(count, self._unused)
         for slot in self._unused:
             arena = self._arenas.pop(slot, None)
             if arena is not None:
