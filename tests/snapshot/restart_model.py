@@ -157,7 +157,7 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
     for window in explorer.windows:
         left: dict[Memory, Label | None] = {}
         for rank in window.ranks:
-            memory = tuple((label, state) if state.whole else NOTHING_WHOLE for label, state, _ in rank.files)
+            memory = tuple((h.label, h.state) if h.state.whole else NOTHING_WHOLE for h in rank.files)
             left[memory] = newest((left.get(memory), rank.state.slots.committed_label))
         rings = {
             min((ring[i:] + ring[:i] for i in range(MEMBERS)), key=repr)

@@ -24,10 +24,13 @@ import pytest
 
 from reft.snapshot.committing.protocol import (
     Broke,
+    Copied,
     CopyFailed,
     Event,
     GiveUp,
+    LeaveGate,
     Met,
+    Parted,
     Sealed,
     SealFailed,
     Stage,
@@ -107,6 +110,20 @@ def peers_not_heard(state: State, event: Event) -> Next:
     return step(state, Met(event.after, None) if isinstance(event, Met) else event)
 
 
+def parted_in_silence(state: State, event: Event) -> Next:
+    """Ends where the ranks do not come together again, and tells nobody of the versions it had."""
+    after, effects = step(state, event)
+    return (after, ()) if isinstance(event, Parted) else (after, effects)
+
+
+def permit_kept(state: State, event: Event) -> Next:
+    """Does not give the permit to copy back when all is copied."""
+    after, effects = step(state, event)
+    if isinstance(event, Copied):
+        effects = tuple(effect for effect in effects if not isinstance(effect, LeaveGate))
+    return after, effects
+
+
 def newest_whole(held_by: dict[Label, list[tuple[int, int]]], committed: Label | None) -> Label | None:
     """Restore the newest version that is whole, whoever lacks it."""
     return max(held_by, default=None)
@@ -121,6 +138,8 @@ WRONG: dict[str, tuple[str, Rules]] = {
     "vote lost": ("P3", Rules(step=vote_lost, meetings=1)),
     "copied twice": ("P2", Rules(step=copied_twice)),
     "peers not heard": ("P3", Rules(step=peers_not_heard, meetings=1)),
+    "parted in silence": ("P6", Rules(step=parted_in_silence, steps=2, meetings=1)),
+    "permit kept": ("P6", Rules(step=permit_kept, paced=True, steps=2, meetings=0)),
 }
 
 
@@ -146,6 +165,10 @@ def test_p2_p3_p6_hold_over_4_versions_and_further_ahead() -> None:
 def test_they_hold_with_three_arenas_and_with_steps_at_which_ranks_only_vote() -> None:
     assert explored(Rules(slots=Slots.make(3), meetings=0)).deepest_commit == 3
     assert explored(Rules(idle=frozenset({2}), meetings=1)).deepest_commit == 3
+
+
+def test_p6_copies_in_windows_hold_their_permit_and_give_it_back() -> None:
+    assert explored(Rules(steps=2, paced=True)).deepest_commit == 2
 
 
 def test_without_errors_every_version_that_is_not_overtaken_is_committed() -> None:

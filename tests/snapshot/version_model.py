@@ -11,10 +11,13 @@ whose bytes is the real :func:`place_group`, and the version to restore is chose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from reft.protect.degrade import Rung
 from reft.snapshot.committing import version
+from reft.snapshot.committing.in_force import InForce
 from reft.snapshot.committing.protocol import (
     Begin,
     Broke,
@@ -24,12 +27,15 @@ from reft.snapshot.committing.protocol import (
     Copied,
     CopyFailed,
     Drained,
+    EnterGate,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
     LaidOut,
+    LeaveGate,
     Met,
+    Parted,
     Released,
     Sealed,
     SealFailed,
@@ -52,8 +58,18 @@ from reft.store.label import Label
 SOME = Cause("some")
 NOBODY = -1
 
-Held = tuple[Label | None, ArenaState, bool]
-"""What an arena holds: version, state, and whether its bytes are of that version alone (P2, P5)."""
+
+class Held(NamedTuple):
+    """What an arena holds: version, state, whether its bytes are of that version alone (P2, P5), and the layout
+    under which it was written, where that is explored."""
+
+    label: Label | None
+    state: ArenaState
+    good: bool = True
+    layout: object = None
+
+
+EMPTY = Held(None, ArenaState.EMPTY)
 Choose = Callable[[dict[Label, list[tuple[int, int]]], Label | None], Label | None]
 
 
@@ -65,21 +81,32 @@ class Rules:
         steps: versions that are handed over.
         ahead: most versions that are handed over and not over.
         idle: steps whose versions are only voted on.
+        paced: whether copies keep to the windows.
         errors: whether anything fails.
         meetings: most interruptions.
         slots: this rank's arenas at the start.
         step: the transition system.
         choose: which recoverable version is restored.
+        ladders: per order, the first being in force at the start, its rungs; none: what a rank keeps does not
+            change.
+        changes: most changes of what is kept that a rank hears of.
+        short: whether arenas may not be had.
+        in_force: decides what is kept.
     """
 
     steps: int = 3
     ahead: int = 2
     idle: frozenset[int] = frozenset()
+    paced: bool = False
     errors: bool = True
     meetings: int = 2
     slots: Slots = field(default_factory=lambda: Slots.make(2))
     step: Callable[[State, Event], Next] = version.step
     choose: Choose = preferred_label
+    ladders: tuple[tuple[Rung, ...], ...] = ()
+    changes: int = 1
+    short: bool = True
+    in_force: InForce = field(default_factory=InForce)
 
 
 @dataclass(frozen=True)
@@ -87,7 +114,18 @@ class Ballot:
     label: Label
     task: Task
     ok: bool
-    relayout: bool
+    relayout: bool = False
+    order: int = 0
+    rung: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks say together, where more is asked than :class:`Voted`."""
+
+    voted: Voted
+    order: int = 0
+    rung: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +140,8 @@ class Rank:
         read: steps of which the version in the open slot has bytes.
         cast: its vote, of which it has not learned the result.
         result: of that vote, once all have cast it.
+        keeps: its protection, where that is explored (:mod:`tests.snapshot.switch_model`).
+        gate: whether it holds the permit to copy within the windows.
     """
 
     state: State
@@ -110,7 +150,9 @@ class Rank:
     handed: bool = False
     read: frozenset[int] = frozenset()
     cast: Ballot | None = None
-    result: Voted | None = None
+    result: Voted | Verdict | None = None
+    keeps: Any = None
+    gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +179,7 @@ class OneRank:
 
     def start(self) -> Rank:
         slots = self.rules.slots
-        return Rank(State(slots), ((None, ArenaState.EMPTY, True),) * len(slots.held))
+        return Rank(State(slots), (EMPTY,) * len(slots.held))
 
     def moves(self, rank: Rank) -> list[Move]:
         """Every next step."""
@@ -150,8 +192,26 @@ class OneRank:
         if rank.cast is None:
             yield from self._working(rank)
         elif rank.result is not None:
-            heard = replace(rank, cast=None, result=None)
-            yield from self._effects(f"learns {say(rank.result)}", heard, rank.result)
+            yield from self.hears(rank, rank.result)
+
+    def hears(self, rank: Rank, result: Voted | Verdict) -> Iterator[Move]:
+        """It learns the result of its vote."""
+        assert isinstance(result, Voted)
+        yield from self._effects(f"learns {say(result)}", replace(rank, cast=None, result=None), result)
+
+    def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
+        """What a vote can come to, and the ranks that may hear that.
+
+        Args:
+            cast: ranks that may take part, and what each says.
+        """
+        relayout = [r for r, ballot in cast if ballot.relayout]
+        if any(ballot.ok for _, ballot in cast):
+            yield Voted(True), [r for r, ballot in cast if ballot.ok]
+        if any(not ballot.ok and not ballot.relayout for _, ballot in cast):
+            yield Voted(False), [r for r, ballot in cast if not ballot.relayout]
+        if relayout:
+            yield Voted(False, relayout=True), [r for r, _ in cast]
 
     def tell(self, rank: Rank, event: Event) -> Rank:
         """The rank after an event; P6: nothing that may happen is refused, nothing is dropped in silence."""
@@ -166,12 +226,23 @@ class OneRank:
         known = {e.label for e in effects if isinstance(e, GiveUp)}
         if lost := [label for label in known if label.step in self.rules.idle]:
             raise PromiseError("P6", f"{lost[0]} had nothing to take, and is counted as lost")
+        refused = isinstance(event, HandedOver) and len(after.versions) == len(before.versions)
+        if refused and not event.version.idle and event.version.label not in known:
+            raise PromiseError("P6", f"{event.version.label} is not taken, and nobody is told")
         for gone in before.versions[: max(0, len(before.versions) - len(after.versions))]:
             if not (gone.is_over or gone.idle or gone.label in known):
                 raise PromiseError("P6", f"{gone.label} is dropped, and nobody is told")
         if after.task in (Task.MEET, Task.END) and after.holds_training:
             raise PromiseError("P6", f"training waits for a worker at {after.task}")
-        return replace(rank, state=_plain(after)), effects
+        gate = rank.gate
+        for effect in effects:
+            gate = isinstance(effect, EnterGate) or (gate and not isinstance(effect, LeaveGate))
+        waits = [v for v in after.versions if v.paced and v.cause is None and (v.holds_training or v.staged)]
+        if waits and not gate:
+            raise PromiseError("P6", f"{waits[0].label} is to be copied, and has no permit")
+        if gate and not after.versions:
+            raise PromiseError("P6", "nothing is left to copy, and the permit is kept")
+        return replace(rank, state=_plain(after), gate=gate), effects
 
     def training(self, rank: Rank) -> Iterator[Move]:
         state, rules = rank.state, self.rules
@@ -181,7 +252,10 @@ class OneRank:
         elif not rank.handed:
             if len(state.versions) < rules.ahead:
                 made = Version(
-                    Label(1, rank.tensors), must=rank.tensors == 1, idle=rank.tensors in rules.idle
+                    Label(1, rank.tensors),
+                    must=rank.tensors == 1,
+                    idle=rank.tensors in rules.idle,
+                    paced=rules.paced and rank.tensors not in rules.idle,
                 )
                 handed = replace(rank, handed=True)
                 yield f"hands {rank.tensors} over", self.tell(handed, HandedOver(made))
@@ -195,23 +269,41 @@ class OneRank:
             yield "changes the tensors", replace(changed, tensors=rank.tensors + 1, handed=False)
 
     def _working(self, rank: Rank) -> Iterator[Move]:
-        state, errors = rank.state, self.rules.errors
+        state = rank.state
         match state.task:
             case Task.WAIT if state.versions:
                 yield "takes its turn", self.tell(rank, Turn())
             case Task.COPY:
                 yield from self._copying(rank)
             case Task.VOTE_COPIED | Task.VOTE_SEALED:
-                ballot = Ballot(state.head.label, state.task, state.approves, state.wants_layout)
-                yield f"votes {say(ballot)}", replace(rank, cast=ballot)
-                if errors and ballot.ok:
-                    yield "cannot tell how it is, votes no", replace(rank, cast=replace(ballot, ok=False))
+                yield from self.voting(rank)
             case Task.LAYOUT:
-                yield "has agreed on a layout", self.tell(rank, LaidOut())
+                yield from self.laying_out(rank)
             case Task.SEAL:
                 yield from self._sealing(rank)
             case Task.SWITCH:
-                yield "goes on", self.tell(rank, Switched())
+                yield from self.switching(rank)
+
+    def voting(self, rank: Rank) -> Iterator[Move]:
+        state = rank.state
+        ballot = Ballot(state.head.label, state.task, state.approves, state.wants_layout)
+        yield f"votes {say(ballot)}", replace(rank, cast=ballot)
+        if self.rules.errors and ballot.ok:
+            yield "cannot tell how it is, votes no", replace(rank, cast=replace(ballot, ok=False))
+
+    def laying_out(self, rank: Rank) -> Iterator[Move]:
+        yield "has agreed on a layout", self.tell(rank, LaidOut())
+
+    def switching(self, rank: Rank) -> Iterator[Move]:
+        yield "goes on", self.tell(rank, Switched())
+
+    def slot(self, rank: Rank) -> int | None:
+        """Where the next version would be written."""
+        return rank.state.slots.choose()
+
+    def layout(self, rank: Rank) -> object:
+        """Under which layout."""
+        return None
 
     def _copying(self, rank: Rank) -> Iterator[Move]:
         state, errors = rank.state, self.rules.errors
@@ -219,13 +311,14 @@ class OneRank:
         if head.stage is Stage.QUEUED:
             yield "begins to copy", self.tell(rank, Begin())
         elif head.stage is Stage.COPYING and slot is None:
-            free = state.slots.choose()
+            free = self.slot(rank)
             if free is None:
                 yield "has no slot", self.tell(rank, CopyFailed(SOME))
             else:
                 taken = replace(self.tell(rank, SlotTaken(free)), read=frozenset({rank.tensors}))
                 text = f"begins {head.label} in slot {free}, over {describe(rank.files[free])}"
-                yield text, _write(taken, free, (head.label, ArenaState.WRITING, False))
+                held = Held(head.label, ArenaState.WRITING, False, self.layout(rank))
+                yield text, write(taken, free, held)
         elif head.stage is Stage.COPYING:
             read = replace(rank, read=rank.read | {rank.tensors})
             yield f"has copied {head.label}", self.tell(read, Released())
@@ -248,9 +341,10 @@ class OneRank:
             if errors:
                 yield "fails to drain", self.tell(drained, SealFailed(SOME))
             return
-        if rank.files[slot][1] is ArenaState.WRITING:
+        if rank.files[slot].state is ArenaState.WRITING:
             good = rank.read == {head.label.step}
-            yield f"seals {head.label}", _write(rank, slot, (head.label, ArenaState.SEALED, good))
+            sealed = rank.files[slot]._replace(state=ArenaState.SEALED, good=good)
+            yield f"seals {head.label}", write(rank, slot, sealed)
         else:
             yield "has sealed", self.tell(rank, Sealed())
         if errors:
@@ -262,8 +356,8 @@ class OneRank:
         commits = [effect for effect in effects if isinstance(effect, Commit)]
         noted = after
         for commit in commits:
-            _, _, good = after.files[commit.slot]
-            noted = _write(noted, commit.slot, (commit.label, ArenaState.COMMITTED, good))
+            held = after.files[commit.slot]._replace(label=commit.label, state=ArenaState.COMMITTED)
+            noted = write(noted, commit.slot, held)
         yield text, noted
         if commits and self.rules.errors:
             yield f"{text}, cannot note it", after
@@ -272,7 +366,15 @@ class OneRank:
         """It, or a peer, cannot go on, wherever it is."""
         return self.tell(replace(rank, cast=None, result=None), Broke("some"))
 
-    def met(self, rank: Rank, event: Met) -> Iterator[Move]:
+    def parted(self, rank: Rank) -> Rank:
+        """The ranks do not come together again. Nothing is written any more."""
+        return self.tell(rank, Parted("some"))
+
+    def record(self, rank: Rank) -> tuple[int, ...]:
+        """What else it tells when the ranks meet; the newest counts."""
+        return ()
+
+    def met(self, rank: Rank, event: Met, record: tuple[int, ...]) -> Iterator[Move]:
         yield from self._effects(f"meets all: {say(event)}", rank, event)
 
 
@@ -285,18 +387,19 @@ def _plain(state: State) -> State:
     )
 
 
-def _write(rank: Rank, slot: int, held: Held) -> Rank:
+def write(rank: Rank, slot: int, held: Held) -> Rank:
     return replace(rank, files=(*rank.files[:slot], held, *rank.files[slot + 1 :]))
 
 
 def describe(held: Held) -> str:
-    label, state, _ = held
-    return "nothing" if label is None else f"{label} {state}"
+    return "nothing" if held.label is None else f"{held.label} {held.state}"
 
 
-def say(what: Ballot | Voted | Met) -> str:
+def say(what: Ballot | Voted | Verdict | Met) -> str:
     match what:
         case Met(after, committed):
             return f"they go on after {after}, {committed or 'nothing'} is committed"
-        case _:
+        case Verdict(voted, order, rung):
+            return f"{say(voted)}, order {order}, rung {rung}"
+        case Ballot() | Voted():
             return "that the layout is old" if what.relayout else ("yes" if what.ok else "no")

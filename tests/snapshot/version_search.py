@@ -29,6 +29,7 @@ from reft.snapshot.committing.protocol import NONE_YET, Met, Task, Voted
 from reft.snapshot.committing.resuming import Standing, resume_from
 from reft.store.header import ArenaState
 from reft.store.label import Label
+from tests.snapshot.switch_model import SwitchingRank
 from tests.snapshot.version_model import NOBODY, Choose, OneRank, PromiseError, Rank, Rules, say
 
 
@@ -71,7 +72,7 @@ class Explorer:
 
     def __init__(self, rules: Rules, groups: int = 3, members: int = 4) -> None:
         self.rules = rules
-        self.one = OneRank(rules)
+        self.one = SwitchingRank(rules) if rules.ladders else OneRank(rules)
         self.crash = Crashes(groups, members, rules.choose)
         self.windows: list[Window] = []
         self.states = 0
@@ -124,11 +125,15 @@ class Explorer:
         return window
 
     def _check(self, window: Window) -> None:
+        layouts: dict[Label | None, object] = {}
         for rank in window.ranks:
-            for label, state, good in rank.files:
-                if state.whole and not good:
-                    what = f"{label} is sealed with bytes of another step, or without its peers'"
+            for held in rank.files:
+                if held.state.whole and not held.good:
+                    what = f"{held.label} is sealed with bytes of another step, or without its peers'"
                     raise PromiseError("P2", what, window.trace(rank))
+                if held.state.whole and layouts.setdefault(held.label, held.layout) != held.layout:
+                    what = f"{held.label} is sealed under {layouts[held.label]} and under {held.layout}"
+                    raise PromiseError("P3", what, window.trace(rank))
             committed = rank.state.slots.committed_label
             self.deepest_commit = max(self.deepest_commit, committed.step if committed else 0)
         votes = {(r.cast.label, r.cast.task) for r in window.ranks if r.cast is not None and r.result is None}
@@ -144,20 +149,9 @@ class Explorer:
         self, window: Window
     ) -> Iterator[tuple[dict[Rank, tuple[Window, Rank]], tuple[str, ...], int]]:
         cast = [(r, r.cast) for r in window.ranks if r.cast is not None and r.result is None]
-        options = {
-            Voted(True): [r for r, ballot in cast if ballot.ok],
-            Voted(False): [r for r, ballot in cast if not ballot.relayout],
-            Voted(False, relayout=True): [r for r, _ in cast],
-        }
-        possible = {
-            Voted(True): bool(options[Voted(True)]),
-            Voted(False): any(not ballot.ok and not ballot.relayout for _, ballot in cast),
-            Voted(False, relayout=True): any(ballot.relayout for _, ballot in cast),
-        }
-        for result, ranks in options.items():
-            if possible[result]:
-                told = (*window.results, f"the vote on {cast[0][1].label} says {say(result)}")
-                yield {replace(r, result=result): (window, r) for r in ranks}, told, window.meetings
+        for result, ranks in self.one.results(cast):
+            told = (*window.results, f"the vote on {cast[0][1].label} says {say(result)}")
+            yield {replace(r, result=result): (window, r) for r in ranks}, told, window.meetings
         if self.rules.errors and window.meetings < self.rules.meetings:
             yield from self._meetings(window)
 
@@ -168,14 +162,20 @@ class Explorer:
         # A rank that has ended meets nobody; then there is no meeting, and the others end too.
         running = [r for r in window.ranks if r.state.task is not Task.END]
         left = self._train_on({self.one.interrupted(r): (window, r) for r in running})
-        standings = {Standing(r.state.newest, r.state.slots.committed_label, 0) for r in left}
-        for met in {_met(together) for together in product(standings, repeat=2)}:
-            came = {r: origin for r, origin in left.items() if _may_have_told(r, met)}
+        # What is left behind does not change any more.
+        self._train_on({self.one.parted(r): origin for r, origin in left.items()})
+        standings = {(_stands(r), self.one.record(r)) for r in left}
+        for met, record in {_met(together) for together in product(standings, repeat=2)}:
+            came = {
+                r: origin
+                for r, origin in left.items()
+                if _may_have_told(r, met) and self.one.record(r) <= record
+            }
             told = (*window.results, f"an interruption; {say(met)}")
             following = {
                 after: origin
                 for r, origin in self._train_on(came).items()
-                for _, after in self.one.met(r, met)
+                for _, after in self.one.met(r, met, record)
             }
             yield following, told, window.meetings + 1
 
@@ -229,9 +229,14 @@ def whole_jobs(rules: Rules, ranks: int) -> set[tuple[Left, ...]]:
     return {tuple(leaves(known[rank]) for rank in job) for job in seen}
 
 
-def _met(standings: Iterable[Standing]) -> Met:
-    agreed = resume_from(list(standings))
-    return Met(agreed.after, agreed.committed)
+def _stands(rank: Rank) -> Standing:
+    return Standing(rank.state.newest, rank.state.slots.committed_label, 0)
+
+
+def _met(told: Iterable[tuple[Standing, tuple[int, ...]]]) -> tuple[Met, tuple[int, ...]]:
+    standings, records = zip(*told, strict=True)
+    agreed = resume_from(standings)
+    return Met(agreed.after, agreed.committed), max(records)
 
 
 def _may_have_told(rank: Rank, met: Met) -> bool:
@@ -248,8 +253,8 @@ that it knew to be."""
 
 
 def leaves(rank: Rank) -> Left:
-    whole = frozenset(label for label, state, _ in rank.files if label is not None and state.whole)
-    noted = newest(label for label, state, _ in rank.files if state is ArenaState.COMMITTED)
+    whole = frozenset(h.label for h in rank.files if h.label is not None and h.state.whole)
+    noted = newest(h.label for h in rank.files if h.state is ArenaState.COMMITTED)
     return whole, noted, newest((rank.state.slots.committed_label, noted))
 
 

@@ -32,6 +32,7 @@ from reft.grid import Topology
 from reft.protect.degrade import CALM_SECS, MemoryWatch, Rung, ladder
 from reft.protect.placement import tolerance
 from reft.snapshot.committing.arenas import ArenaSet
+from reft.snapshot.committing.in_force import InForce
 from reft.snapshot.committing.room import Room, agree_on_room
 from reft.snapshot.layout import GroupLayout, layout_under
 from reft.store.label import Label
@@ -94,8 +95,7 @@ class SchemeSwitch:
         self._on_change = on_change
         self.record = record
         self._ladder = self._ladder_of(record)
-        self._rung = self._heard_rung = 0
-        self._heard_order = record.number
+        self._in_force = InForce.at_start(record.number)
         self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
         self._wish = 0
         self._looked = 0.0
@@ -106,7 +106,7 @@ class SchemeSwitch:
     @property
     def rung(self) -> int:
         """How far down the ladder what is in force is."""
-        return self._rung
+        return self._in_force.rung
 
     @property
     def wanted(self) -> Rung:
@@ -130,7 +130,7 @@ class SchemeSwitch:
             try:
                 room = Room.of(arenas, layout, arenas.count)
                 self._wish = self._watch.wish(
-                    self._rung, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
+                    self.rung, len(self._ladder), room.left_bytes, lambda: self._growth(layout, arenas), now
                 )
             except OSError as error:
                 # Whether versions can be taken is another question, which the arenas answer.
@@ -141,7 +141,7 @@ class SchemeSwitch:
 
     def _growth(self, layout: GroupLayout, arenas: ArenaSet) -> int:
         """What this node would take for the next rung up, as far as one rank can tell."""
-        rung = self._ladder[self._rung - 1]
+        rung = self._ladder[self.rung - 1]
         if self._above is None:
             self._above = self._under(layout, rung)
         room = Room.of(arenas, self._above, rung.arenas)
@@ -150,17 +150,16 @@ class SchemeSwitch:
 
     def hear(self, order: int, rung: int) -> None:
         """A vote named this order and this rung, on all ranks the same."""
-        self._heard_order = max(self._heard_order, order)
-        self._heard_rung = rung
+        self._in_force = self._in_force.heard(order, rung)
 
     def would_change(self, order: int, rung: int) -> bool:
         """Whether a vote with this order and rung has a change follow."""
-        return order > self.record.number or rung != self._rung
+        return self._in_force.would_change(order, rung)
 
     @property
     def due(self) -> bool:
         """Whether something is to be changed now; all ranks say the same after the same vote."""
-        return self._heard_order > self.record.number or self._heard_rung != self._rung
+        return self._in_force.due
 
     def committed(self) -> None:
         """A version was committed under what is in force."""
@@ -177,10 +176,9 @@ class SchemeSwitch:
         if newest != self.record:
             self.record = newest
             self._ladder = self._ladder_of(newest)
-            self._rung = min(self._rung, len(self._ladder) - 1)
             self._on_change(newest)
-        self._heard_order = newest.number
-        self._heard_rung = self._wish = self._rung
+        self._in_force = self._in_force.resync(newest.number, len(self._ladder))
+        self._wish = self.rung
         self._settled = False
         self._above = None
 
@@ -224,14 +222,12 @@ class SchemeSwitch:
         Raises:
             TransferError: a peer is gone.
         """
-        if self._heard_order > self.record.number:
+        if self._in_force.ordered:
             return self._follow_order(label, layout, arenas, before_record)
         if layout is None:
-            self._heard_rung = self._rung
+            self._in_force = self._in_force.now_on(self.rung)
             return layout
-        if self._heard_rung < self._rung:
-            return self._rise(label, layout, arenas, before_record)
-        return self._degrade(label, layout, arenas, before_record)
+        return self._change_rung(label, layout, arenas, before_record)
 
     def _follow_order(
         self,
@@ -241,7 +237,6 @@ class SchemeSwitch:
         before_record: Callable[[], None],
     ) -> GroupLayout | None:
         order = self._agree_on_order()
-        self._heard_order = order.number
         cause: str | None
         new: GroupLayout | None = None
         try:
@@ -252,6 +247,7 @@ class SchemeSwitch:
         else:
             cause, new = self._move(Rung(scheme, self._keeping.versions), layout, arenas)
         before_record()
+        self._in_force = self._in_force.followed(order.number)
         if cause is None:
             self.record = replace(
                 self.record, scheme=str(scheme), number=order.number, refused=None, ordered=True
@@ -265,31 +261,22 @@ class SchemeSwitch:
             self._on_change(self.record)
         return new or layout
 
-    def _rise(
+    def _change_rung(
         self, label: Label, layout: GroupLayout, arenas: ArenaSet, before_record: Callable[[], None]
     ) -> GroupLayout:
-        """There is room again on every node, it seems."""
-        target = self._heard_rung
-        cause, new = self._move(self._ladder[target], layout, arenas)
-        before_record()
-        why = self.record.degraded.cause if self.record.degraded is not None else None
-        if self._now_on(self._rung if cause else target, arenas):
-            self._publish(label, why)
-        return new or layout
-
-    def _degrade(
-        self, label: Label, layout: GroupLayout, arenas: ArenaSet, before_record: Callable[[], None]
-    ) -> GroupLayout:
-        """Go down, past rungs that cannot be reserved."""
-        short = self._why_short(layout, arenas)
-        new, target = None, self._rung
-        for target in range(self._heard_rung, len(self._ladder)):
-            cause, new = self._move(self._ladder[target], layout, arenas)
-            if cause is None:
+        """Go down, past rungs that cannot be reserved; or up, since there is room again on every node, it
+        seems."""
+        down = self._in_force.heard_rung > self.rung
+        degraded = self.record.degraded
+        why = self._why_short(layout, arenas) if down else degraded.cause if degraded is not None else None
+        new, target = None, self.rung
+        for target in self._in_force.targets(len(self._ladder)):
+            _, new = self._move(self._ladder[target], layout, arenas)
+            if new is not None:
                 break
         before_record()
-        if self._now_on(target if new is not None else self._rung, arenas):
-            self._publish(label, short)
+        if self._now_on(target if new is not None else self.rung, arenas):
+            self._publish(label, why)
         return new or layout
 
     def _move(
@@ -307,7 +294,7 @@ class SchemeSwitch:
         arenas.use(rung.arenas)
         problem = arenas.reserve(new)
         failed = [bool(values[0]) for values in self._control.gather_ints([int(problem is not None)])]
-        if not any(failed):
+        if self._in_force.moves(failed):
             return None, new
         arenas.use(before)
         arenas.reserve(layout)
@@ -325,19 +312,19 @@ class SchemeSwitch:
 
     def _now_on(self, rung: int, arenas: ArenaSet) -> bool:
         """This is the rung in force, on all ranks; returns whether it is another one."""
-        before = self._rung
+        before = self.rung
         arenas.use(self._ladder[rung].arenas)
         self._watch.moved(before, rung, time.monotonic())
-        self._rung = self._heard_rung = self._wish = rung
+        self._in_force, self._wish = self._in_force.now_on(rung), rung
         self._settled = False
         self._above = None
         return rung != before
 
     def _publish(self, label: Label, cause: str | None) -> None:
         """Note what is in force since the version after ``label``, and why it is not what is wanted."""
-        rung = self._ladder[self._rung]
+        rung = self._ladder[self.rung]
         degraded = None
-        if self._rung:
+        if self.rung:
             degraded = Degradation(str(rung.scheme), rung.arenas, cause or "", label.step)
         self.record = replace(
             self.record,

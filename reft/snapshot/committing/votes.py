@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from reft.comm.control import Ballot, WorkerControl
+from reft.snapshot.committing.stop import may_lag, named_step
 from reft.snapshot.complaints import Complaints
 from reft.store.label import Label
 
@@ -103,11 +104,13 @@ class Votes:
         verdict = self._control.vote(
             Ballot(
                 ok=ok,
-                stop_after_step=self._stop_after(step),
+                stop_after_step=named_step(
+                    self.stop_proposal, step=step, newest_step=self.newest_step, late=self.late
+                ),
                 relayout=relayout,
                 interval_steps=self._wished(self._advised_interval, self._interval[1]),
                 order=order,
-                late=holds_up or (self.late and step < self.newest_step),
+                late=may_lag(holds_up, step=step, newest_step=self.newest_step, late=self.late),
                 rung=rung,
                 persist_steps=self._wished(self._persist_wish, self.persist_steps),
             ),
@@ -136,8 +139,3 @@ class Votes:
         self._interval = (0, 1, 1)
         self.late = True
         self.stop_step = stop_step
-
-    def _stop_after(self, step: int) -> int:
-        if self.stop_proposal and (self.late or step < self.newest_step):
-            return max(self.stop_proposal, self.newest_step + 2)
-        return self.stop_proposal

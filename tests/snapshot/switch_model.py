@@ -1,0 +1,278 @@
+"""What a rank keeps, and how it changes: memory short on a rank, room again, an order, a layout agreed anew.
+
+Which rung is tried, and whether the ranks move to it, says the real
+:class:`~reft.snapshot.committing.in_force.InForce`; which slots are given up, the real :meth:`Slots.given_up`; which
+arenas are made anew, the real :meth:`Slots.choose`. Around them stands what :class:`ArenaSet` and
+:class:`SchemeSwitch` do: one file after the other is removed or made anew, any of which may fail, and after all of it
+the ranks tell each other whether they could. Whose memory is short, and when, is left open: any rank at any vote.
+
+Not explored: how the room of the nodes is counted before anything is touched (a change that is refused there
+leaves everything as it was), and which bytes of which peer a scheme keeps: what a crash leaves is looked at as if
+every scheme kept one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from reft.protect.degrade import Rung
+from reft.snapshot.committing.in_force import InForce
+from reft.snapshot.committing.protocol import CopyFailed, LaidOut, Met, Switched, Task, Unfit, Voted
+from tests.snapshot.version_model import (
+    EMPTY,
+    SOME,
+    Ballot,
+    Event,
+    Move,
+    OneRank,
+    Rank,
+    Rules,
+    Stage,
+    Verdict,
+    say,
+    write,
+)
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What one rank keeps.
+
+    Attributes:
+        in_force: the protection.
+        wanted: the order whose ladder it is on.
+        layout: under which versions are written; None: to be agreed on.
+        count: versions that it means to hold.
+        unused: slots that it has given up.
+        before: versions that it held before it tried a rung; None: it tries none.
+        tried: that rung.
+        made: slots whose arenas it has made anew for that.
+        changes: that it has heard of.
+    """
+
+    in_force: InForce
+    wanted: int
+    layout: object
+    count: int
+    unused: frozenset[int] = frozenset()
+    before: int | None = None
+    tried: int = 0
+    made: frozenset[int] = frozenset()
+    changes: int = 0
+
+
+class SwitchingRank(OneRank):
+    """Everything that one rank may do by itself, where what it keeps may change."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.ladders = rules.ladders
+
+    def start(self) -> Rank:
+        first = self.ladders[0][0]
+        return replace(super().start(), keeps=Keeps(self.rules.in_force, 0, None, first.arenas))
+
+    # -- votes -------------------------------------------------------------------------------------
+
+    def voting(self, rank: Rank) -> Iterator[Move]:
+        keeps: Keeps = rank.keeps
+        now = keeps.in_force
+        for text, voted in super().voting(rank):
+            assert voted.cast is not None
+            for order, rung in self._wishes(keeps) if voted.cast.ok or not rank.state.approves else ():
+                ballot = replace(voted.cast, order=order, rung=rung)
+                yield f"{text}, order {order}, rung {rung}", replace(voted, cast=ballot)
+            if rank.state.approves and not voted.cast.ok:
+                yield text, replace(voted, cast=replace(voted.cast, order=now.order, rung=now.rung))
+
+    def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:
+        """Orders that this rank may know of, and rungs that it may wish for."""
+        now, last = keeps.in_force, len(self.ladders[keeps.wanted]) - 1
+        orders, rungs = {now.heard_order}, {now.rung}
+        if keeps.layout is not None:
+            rungs.add(now.heard_rung)
+        if keeps.changes < self.rules.changes:
+            orders.add(min(now.order + 1, len(self.ladders) - 1))
+            if keeps.layout is not None:
+                rungs |= {max(0, now.rung - 1), min(last, now.rung + 1)}
+        return set(product(orders, rungs))
+
+    def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
+        task = cast[0][1].task if cast else None
+        if task is Task.LAYOUT:
+            for rung in range(max(len(ladder) for ladder in self.ladders)):
+                yield Verdict(Voted(True), rung=rung), [r for r, _ in cast]
+            return
+        for voted, ranks in super().results(cast):
+            assert isinstance(voted, Voted)
+            heard = [(r, r.cast) for r in ranks if r.cast is not None]
+            for order, rung in {(b.order, c.rung) for _, b in cast for _, c in cast}:
+                may = [r for r, ballot in heard if ballot.order <= order and ballot.rung <= rung]
+                if may:
+                    yield Verdict(voted, order, rung), may
+
+    def hears(self, rank: Rank, result: Voted | Verdict) -> Iterator[Move]:
+        assert isinstance(result, Verdict)
+        assert rank.cast is not None
+        text, keeps, mine = f"learns {say(result)}", rank.keeps, rank.cast
+        rank = replace(rank, cast=None, result=None)
+        match rank.state.task:
+            case Task.LAYOUT:
+                yield from self._laid_out(rank, result.rung)
+            case Task.SWITCH:
+                failed = [not mine.ok, not result.voted.ok]
+                yield text, self._tried(rank, keeps.in_force.moves(failed))
+            case _:
+                now = keeps.in_force.heard(result.order, result.rung)
+                new = now.due and not keeps.in_force.due
+                keeps = replace(keeps, in_force=now, changes=keeps.changes + new)
+                yield from self._effects(text, replace(rank, keeps=keeps), result.voted)
+
+    # -- the layout --------------------------------------------------------------------------------
+
+    def slot(self, rank: Rank) -> int | None:
+        return rank.state.slots.choose(rank.keeps.unused)
+
+    def layout(self, rank: Rank) -> object:
+        return rank.keeps.layout
+
+    def _copying(self, rank: Rank) -> Iterator[Move]:
+        if rank.keeps.layout is not None or rank.state.head.stage is not Stage.QUEUED:
+            # Another layout at any time is explored without changes; here, where there is none.
+            yield from (move for move in super()._copying(rank) if not move[1].state.wants_layout)
+            return
+        yield "has no layout", self.tell(rank, Unfit())
+        if self.rules.errors:
+            yield "fails before it has a layout", self.tell(rank, CopyFailed(SOME))
+
+    def laying_out(self, rank: Rank) -> Iterator[Move]:
+        yield "agrees on a layout", replace(rank, cast=Ballot(rank.state.head.label, Task.LAYOUT, True))
+
+    def _laid_out(self, rank: Rank, rung: int) -> Iterator[Move]:
+        """The first rung that every node has memory for, or the last: any."""
+        ladder = self.ladders[rank.keeps.wanted]
+        found = ladder[min(rung, len(ladder) - 1)]
+        keeps = replace(rank.keeps, in_force=rank.keeps.in_force.now_on(ladder.index(found)))
+        after = self._use(replace(rank, keeps=replace(keeps, layout=found.scheme)), found.arenas)
+        for text, reserved in self._reserved(after):
+            yield f"has agreed on {found}, {text}", self.tell(reserved, LaidOut())
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _use(rank: Rank, count: int) -> Rank:
+        """:meth:`ArenaSet.use`."""
+        unused = rank.state.slots.given_up(count, rank.keeps.unused)
+        for slot in unused:
+            rank = write(rank, slot, EMPTY)
+        return replace(rank, keeps=replace(rank.keeps, unused=unused, count=count))
+
+    @staticmethod
+    def _reserved(rank: Rank) -> Iterator[Move]:
+        """:meth:`ArenaSet.reserve`, which may end anywhere; and with nothing to do."""
+        yield "makes no arena anew", rank
+        made: list[int] = []
+        while (slot := rank.state.slots.choose([*made, *rank.keeps.unused])) is not None:
+            made.append(slot)
+            rank = write(rank, slot, EMPTY)
+            yield f"makes arenas {made} anew", rank
+
+    def _effects(self, text: str, rank: Rank, event: Event) -> Iterator[Move]:
+        """After a commit, memory is reserved that could not be before (:meth:`ArenaSet.settle`)."""
+        for said, after in super()._effects(text, rank, event):
+            yield said, after
+            if after.state.slots.committed_label != rank.state.slots.committed_label:
+                for settled, reserved in self._reserved(self._use(after, after.keeps.count)):
+                    yield f"{said}, {settled}", reserved
+
+    # -- between two versions ----------------------------------------------------------------------
+
+    def switching(self, rank: Rank) -> Iterator[Move]:
+        keeps: Keeps = rank.keeps
+        now = keeps.in_force
+        if keeps.before is not None:
+            yield from self._trying(rank)
+        elif not now.due:
+            yield "goes on", self.tell(rank, Switched())
+        elif keeps.layout is not None:
+            yield from self._try(rank, 0 if now.ordered else self._targets(keeps)[0])
+        elif now.ordered:
+            yield f"follows order {now.heard_order}", self._followed(rank)
+        else:
+            yield "has no layout to change", _now(rank, now.now_on(now.rung))
+
+    def _targets(self, keeps: Keeps) -> Sequence[int]:
+        return keeps.in_force.targets(len(self.ladders[keeps.wanted]))
+
+    def _rung(self, keeps: Keeps) -> Rung:
+        ordered = keeps.in_force.ordered
+        return self.ladders[keeps.in_force.heard_order if ordered else keeps.wanted][keeps.tried]
+
+    def _try(self, rank: Rank, tried: int) -> Iterator[Move]:
+        keeps = replace(rank.keeps, tried=tried, before=len(rank.files) - len(rank.keeps.unused))
+        rung = self._rung(keeps)
+        unused = rank.state.slots.given_up(rung.arenas, keeps.unused)
+        keeps = replace(keeps, unused=unused, count=rung.arenas)
+        yield f"tries {rung}, gives up {sorted(unused)}", replace(rank, keeps=keeps)
+
+    def _trying(self, rank: Rank) -> Iterator[Move]:
+        keeps: Keeps = rank.keeps
+        vote = Ballot(rank.state.head.label, Task.SWITCH, True)
+        left = [slot for slot in sorted(keeps.unused) if rank.files[slot] != EMPTY]
+        slot = rank.state.slots.choose([*keeps.made, *keeps.unused])
+        if left:
+            yield f"removes arena {left[0]}", write(rank, left[0], EMPTY)
+            return
+        if slot is not None:
+            made = replace(keeps, made=keeps.made | {slot})
+            yield f"makes arena {slot} anew", write(replace(rank, keeps=made), slot, EMPTY)
+        else:
+            yield "has reserved all", replace(rank, cast=vote)
+        if self.rules.short:
+            yield "cannot reserve all", replace(rank, cast=replace(vote, ok=False))
+
+    def _tried(self, rank: Rank, moves: bool) -> Rank:
+        keeps: Keeps = rank.keeps
+        assert keeps.before is not None
+        over = replace(keeps, before=None, tried=0, made=frozenset())
+        if moves:
+            if keeps.in_force.ordered:
+                return self._followed(replace(rank, keeps=over))
+            layout = self._rung(keeps).scheme
+            return _now(replace(rank, keeps=replace(over, layout=layout)), keeps.in_force.now_on(keeps.tried))
+        back = self._use(replace(rank, keeps=over), keeps.before)
+        if keeps.in_force.ordered:
+            return _now(back, keeps.in_force.followed(keeps.in_force.heard_order))
+        left = [target for target in self._targets(keeps) if target > keeps.tried]
+        if left and keeps.in_force.heard_rung > keeps.in_force.rung:
+            return next(after for _, after in self._try(back, left[0]))
+        return _now(back, keeps.in_force.now_on(keeps.in_force.rung))
+
+    def _followed(self, rank: Rank) -> Rank:
+        keeps: Keeps = rank.keeps
+        now = keeps.in_force.followed(keeps.in_force.heard_order).now_on(0)
+        wanted = self.ladders[now.order][0]
+        layout = None if keeps.layout is None else wanted.scheme
+        after = replace(rank, keeps=replace(keeps, in_force=now, wanted=now.order, layout=layout))
+        return self._use(after, wanted.arenas)
+
+    # -- interruptions -----------------------------------------------------------------------------
+
+    def interrupted(self, rank: Rank) -> Rank:
+        keeps = replace(rank.keeps, before=None, tried=0, made=frozenset())
+        return super().interrupted(replace(rank, keeps=keeps))
+
+    def record(self, rank: Rank) -> tuple[int, ...]:
+        return rank.keeps.in_force.order, rank.keeps.wanted
+
+    def met(self, rank: Rank, event: Met, record: tuple[int, ...]) -> Iterator[Move]:
+        order, wanted = record
+        now = rank.keeps.in_force.resync(order, len(self.ladders[wanted]))
+        keeps = replace(rank.keeps, in_force=now, wanted=wanted, layout=None)
+        yield from super().met(replace(rank, keeps=keeps), event, record)
+
+
+def _now(rank: Rank, in_force: InForce) -> Rank:
+    return replace(rank, keeps=replace(rank.keeps, in_force=in_force))
