@@ -14,13 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from reft.env import ENV_LAUNCHER_PID
+from reft.env import ENV_EXTENSIONS, ENV_LAUNCHER_PID
 
 logger = logging.getLogger(__name__)
 
-ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
-_ENV_CACHE = "XDG_CACHE_HOME"
-_ENV_LOCAL_RANK = "LOCAL_RANK"
 _LOCKS = ("*/lock", "*/*/lock")
 """In the operator's folder, which is in one of the Python and device unless the variable names the root."""
 
@@ -33,7 +30,7 @@ def tell_of_abandoned_builds() -> None:
     launcher has done so are silent; under other launchers one trainer of a node is not."""
     if os.environ.get(ENV_LAUNCHER_PID) not in (None, str(os.getpid())):
         return
-    if os.environ.get(_ENV_LOCAL_RANK, "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for lock, made_at in set(abandoned_locks()) - _told:
         _told.add((lock, made_at))
@@ -65,7 +62,7 @@ def _root() -> Path:
     """Where torch keeps what it compiles; as ``torch.utils.cpp_extension`` says, without torch."""
     if own := os.environ.get(ENV_EXTENSIONS):
         return Path(own)
-    cache = os.environ.get(_ENV_CACHE) or os.path.expanduser("~/.cache")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "torch_extensions"
 
 

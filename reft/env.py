@@ -54,3 +54,12 @@ ENV_CLUSTER = "REFT_LOCAL_CLUSTER"
 """Every process of a local cluster has ``<token>:<node id>`` here, wherever it was forked."""
 ENV_ROOM = "REFT_ROOM"
 """Makes room in the memory in which the kernel shows the environment of a server that forks programs."""
+
+# Of others, by the names that they gave.
+
+ENV_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface, here as for torch's gloo."""
+ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""TorchElastic's: where a trainer leaves what ended it."""
+ENV_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+"""Root of torch's folder of compiled operators."""

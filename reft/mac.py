@@ -1,4 +1,5 @@
-"""The job's message authentication code (P11): keyed BLAKE2b, 16 bytes, apart for every kind of message."""
+"""The job's message authentication code (P11) and the keys that are made of its secret: keyed BLAKE2b, apart
+for every purpose. A purpose has at most 16 bytes; a secret at most 64."""
 
 from __future__ import annotations
 
@@ -8,11 +9,22 @@ from hashlib import blake2b
 from reft.errors import AuthenticationError
 
 MAC_BYTES = 16
+KEY_BYTES = 32
 
 
 def mac(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    """The code of ``body``. ``purpose`` (at most 16 bytes) keeps kinds of messages apart."""
+    """The code of ``body``, of :data:`MAC_BYTES` bytes."""
     return blake2b(body, key=secret, digest_size=MAC_BYTES, person=purpose).digest()
+
+
+def derive_key(secret: bytes, purpose: bytes, context: bytes) -> bytes:
+    """A key of :data:`KEY_BYTES` bytes, for one purpose and context alone."""
+    return blake2b(context, key=secret, digest_size=KEY_BYTES, person=purpose).digest()
+
+
+def is_same(found: bytes, expected: bytes) -> bool:
+    """Whether a code is the expected one; takes as long wherever they differ."""
+    return hmac.compare_digest(found, expected)
 
 
 def authenticate(body: bytes, secret: bytes, purpose: bytes) -> bytes:
@@ -28,7 +40,7 @@ def check_authentic(data: bytes | memoryview, secret: bytes, purpose: bytes) -> 
     """
     raw = bytes(data)
     found, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
-    if not hmac.compare_digest(found, mac(body, secret, purpose)):
+    if not is_same(found, mac(body, secret, purpose)):
         raise AuthenticationError(
             f"a message of {len(raw)} bytes ({purpose.decode()}) does not carry the job's secret: it comes "
             f"from another job or was forged. Give every node the same REFT_SECRET"

@@ -15,12 +15,13 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from reft.env import ENV_ERROR_FILE
+
 EX_REFUSED = 2
 """Exit code of a trainer that reft refused: wrong use, as of every command."""
 
 _REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "NotResumedError"})
 _IN_USE = "JobInUseError"
-_ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -39,7 +40,7 @@ def say(error: BaseException) -> None:
 def write_error_file(error: BaseException) -> None:
     """TorchElastic's error file, for its tools, unless torch's own ``@record`` has written it. torchrun shows
     the traceback in it, or the message where there is none."""
-    path = os.environ.get(_ENV_ERROR_FILE)
+    path = os.environ.get(ENV_ERROR_FILE)
     if not path or os.path.exists(path):
         return
     extra = {"timestamp": str(int(time.time()))}

@@ -10,7 +10,8 @@ import reft
 
 ROOT = Path(reft.__file__).parent
 LAYERS = (
-    ("errors", "refusal", "env", "naming", "durable", "backoff", "native", "optim"),
+    ("env",),
+    ("errors", "refusal", "naming", "durable", "backoff", "native", "optim"),
     ("arguments", "json_file"),
     ("builds", "events", "log", "mac", "grid", "blocks"),
     ("protect", "config_persist"),

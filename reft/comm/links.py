@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import msgpack
 import psutil
 
+from reft.env import ENV_INTERFACE
 from reft.errors import ConfigError
 from reft.mac import authenticate, check_authentic
 from reft.store.door import Door, knock, listen, listen_locally
 from reft.store.wire import Channel
 
 PURPOSE = "control plane"
-ENV_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface, here as for torch's gloo."""
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 """What ``poll`` says of a connection that the other side has closed, read or not."""
 CONNECT_SECS = 60.0

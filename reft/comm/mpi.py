@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.comm.silence import OnSilence, log
 from reft.comm.transport import GoOn
 from reft.errors import ConfigError, TransferError
@@ -67,11 +68,13 @@ class Pauses:
     that would also end when the peer is silent."""
 
     def __init__(self) -> None:
+        self._pauses = Backoff(_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS)
         self.restart()
 
     def restart(self) -> None:
         """Something moved."""
-        self._passes, self._secs = 0, _FIRST_PAUSE_SECS
+        self._passes = 0
+        self._pauses.reset()
 
     def rest(self) -> None:
         """Nothing did."""
@@ -79,8 +82,7 @@ class Pauses:
         if self._passes < _PASSES_WITHOUT_PAUSE:
             time.sleep(0)
             return
-        time.sleep(self._secs)
-        self._secs = min(2 * self._secs, _LONGEST_PAUSE_SECS)
+        time.sleep(self._pauses.failed())
 
 
 class Communicators:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from reft.backoff import Backoff
 from reft.comm.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.comm.peers import Peers
 from reft.comm.silence import OnSilence, log
@@ -294,13 +295,12 @@ class _Joining:
 
     def _await_all(self, world_size: int) -> None:
         # Asked again and again: a blocking wait would keep the process's other threads from the store.
-        pause = _FIRST_LOOK_SECS
+        looks = Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
         while not self._store.check([self._key("whole")]):
             if not self.go_on() or time.monotonic() > self.deadline:
                 came = self._count("came")
                 raise TransferError(f"only {came} of {world_size} ranks came to connect with each other")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_LOOK_SECS)
+            time.sleep(looks.failed())
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -322,7 +322,8 @@ class Session:
         self.fence.before_optimizer_step()
 
     def boundary(self) -> None:
-        """The state after an optimizer step is final: take a snapshot if one is due. Never raises.
+        """The state after an optimizer step is final: take a snapshot if one is due. A state that cannot be
+        captured is not raised here: its version is voted down (P6).
 
         Called behind the optimizer step where the schedule was woven, else behind the whole step; the
         second call for the same step does nothing.
@@ -348,7 +349,11 @@ class Session:
             self.rates.memory.handed_over(request)
 
     def after_step(self) -> None:
-        """A step has returned. Raises only to stop when told so."""
+        """A step has returned.
+
+        Raises:
+            SystemExit: the job stops here, as it was told to.
+        """
         self.boundary()
         self.progress.end_step(self._last_step)
         self.device_memory.after_step()

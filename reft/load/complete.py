@@ -1,10 +1,11 @@
 """Completing a recovered version where a member has nothing of it: its node is new, or lost its memory.
 
 What the others hold stays where it lies. The newcomer gets, besides what it restores, the blocks that it
-has to keep for its ring peers; verified blocks arrive in its arena and go into the tensors from there. Once
-every block is there the arena is sealed under the version's own label: the version is then as protected as
-before the loss, and nothing was copied a second time. Until then the arena says WRITING, and a recovery that
-starts over does not look at it (P3).
+has to keep for its ring peers. Each block is verified in the buffer in which it came, and copied from there
+into the tensors, if they need it, and into the newcomer's arena. Once every block is there the arena is
+sealed under the version's own label: the version is then as protected as before the loss, and who holds
+it has written nothing. Until then the arena says WRITING, and a recovery that starts over does not look
+at it (P3).
 
 Only for copies: where a code, recomputation, another scheme or another ring is in force, or anything is in
 the way, the restored state is taken again as a version of its own.

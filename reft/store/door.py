@@ -8,7 +8,6 @@ proved the secret, exactly one challenge and one proof, 64 bytes, are read from 
 from __future__ import annotations
 
 import errno
-import hmac
 import ipaddress
 import logging
 import os
@@ -18,10 +17,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 from reft.errors import AuthenticationError, ConfigError
+from reft.mac import derive_key
 from reft.store.wire import Channel
 
 logger = logging.getLogger(__name__)
@@ -298,7 +297,7 @@ class Door:
 
 def door_key(secret: bytes, purpose: str) -> bytes:
     """A key of its own for every kind of door: a proof made for one opens no other."""
-    return hmac.new(secret, b"reft door: " + purpose.encode(), sha256).digest()
+    return derive_key(secret, b"reft-door", purpose.encode())
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from reft.backoff import Backoff
 from reft.errors import AuthenticationError
 from reft.store.wire import Channel
 
@@ -36,19 +37,21 @@ class Presence:
                 self._channel.shutdown()
 
     def _stay(self) -> None:
-        pause = _FIRST_PAUSE_SECS
+        pauses = Backoff(_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS)
+        pause = pauses.pause
         while not self._ended.wait(pause):
             try:
                 channel = self._dial()
             except AuthenticationError:
                 return  # who asks for something hears of it
             except OSError:
-                pause = min(2 * pause, _LONGEST_PAUSE_SECS)
+                pause = pauses.failed()
                 continue
             try:
                 self._hold(channel)
             except (OSError, EOFError, AuthenticationError):
-                pause = _FIRST_PAUSE_SECS
+                pauses.reset()
+                pause = pauses.pause
             finally:
                 channel.close()
 

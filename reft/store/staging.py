@@ -15,7 +15,6 @@ written and again when they are read (P5, P11). Only whole records ever have the
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import logging
 import mmap
@@ -31,7 +30,7 @@ from reft.blocks import ALIGNMENT_BYTES, BlockKey, Section
 from reft.durable import write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.grid import Coordinate, Degrees
-from reft.mac import mac
+from reft.mac import is_same, mac
 from reft.store.fence import short_name
 from reft.store.header import checksum
 from reft.store.label import Label
@@ -340,7 +339,7 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise PersistError(f"{path}: is not a record of reft ({error!r})") from error
-    if not hmac.compare_digest(code, _mac(body, secret)):
+    if not is_same(code.encode(), _mac(body, secret).encode()):
         raise AuthenticationError(
             f"{path}: does not carry the job's secret; another job writes to the same directory under the "
             f"same name, or the file was forged. Give every job a persist.dir of its own"

@@ -11,26 +11,25 @@ it and does not authenticate it. TLS needs certificates, or pre-shared keys, whi
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import struct
 import time
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from reft.errors import AuthenticationError
+from reft.mac import MAC_BYTES, derive_key, is_same, mac
 
 SOCKET_NAME = "daemon.sock"
 MAX_FRAME_BYTES = 16 * 2**20
 _NONCE_BYTES = 32
-_MAC_BYTES = 32
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
+_PROOF, _SESSION, _FRAME = b"reft-proof", b"reft-session", b"reft-frame"
 
 
 class Channel:
@@ -76,23 +75,23 @@ class Channel:
         mine = os.urandom(_NONCE_BYTES)
         self._socket.sendall(mine)
         theirs = self._read_exactly(_NONCE_BYTES, deadline)
-        self._socket.sendall(_mac(secret, b"proof", self._outgoing, mine, theirs))
-        proof = self._read_exactly(_MAC_BYTES, deadline)
-        if not hmac.compare_digest(proof, _mac(secret, b"proof", self._incoming, theirs, mine)):
+        self._socket.sendall(mac(self._outgoing + mine + theirs, secret, _PROOF))
+        proof = self._read_exactly(MAC_BYTES, deadline)
+        if not is_same(proof, mac(self._incoming + theirs + mine, secret, _PROOF)):
             raise AuthenticationError(
                 f"the other side of {self._line} does not know this job's secret: it belongs to another job "
                 f"or run, or to another user"
             )
-        return _mac(secret, b"session", *sorted((mine, theirs)))
+        return derive_key(secret, _SESSION, b"".join(sorted((mine, theirs))))
 
     def send(self, message: Any) -> None:
         """Send one message; raises ValueError if it is too large."""
         body: bytes = msgpack.packb(message, use_bin_type=True)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
-        mac = _mac(self._key, self._outgoing, _NUMBER.pack(self._sent), body)
+        code = self._code(self._outgoing, self._sent, body)
         self._sent += 1
-        self._socket.sendall(_LENGTH.pack(len(body)) + mac + body)
+        self._socket.sendall(_LENGTH.pack(len(body)) + code + body)
 
     def receive(self) -> Any:
         """The next message; raises EOFError when the other side has ended the connection."""
@@ -101,12 +100,16 @@ class Channel:
             raise AuthenticationError(
                 f"frame of {length} bytes announced; at most {MAX_FRAME_BYTES} are read"
             )
-        frame = self._read_exactly(_MAC_BYTES + length)
-        mac, body = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, _mac(self._key, self._incoming, _NUMBER.pack(self._received), body)):
+        frame = self._read_exactly(MAC_BYTES + length)
+        code, body = frame[:MAC_BYTES], frame[MAC_BYTES:]
+        if not is_same(code, self._code(self._incoming, self._received, body)):
             raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
         self._received += 1
         return msgpack.unpackb(body, raw=False, strict_map_key=False)
+
+    def _code(self, direction: bytes, number: int, body: bytes) -> bytes:
+        """All but the last part have one size each: no two messages look alike."""
+        return mac(b"".join((direction, _NUMBER.pack(number), body)), self._key, _FRAME)
 
     def _read_exactly(self, nbytes: int, deadline: float | None = None) -> bytes:
         parts = bytearray()
@@ -144,10 +147,6 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _mac(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"".join(_LENGTH.pack(len(p)) + p for p in parts), sha256).digest()
 
 
 def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:

@@ -16,10 +16,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from reft.comm.links import ENV_INTERFACE, Endpoint, Reception
+from reft.comm.links import Endpoint, Reception
 from reft.comm.overlay import Overlay
 from reft.comm.peers import Peers
 from reft.comm.tree import Tree
+from reft.env import ENV_INTERFACE
 from reft.errors import AuthenticationError
 from reft.store.door import Door, knock, listen_locally
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.builds import ENV_EXTENSIONS, abandoned_locks
+from reft.builds import abandoned_locks
+from reft.env import ENV_EXTENSIONS
 from tests.machine import free_port
 
 from .cluster import SCRIPTS, cluster

@@ -117,7 +117,7 @@ class EtcdLine:
                 except ValueError as error:  # gRPC's, for a closed channel
                     raise StoreError(f"the connection to etcd is closed: {error}") from error
             time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
-            patience *= 2
+            patience *= 2  # no backoff: how long an answer is waited for, not a pause
 
     def leader_known_by(self, endpoint: str, secs: float) -> bool | None:
         """Whether the member at ``endpoint`` has a leader; None if it is none, or does not answer."""
