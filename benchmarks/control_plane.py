@@ -5,14 +5,18 @@
 Measured: light processes (no model, no torch) of reft's control plane (:mod:`reft.comm`) as ranks of nodes
 of ``--per-node``; and beside it gloo's groups, which connect every rank with every other, as far as they go.
 All share the cores of one machine, so the seconds of a vote are mostly the sum of all ranks' work. What a
-rank does for a vote (``cpu_secs``) does not depend on that. Computed: hops and connections of larger jobs,
-from the shape of the tree (``computed``), and what planning a recovery costs a rank (``planning.py``).
+rank does for a vote (``cpu_secs``) does not depend on that. To agree on a version the ranks gather what they
+gather in a recovery, made by the code that makes it there: every rank's summary of two arenas, then a verdict
+of every sharding group. What a rank then makes of it is part of planning. Computed: hops and connections of
+larger jobs, from the shape of the tree (``computed``), and what planning a recovery costs a rank
+(``planning.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import signal
@@ -25,20 +29,45 @@ from contextlib import suppress
 from datetime import date
 from typing import Any
 
+import msgpack
 import psutil
 
 from reft.comm.overlay import connect
 from reft.comm.transport import Buffers
 from reft.comm.tree import FANOUT, children_of, parent_of
+from reft.grid import Coordinate
+from reft.load.decide import Verdict, encode_verdicts
+from reft.load.sift import Head, Summary
 from reft.store.door import listen
+from reft.store.header import ArenaState
 from reft.store.keyvalue import KeyValueServer, KeyValueStore
+from reft.store.label import Label
 
 SECRET = b"b" * 32
 WAIT_SECS = 240.0
 BALLOT_INTS = 9
-SUMMARY_BYTES = 64
-"""What a rank says of what it holds, where the ranks agree on a version."""
+VERSIONS = (Label(3, 1234), Label(3, 1235))
+"""What every rank holds, where the ranks agree on a version."""
 WARM_UP = 3
+
+
+def said(ranks: int, per_node: int) -> list[tuple[bytes, bytes]]:
+    """Per rank of a healthy job what it tells all others: its summary, and its group's verdict, which the
+    first rank of each group tells."""
+    tp = math.gcd(ranks, per_node)
+    dp = ranks // tp
+    found = []
+    for rank in range(ranks):
+        at, node = Coordinate(0, rank // tp, rank % tp), f"node{rank // per_node:05}"
+        heads = tuple(
+            Head(label, ArenaState.COMMITTED, at, node, f"rank{rank % per_node}-slot{slot}.arena", dp)
+            for slot, label in enumerate(VERSIONS)
+        )
+        summary = Summary(node, heads, {}, {}, (), VERSIONS[-1]).encode()
+        verdict = encode_verdicts({label: Verdict(0, (), False) for label in VERSIONS}) if at.dp == 0 else b""
+        # In the envelope that also carries errors.
+        found.append((msgpack.packb([None, summary]), msgpack.packb([None, verdict])))
+    return found
 
 
 def usage() -> dict[str, float]:
@@ -83,7 +112,14 @@ def tree_rank(rank: int, ranks: int, per_node: int, rounds: int, endpoint: str) 
     # As ring peers that keep one copy: one connection to each neighbour.
     overlay.peers.stream({ring[0]: [memoryview(bytes(8))]}, {ring[1]: Buffers([memoryview(bytearray(8))])})
     found["vote"] = timed(lambda: overlay.tree.reduce_min(range(BALLOT_INTS)), rounds)
-    found["agree"] = timed(lambda: overlay.tree.gather(bytes(SUMMARY_BYTES)), rounds)
+    summary, verdict = said(ranks, per_node)[rank]
+
+    def agree() -> None:
+        overlay.tree.gather(summary)
+        overlay.tree.gather(verdict)
+
+    found["agree"] = timed(agree, rounds)
+    found["agree_bytes"] = len(summary) + len(verdict)
     after = usage()
     found["connections"] = len(overlay.tree.links) + len(overlay.peers.links)
     found["private_bytes"] = after["private_bytes"] - before["private_bytes"]
@@ -109,10 +145,21 @@ def gloo_rank(rank: int, ranks: int, per_node: int, rounds: int, endpoint: str) 
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     ballot = torch.arange(BALLOT_INTS)
-    mine = torch.zeros(SUMMARY_BYTES, dtype=torch.uint8)
-    theirs = [torch.empty_like(mine) for _ in range(ranks)]
+    bodies = said(ranks, per_node)
+    # gloo gathers pieces of one size.
+    pieces = [
+        torch.frombuffer(bytearray(bodies[rank][i].ljust(max(len(b[i]) for b in bodies))), dtype=torch.uint8)
+        for i in range(2)
+    ]
+    theirs = [[torch.empty_like(mine) for _ in range(ranks)] for mine in pieces]
+
+    def agree() -> None:
+        for mine, others in zip(pieces, theirs, strict=True):
+            group.allgather([others], [mine]).wait()
+
     found["vote"] = timed(lambda: group.allreduce([ballot], options).wait(), rounds)
-    found["agree"] = timed(lambda: group.allgather([theirs], [mine]).wait(), rounds)
+    found["agree"] = timed(agree, rounds)
+    found["agree_bytes"] = sum(mine.numel() for mine in pieces)
     after = usage()
     found["connections"] = after["connections"] - before["connections"]
     found["private_bytes"] = after["private_bytes"] - before["private_bytes"]
@@ -183,16 +230,16 @@ def measure(kind: str, ranks: int, per_node: int, rounds: int) -> dict[str, Any]
             pid, pipe = forked(one(rank))
             pids.append(pid)
             pipes.append(pipe)
-        said = [read_all(pipe) for pipe in pipes]
+        told = [read_all(pipe) for pipe in pipes]
     finally:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         os.close(tell)
-    if not all(said):
-        return {"ranks": ranks, "failed": f"{sum(not s for s in said)} ranks ended early"}
-    return summary(ranks, [json.loads(s) for s in said])
+    if not all(told):
+        return {"ranks": ranks, "failed": f"{sum(not t for t in told)} ranks ended early"}
+    return summary(ranks, [json.loads(t) for t in told])
 
 
 def summary(ranks: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -203,6 +250,7 @@ def summary(ranks: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         result[f"{name}_secs"] = statistics.median(slowest)
         result[f"{name}_cpu_secs_per_rank"] = statistics.mean(f[name]["cpu_secs"] for f in found)
         result[f"{name}_cpu_secs_busiest_rank"] = max(f[name]["cpu_secs"] for f in found)
+    result["agree_bytes_per_rank"] = statistics.mean(f["agree_bytes"] for f in found)
     result["most_connections"] = max(f["connections"] for f in found)
     result["private_bytes_per_rank"] = statistics.median(f["private_bytes"] for f in found)
     result["threads_per_rank"] = statistics.median(f["threads"] for f in found)

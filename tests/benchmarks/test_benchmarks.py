@@ -235,6 +235,8 @@ def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
         assert "failed" not in row
         assert row["vote_secs"] > 0
         assert row["agree_secs"] > 0
+        # Two arenas of about 40 bytes, which every rank tells of, and a verdict of its group.
+        assert 80 < row["agree_bytes_per_rank"] < 300
     # Three children on the node, and two ring peers; of three nodes, whoever came first has two children more.
     assert result["tree"][0]["most_connections"] == 5
     assert result["tree"][1]["most_connections"] in (6, 7)
