@@ -8,6 +8,7 @@ turns; times are the process's processor time, ratios are to ``plain`` in the sa
 - hash: xxh3_64 of the source, by the xxhash package;
 - copy_then_hash: past the caches, piece by piece, each hashed by the package while it is in the cache;
 - copy_and_hash: reft's one pass, as versions are copied and blocks restored;
+- copy_and_hash_sse2: the same on a processor without AVX2;
 - mapped_anew: the same from a file that is mapped for it, as a restore reads an arena;
 - written_to_file: to a new file in shared memory, as a newcomer's arena is filled;
 - over_loopback: from a thread that sends to one that receives, both counted.
@@ -38,6 +39,7 @@ import torch
 from common import MIB
 from results import estimate, machine
 
+from reft.native import compiled
 from reft.store.header import checksum
 from reft.store.stream import PlainHashingCopier, copier, hashing_copier, ranges_of
 
@@ -107,12 +109,19 @@ def ways(
 
         return run
 
+    def without_avx2() -> None:
+        use_avx2 = compiled("reft.store._stream", "reft_use_avx2")
+        use_avx2(False)
+        hashed(fused)()
+        use_avx2(True)
+
     return {
         "plain": lambda: target.copy_(source),
         "past_caches": lambda: copier()(to, at, nbytes),
         "hash": lambda: checksum(source.numpy().data),
         "copy_then_hash": hashed(apart),
         "copy_and_hash": hashed(fused),
+        "copy_and_hash_sse2": without_avx2,
         "mapped_anew": lambda: copy_mapped_anew(target, fd),
         "written_to_file": lambda: write_to_file(source.numpy().data, folder),
         "over_loopback": lambda: send_over_loopback(target.numpy().data, source.numpy().data),
@@ -174,7 +183,7 @@ def main() -> int:
         ratio = way["secs_to_plain"]
         low, high = ratio["ci95"]
         print(
-            f"{name:16}{way['bytes_per_sec'] / 1e9:6.1f} GB/s, {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
+            f"{name:20}{way['bytes_per_sec'] / 1e9:6.1f} GB/s, {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
         )
     return 0
 

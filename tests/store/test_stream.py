@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reft.native import compiled
 from reft.store import stream
 from reft.store.header import checksum
 from reft.store.stream import (
@@ -48,14 +50,19 @@ PARTS = st.lists(
 )
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def hasher(request: pytest.FixtureRequest) -> HashingCopier:
+@pytest.fixture(params=["AVX2", "SSE2", "plain"])
+def hasher(request: pytest.FixtureRequest) -> Iterator[HashingCopier]:
     if request.param == "plain":
-        return PlainHashingCopier()
+        yield PlainHashingCopier()
+        return
     made = hashing_copier()
     if type(made) is PlainHashingCopier:
         pytest.skip("the loop that hashes was not built: no C++ compiler, or no x86-64")
-    return made
+    use_avx2 = compiled("reft.store._stream", "reft_use_avx2")
+    if use_avx2(request.param == "AVX2") != (request.param == "AVX2"):
+        pytest.skip("this processor has no AVX2")
+    yield made
+    use_avx2(True)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
