@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from reft import log
 from reft.builds import tell_of_abandoned_builds
 from reft.config_read import parse_block
-from reft.elastic.agent import JobEndedError, Observer, ReftAgent, new_agent_id
+from reft.elastic.agent import JobEndedError, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.board import make_board
 from reft.elastic.exits import EX_FENCED, Cause, Failure
@@ -40,6 +40,7 @@ from reft.elastic.handler import LeftError, StoreRendezvous
 from reft.elastic.hostfile import show_devices
 from reft.elastic.hung import Hangs
 from reft.elastic.node import DaemonKeeper, NodeMemory
+from reft.elastic.observer import Observer
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.scaling import Scaler
