@@ -17,11 +17,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from reft.backoff import Backoff
+from reft.elastic.exits import WorkerExit
 from reft.elastic.forks import ForkClient, ForkError, ForkingPopen
 from reft.elastic.proc_entry import with_room
 from reft.elastic.warm_server import ROOM_BYTES, SERVER, differing
@@ -44,6 +47,10 @@ DEFAULT_MODULES = (
 _READY_SECS = 600.0
 """A node whose file system is slower starts its trainers cold."""
 _END_SECS = 5.0
+_TRIES = 5
+"""Starts of the server, each of which ends soon."""
+_STEADY_SECS = 600.0
+_BACKOFF_SECS = 1.0, 30.0
 
 
 def imports_of(script: Path | None) -> list[str]:
@@ -75,18 +82,15 @@ def _is_installed(name: str, beside: Path) -> bool:
     return False
 
 
-class WarmTrainers:
-    """Starts the server, and trainers through it once it is ready.
+class _Server:
+    """One life of the process that imports ahead; started anew, it is another one.
 
     Args:
-        modules: what is imported ahead.
-        environ: of the trainers, as far as all of a node share it.
+        modules: what is imported.
+        environ: in which.
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._environ = dict(environ)
-        self._read: set[str] = set()
-        self._told: set[str] = set()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         news, write = os.pipe()
         try:
@@ -94,7 +98,7 @@ class WarmTrainers:
                 [sys.executable, "-m", SERVER, str(theirs.fileno()), str(write), *modules],
                 # Asking CUDA or HIP whether there are devices makes a state that no forked process can use:
                 # so torch asks NVML, or on AMD's devices amdsmi.
-                env=with_room({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ}, ROOM_BYTES),
+                env=with_room({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ}, ROOM_BYTES),
                 pass_fds=[theirs.fileno(), write],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -106,22 +110,97 @@ class WarmTrainers:
         finally:
             theirs.close()
             os.close(write)
-        self._client = ForkClient(ours)
-        self._ready = threading.Event()
-        self._usable = False
-        threading.Thread(target=self._listen, args=(news,), name="reft-warm", daemon=True).start()
+        self.client = ForkClient(ours)
+        self.read: set[str] = set()
+        """Variables that were read while it imported."""
+        self.ready = threading.Event()
+        """It is, or it has ended."""
+        self.usable = False
+        self.overdue = False
+        """It was waited for in vain."""
+        self._news = news
 
-    def _listen(self, news: int) -> None:
-        """Hear from the server what it could not share, and that it is ready."""
-        with os.fdopen(news) as lines:
+    def run(self) -> int:
+        """Hear from the server what it could not share, and that it is ready; returns how it ended."""
+        with os.fdopen(self._news) as lines:
             for line in lines:
                 note = json.loads(line)
                 if "left_out" in note:
                     logger.info("trainers import %s themselves: it %s", note["left_out"], note["why"])
                 if "read" in note:
-                    self._read, self._usable = set(note["read"]), True
+                    self.read, self.usable = set(note["read"]), True
                     break
-        self._ready.set()
+        self.ready.set()
+        code = self._process.wait()
+        self.usable = False
+        return code
+
+    def end(self) -> None:
+        """Trainers stay."""
+        self.client.close()
+        try:
+            self._process.wait(_END_SECS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_SECS)
+
+
+class WarmTrainers:
+    """Starts the server, and trainers through it once it is ready. One that dies is started again.
+
+    Args:
+        modules: what is imported ahead.
+        environ: of the trainers, as far as all of a node share it.
+    """
+
+    def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._modules, self._environ = tuple(modules), dict(environ)
+        self._told: set[str] = set()
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._server = _Server(self._modules, self._environ)
+        # The kernel ends a server with the thread that has started it: this one stays to the end.
+        threading.Thread(target=self._keep, name="reft-warm", daemon=True).start()
+
+    def _keep(self) -> None:
+        """Start the server again when it has died."""
+        backoff, died = Backoff(*_BACKOFF_SECS), 0
+        while True:
+            began = time.monotonic()
+            end = WorkerExit(self._server.run(), None)
+            if self._ending.is_set():
+                return
+            if time.monotonic() - began > _STEADY_SECS:
+                backoff.reset()
+                died = 0
+            died += 1
+            if died == _TRIES:
+                logger.warning(
+                    "the process that imports ahead has ended (%s), %d times in a row: it is not started "
+                    "again, and trainers start cold from here on",
+                    *(end, died),
+                )
+                return
+            pause = backoff.failed()
+            logger.warning(
+                "the process that imports ahead has ended (%s); the next one starts in %.0f s (start %d of "
+                "%d)",
+                *(end, pause, died + 1, _TRIES),
+            )
+            if self._ending.wait(pause) or not self._start_again():
+                return
+
+    def _start_again(self) -> bool:
+        with self._lock:
+            if self._ending.is_set():
+                return False
+            self._server.client.close()
+            try:
+                self._server = _Server(self._modules, self._environ)
+            except OSError as error:
+                logger.warning("the process that imports ahead cannot be started: %s", error)
+                return False
+        return True
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -136,7 +215,7 @@ class WarmTrainers:
                 return outer.client_for(env)
 
             def failed(self, error: ForkError) -> None:
-                outer.give_up(str(error))
+                outer.tell(str(error))
 
         torch_handler.Popen = TrainerPopen
         try:
@@ -146,34 +225,30 @@ class WarmTrainers:
 
     def client_for(self, env: Mapping[str, str]) -> ForkClient | None:
         """The client that forks a trainer with that environment; None if it has to start cold."""
-        if not self._ready.wait(_READY_SECS):
-            self.give_up(f"imports are not done after {_READY_SECS:.0f} s")
-        if not self._usable:
-            self._tell("the process that imports ahead has ended: see its messages")
+        server = self._server
+        if not server.overdue and not server.ready.wait(_READY_SECS):
+            server.overdue = True
+            self.tell(f"imports are not done after {_READY_SECS:.0f} s")
+        if not server.usable:
+            self.tell("the process that imports ahead is not there: see its messages")
             return None
-        others = differing(self._environ, env, self._read)
+        others = differing(self._environ, env, server.read)
         if others:
-            self._tell(f"{', '.join(others)} differ from the launcher's environment")
+            self.tell(f"{', '.join(others)} differ from the launcher's environment")
             return None
-        return self._client
+        return server.client
 
-    def give_up(self, reason: str) -> None:
-        self._usable = False
-        self._tell(reason)
-
-    def _tell(self, reason: str) -> None:
+    def tell(self, reason: str) -> None:
+        """Say, once, why trainers start cold."""
         if reason not in self._told:
             self._told.add(reason)
             logger.warning("trainers start cold: %s", reason)
 
     def close(self) -> None:
         """End the server; trainers stay."""
-        self._client.close()
-        try:
-            self._process.wait(_END_SECS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_SECS)
+        self._ending.set()
+        with self._lock:
+            self._server.end()
 
 
 def trainers_environ() -> dict[str, str]:
