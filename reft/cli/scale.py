@@ -35,9 +35,10 @@ def scale_command(
     """Have a running job go to so many nodes, at a step boundary and without losing a step.
 
     On any node that trains. The trainers commit the step that they are in and start again, under the same
-    launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss of; their
-    launchers end with exit code 0 when the others have committed a version without them. More: nodes that
-    wait (spares) join. The number holds until the next `reft scale`: nodes that are started beyond it wait.
+    launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss of, past numbers
+    that do not fit; their launchers end with exit code 0 when the others have a version without them. More:
+    nodes that wait (spares) join. The number holds until the next `reft scale`: nodes that are started beyond
+    it wait.
 
     \b
     reft scale 2                     go to two nodes; the last ones leave
@@ -47,7 +48,8 @@ def scale_command(
     kill -USR1 LAUNCHER              the node of that `reft launch` leaves
 
     Refused, with the reason: below MIN, above MAX, no whole replicas, a batch that so many replicas cannot
-    share, fewer nodes that wait than needed. Where a node leaves and the job survives the loss of none at
+    share, fewer nodes that wait than needed, more that would leave at once than the job ever survives the
+    loss of; what fits is said with it. Where a node leaves and the job survives the loss of none at
     this moment, or nothing is committed yet, the order waits for up to a minute first; `reft status` says so.
     Exit code 0: done; 1: refused, or not done in time.
     """

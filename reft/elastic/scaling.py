@@ -25,7 +25,7 @@ from reft.elastic.board import StatusBoard
 from reft.elastic.handler import StoreRendezvous
 from reft.elastic.options import LaunchOptions
 from reft.elastic.shared_state import Scaling, leaving_of, member_of, scaling_of, sizes_of
-from reft.elastic.sizes import sizes_of_job, why_not
+from reft.elastic.sizes import Sizes, sizes_of_job, why_not
 from reft.elastic.stop_signals import StopSignals
 from reft.errors import AuthenticationError
 from reft.grid import Degrees
@@ -71,6 +71,7 @@ class Situation:
         degrees: of the newest version; None: not known.
         parities: the protection that was asked for by name and keeps parities; None: another.
         size: what else decides about the degree; None: not known.
+        sizes: who holds what of the newest version, by the ranks of these nodes; None: not known.
     """
 
     least: int
@@ -82,6 +83,7 @@ class Situation:
     degrees: Degrees | None = None
     parities: Scheme | None = None
     size: Size | None = None
+    sizes: Sizes | None = None
 
     def why_not(self, nodes: int, *, asked: bool = False) -> str:
         """Why the job cannot train on so many nodes; "" where it can, as far as is known."""
@@ -89,10 +91,28 @@ class Situation:
             return ""
         return why_not(nodes, self.workers, self.degrees, self.size, self.parities, asked=asked)
 
+    @property
+    def fitting(self) -> tuple[int, ...]:
+        """Numbers of nodes that the job may have."""
+        return tuple(
+            n
+            for n in range(self.least, self.most + 1)
+            if n == len(self.nodes) or not self.why_not(n, asked=True)
+        )
+
+    def way(self, wanted: int) -> tuple[int, ...]:
+        """Numbers of nodes to which it can go on its way to fewer, ``wanted`` first."""
+        return tuple(n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n))
+
 
 def refusal(order: ScaleOrder, now: Situation) -> str:
     """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
-    return _of_the_number(order, now) or _of_the_names(order, now) or now.why_not(order.nodes, asked=True)
+    return (
+        _of_the_number(order, now)
+        or _of_the_names(order, now)
+        or _of_what_fits(order, now)
+        or _of_the_way(order, now)
+    )
 
 
 def shortfall(order: ScaleOrder, now: Situation) -> str:
@@ -100,13 +120,76 @@ def shortfall(order: ScaleOrder, now: Situation) -> str:
     if now.tolerance is None:
         return "nothing is committed in this start of the job yet"
     named = len(set(order.without)) if replaces(order, now.nodes) else 0
-    needed = named or int(order.nodes < len(now.nodes))
-    if not needed or now.tolerance >= needed:
+    fewer = order.nodes < len(now.nodes)
+    if now.tolerance >= named and not (fewer and not leave_next(order.nodes, order.without, now)):
         return ""
     leave = "a node that leaves takes its part of the state along"
-    if needed > 1:
-        leave = f"{needed} nodes were named to be replaced at once"
+    if named > 1:
+        leave = f"{named} nodes were named to be replaced at once"
+    elif fewer and (at_once := len(now.nodes) - max(now.way(order.nodes))) > 1:
+        leave = f"{at_once} nodes would leave at once, since no number between fits"
     return f"{leave}, and now the job survives the loss of {max(0, now.tolerance) or 'none'}"
+
+
+def leave_next(
+    wanted: int, first: tuple[str, ...], now: Situation, survived: int | None = None
+) -> tuple[int, ...]:
+    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives the loss of,
+    down to a number that fits; () where there is none. Pure.
+
+    Args:
+        wanted: nodes that the job is to have.
+        first: ids of the nodes that leave before any other.
+        now: what is judged by.
+        survived: losses, whichever they are; None: as now.
+    """
+    survived = (now.tolerance or 0) if survived is None else survived
+    running, way = len(now.nodes), now.way(wanted)
+    if survived < 0:
+        return ()
+    for number in way:
+        if running - number <= survived:
+            return leavers(now.nodes, running - number, first)
+    whole = None if now.sizes is None else now.sizes.tolerance()
+    if now.sizes is None or whole is None or survived < whole:
+        return ()  # another node is lost, perhaps
+    named = [rank for rank, node in enumerate(now.nodes) if node in first]
+    found = (now.sizes.leaving(running - number, named[: running - number]) for number in way)
+    return next((ranks for ranks in found if ranks), ())
+
+
+def _of_what_fits(order: ScaleOrder, now: Situation) -> str:
+    why = now.why_not(order.nodes, asked=True)
+    return why and f"{why}. {_other_numbers(now)}"
+
+
+def _of_the_way(order: ScaleOrder, now: Situation) -> str:
+    """Where the nodes that leave at once are more than the job ever survives the loss of."""
+    running = len(now.nodes)
+    whole = None if now.sizes is None else now.sizes.tolerance()
+    if order.nodes >= running or now.tolerance is None or whole is None:
+        return ""
+    survived = max(whole, now.tolerance)
+    if leave_next(order.nodes, order.without, now, survived):
+        return ""
+    at_once = running - max(now.way(order.nodes))
+    protect = ""
+    if now.degrees is not None and at_once < now.degrees.dp:
+        protect = f"`reft protect arc:{at_once}` makes it survive that; then ask again. "
+    return (
+        f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, with their "
+        f"parts of the state, and the job survives the loss of {survived or 'none'}. {protect}"
+        f"{_other_numbers(now)}"
+    )
+
+
+def _other_numbers(now: Situation) -> str:
+    """What may be asked for."""
+    others = [n for n in now.fitting if n != len(now.nodes)]
+    if not others:
+        return f"No other number of --nnodes {now.least}:{now.most} fits the layout and the batch"
+    said = " or ".join(f"`reft scale {n}`" for n in others)
+    return f"What fits the layout and the batch: {len(now.nodes)} nodes, as now; {said}"
 
 
 def _of_the_number(order: ScaleOrder, now: Situation) -> str:
@@ -214,7 +297,14 @@ class Scaler:
             degrees=self._board.degrees,
             parities=record.parsed if record is not None and named else None,
             size=read_size(self._path),
+            sizes=self._sizes_of_this_round(),
         )
+
+    def _sizes_of_this_round(self) -> Sizes | None:
+        state = self._handler.state
+        sizes, ranks = sizes_of(state), state.participants
+        here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
+        return sizes if sizes is not None and sizes.members == here else None
 
     def _note_sizes(self, agreement: Agreement) -> None:
         """Have all nodes know with how many the job can train, by its newest version."""
@@ -297,10 +387,9 @@ class Scaler:
             return
         if scaling.nodes >= running:
             return
-        survived = self._board.tolerance_left(agreement.incarnation)
-        if survived is None or survived < 1:  # not yet
+        ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement))
+        if not ranks:  # not yet
             return
-        ranks = leavers(agreement.nodes, min(survived, running - scaling.nodes), scaling.without)
         self._handler.scale(lambda state: told(ranks, running, state))
         if leaving_of(self._handler.state):  # else the round is over
             logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
@@ -319,7 +408,10 @@ class Scaler:
 
     def _tell_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)
-        if order is None or running != order.nodes or leaving_of(self._handler.state):
+        if order is None or leaving_of(self._handler.state):
+            return
+        if running != order.nodes:
+            self._end_half_way(order, agreement)
             return
         if self._board.tolerance_left(agreement.incarnation) is None:
             return
@@ -329,6 +421,16 @@ class Scaler:
             self._order = None
         elif self._was_told_before(agreement):
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
+
+    def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
+        """Where the job has gone to a number of nodes from which it can go no further: that one holds."""
+        running = len(agreement.nodes)
+        why = running > order.nodes and _of_the_way(order, self._situation(agreement))
+        if not why:
+            return
+        self._handler.scale(lambda state: stays(order, running, state))
+        logger.warning("the job stays at %d nodes: %s", running, why)
+        self._answer(running, refused=f"the job stays at {running} nodes: {why}")
 
     def _was_told_before(self, agreement: Agreement) -> bool:
         """Whether nodes were told to leave in a round before this one."""
@@ -369,6 +471,15 @@ def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling |
     replaced = bool(order.without) and order.nodes == running
     most = max(order.nodes, running)
     return Scaling(order.number, order.nodes, most, order.without, replaces=replaced, why=order.why)
+
+
+def stays(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+    """The number of nodes that the job has, in the place of an order that went half way; None where another
+    was given."""
+    scaling = scaling_of(state)
+    if scaling is None or scaling.number != order.number or len(state.participants) != running:
+        return None
+    return replace(scaling, nodes=running, limit=running)
 
 
 def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:

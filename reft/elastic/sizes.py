@@ -7,7 +7,8 @@ nodes that fits; the others wait as spares. Those that stay can recover the vers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
 
@@ -73,6 +74,30 @@ class Sizes:
             return None
         return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
 
+    def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
+        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones if the
+        others can recover the version without them, else such that they can; () where none are known.
+
+        Args:
+            number: how many.
+            first: ranks that are among them.
+        """
+        everyone = frozenset(range(len(self.members)))
+        stay, size = sorted(everyone - set(first)), len(everyone) - number
+        if size < 1:
+            return ()
+        for kept in islice(chain([set(stay[:size])], self._choices(stay, size)), _MOST_TRIES):
+            if len(kept) == size and self._recovers(frozenset(kept), unless_known=False):
+                return tuple(sorted(everyone - kept, reverse=True))
+        return ()
+
+    def tolerance(self) -> int | None:
+        """Node losses that are survived, whichever they are, while none is lost; None: not known."""
+        with suppress(ReftError):
+            scheme = Scheme.parse(self.scheme)
+            return min((self._tolerance(group, (), scheme) for group in self.groups), default=None)
+        return None
+
     def _choices(self, old: list[int], number: int) -> Iterator[set[int]]:
         """So many of these group ranks: whole data-parallel paths first, the lowest first."""
         whole = [path for path in self._paths() if path <= set(old)]
@@ -93,20 +118,23 @@ class Sizes:
             found = [path for path in found if not path & ranks] + [ranks.union(*shared)]
         return sorted(found, key=min)
 
-    def _recovers(self, kept: frozenset[int]) -> bool:
-        """Whether the memory of these nodes is enough, as far as is known."""
-        if not self.scheme:
-            return True
+    def _recovers(self, kept: frozenset[int], *, unless_known: bool = True) -> bool:
+        """Whether the memory of these nodes is enough."""
+        if not self.scheme or not self.groups:
+            return unless_known
         try:
             scheme = Scheme.parse(self.scheme)
             return all(self._group_recovers(group, kept, scheme) for group in self.groups)
         except ReftError:  # another release's scheme
-            return True
+            return unless_known
 
     def _group_recovers(self, group: tuple[int, ...], kept: frozenset[int], scheme: Scheme) -> bool:
-        nodes = tuple(str(self.domains[rank]) for rank in group)
         lost = [at for at, rank in enumerate(group) if rank not in kept]
-        return tolerance_left(nodes, place_group(nodes, scheme.copies, scheme.parities), lost) >= 0
+        return self._tolerance(group, lost, scheme) >= 0
+
+    def _tolerance(self, group: tuple[int, ...], lost: Sequence[int], scheme: Scheme) -> int:
+        nodes = tuple(str(self.domains[rank]) for rank in group)
+        return tolerance_left(nodes, place_group(nodes, scheme.copies, scheme.parities), lost)
 
 
 def _some_of(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:

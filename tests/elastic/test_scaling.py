@@ -20,13 +20,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.elastic import scaling
 from reft.elastic.agreement import Agreement
-from reft.elastic.scaling import Scaler, Situation, leavers, refusal, shortfall
-from reft.elastic.shared_state import Scaling, leaving_of, scaling_of, set_scaling
+from reft.elastic.scaling import Scaler, Situation, leave_next, leavers, refusal, shortfall
+from reft.elastic.shared_state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
+from reft.elastic.sizes import Sizes
 from reft.elastic.stop_signals import StopSignals
 from reft.grid import Degrees
 from reft.protect.codes import Scheme
 from reft.store.history import read_history
-from reft.store.scale_orders import ScaleOrder, Size, read_answer, write_order
+from reft.store.jobdir import write_json
+from reft.store.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
 
 from .cluster import WatchedCluster, cluster
 from .test_resizing import CONFIG, OPTIONS, last_step, trains
@@ -140,6 +142,67 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
     assert bool(why) == bool(said)
 
 
+def in_ring(number: int, *, batch: int, micro: int) -> Situation:
+    """So many nodes of a replica each, each of which keeps a copy of the one before."""
+    ranks = tuple(range(number))
+    members = tuple((f"host{rank}", 1, 0) for rank in ranks)
+    return Situation(
+        least=1,
+        most=number,
+        nodes=tuple("abcdefgh"[:number]),
+        spares=0,
+        workers=1,
+        tolerance=1,
+        degrees=Degrees(1, number, 1),
+        size=Size("", batch, micro),
+        sizes=Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,)),
+    )
+
+
+THREE = in_ring(3, batch=12, micro=4)
+"""Two replicas could not share the batch."""
+FOUR = in_ring(4, batch=12, micro=3)
+"""Three could not."""
+
+
+def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    said = refusal(ScaleOrder(1, 2), THREE)
+    assert "2 replicas cannot share the 12 samples" in said
+    assert said.endswith("What fits the layout and the batch: 3 nodes, as now; `reft scale 1`")
+    assert refusal(ScaleOrder(1, 2), replace(THREE, least=2)).endswith(
+        "No other number of --nnodes 2:3 fits the layout and the batch"
+    )
+
+
+def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() -> None:
+    order = ScaleOrder(1, 1)
+    said = refusal(order, THREE)
+    assert "2 would leave at once" in said
+    assert "the job survives the loss of 1." in said
+    assert "`reft protect arc:2` makes it survive that" in said
+    assert refusal(order, replace(THREE, tolerance=0)), (
+        "it never survives so many: there is nothing to wait for"
+    )
+    more = replace(THREE, sizes=replace(THREE.sizes or Sizes(), scheme="arc:2"))
+    assert not refusal(order, more)
+    assert "2 nodes would leave at once" in shortfall(order, more), "one of them is not there now"
+    assert not shortfall(order, replace(more, tolerance=2))
+
+
+def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
+    for wanted in (1, 2):
+        assert not refusal(ScaleOrder(1, wanted), FOUR)
+        assert not shortfall(ScaleOrder(1, wanted), FOUR)
+    assert leave_next(2, (), FOUR) == (3, 1)
+    assert leave_next(1, (), FOUR) == (3, 1), "two first, then one of them"
+    assert leave_next(2, ("a", "c"), FOUR) == (2, 0)
+    assert leave_next(2, ("c", "d"), FOUR) == (), "the one's copy is the other's"
+    assert leave_next(2, (), replace(FOUR, tolerance=0)) == (), "one is lost"
+    assert leave_next(2, (), replace(FOUR, sizes=None)) == ()
+    anyhow = replace(FOUR, size=None)
+    assert leave_next(1, (), anyhow) == (3,), "one by one, and the last, where every number fits"
+
+
 def test_those_that_were_named_leave_first_and_then_the_last() -> None:
     assert leavers(("a", "b", "c", "d"), 2, ()) == (3, 2)
     assert leavers(("a", "b", "c", "d"), 3, ("a",)) == (0, 3, 2)
@@ -178,7 +241,8 @@ class Told:
 
     def __init__(self) -> None:
         self.tolerance: int | None = 1
-        self.degrees = self.board = None
+        self.degrees: Degrees | None = None
+        self.board = None
         self.holders: dict[Any, Any] = {}
         self.warnings: tuple[str, ...] = ()
 
@@ -411,3 +475,58 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
     board.tolerance = 1
     scaler.look(start_of_three(), group_rank=0)
     assert {node.addr for node in leaving_of(shared.state)} == {"c"}
+
+
+def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
+    shared: Shared, board: Told, signals: StopSignals, tmp_path: Path
+) -> None:
+    """From six nodes to three, from which no way leads to one."""
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    six = Agreement(1, tuple("abcdef"), tuple("abcdef"), tuple((i,) for i in range(6)), 0, 1)
+    order = write_order(tmp_path, 1, ())
+    scaler.look(six, group_rank=1)
+    granted = scaling_of(shared.state)
+    assert granted is not None
+    assert granted.nodes == 1
+    for rank, name in enumerate("abc"):
+        shared.state.participants[_NodeDesc(name, 1, rank)] = rank
+    set_sizes(
+        shared.state, replace(THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc")))
+    )
+    board.degrees = Degrees(1, 3, 1)
+    write_json(tmp_path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
+    scaler.look(start_of_three(), group_rank=1)
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert answer.number == order.number
+    assert "the job stays at 3 nodes" in answer.refused
+    now = scaling_of(shared.state)
+    assert now is not None
+    assert (now.nodes, now.limit) == (3, 3)
+
+
+def test_p3_nodes_that_no_number_between_fits_leave_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four replicas, three could not share the batch."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 3}))
+    options = ("--nnodes", "2:4", *OPTIONS[2:])
+    with cluster(tmp_path, "resized.py", str(config), nodes=4, options=options) as job:
+        trains(job, 4, 0, lives=1)
+        assert scale(job, 0, "3") == EXIT_NOT_WELL
+        said = capsys.readouterr().out
+        assert "3 replicas cannot share the 12 samples" in said
+        assert "`reft scale 2`" in said
+        assert scale(job, 0, "2") == EXIT_WELL
+        assert "the job goes on with 2 nodes" in capsys.readouterr().out
+        goes_to(job, 2, 4, lives=1)
+        # Whoever trains no more has left: none of them waits for places that there will not be.
+        job.wait_until(
+            lambda: sum(not n.running for n in job.current.values()) == 2, 240, "two launchers' ends"
+        )
+        ended = [n.process.returncode for n in job.current.values() if not n.running]
+        assert ended == [0, 0]
+        job.finish()
+        assert set(job.wait(240).values()) == {0}
+        job.wait_until(job.none_left, 240, "the end of all processes")

@@ -61,6 +61,25 @@ def test_p3_nodes_without_memory_are_those_that_wait() -> None:
     assert staying(GRID, {2, 3, 6}, new=2) == {0, 1, 4, 5, 7, -1}
 
 
+def test_p3_the_last_nodes_leave_where_the_others_can_do_without_them_and_else_others() -> None:
+    assert EIGHT.leaving(1) == (7,)
+    assert EIGHT.leaving(4) == (7, 5, 3, 1), "no two neighbours"
+    assert EIGHT.leaving(4, first=(2,)) == (6, 4, 2, 0)
+    assert EIGHT.leaving(2, first=(2, 3)) == ()
+    assert EIGHT.leaving(6) == ()
+    assert GRID.leaving(2) == (7, 6)
+    assert Sizes((1, 2)).leaving(1) == (), "who holds what is not known"
+    assert replace(EIGHT, scheme="of:another:release").leaving(1) == ()
+
+
+def test_p4_what_a_placement_survives_while_nothing_is_lost() -> None:
+    assert EIGHT.tolerance() == 1
+    assert replace(EIGHT, scheme="arc:3").tolerance() == 3
+    assert replace(EIGHT, domains=(0,) * 8).tolerance() == 0
+    assert Sizes((1, 2)).tolerance() is None
+    assert replace(EIGHT, scheme="of:another:release").tolerance() is None
+
+
 def test_no_number_that_fits_has_come() -> None:
     assert staying(GRID, {0}, least=8) is None
     assert staying(GRID.refusing(6).refusing(4).refusing(2), {0}) is None
