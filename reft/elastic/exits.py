@@ -28,6 +28,12 @@ EX_PEER_FAILED = 75
 EX_FENCED = 76
 """Exit code of a launcher that was cut off while another node took its place: the job goes on without it."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those that tell a launcher to stop; its exit code is then 128 + n, whatever its trainers' are."""
+
+_LAUNCHERS_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
+"""What they say of a launcher, a trainer's end cannot mean."""
+
 STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a trainer that was told to stop and did so in good order."""
 
@@ -213,10 +219,12 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
 
 
 def shell_code(end: WorkerExit) -> int:
-    """Exit code as a shell reports it: 128 + n for signal n, never 0."""
+    """What a launcher exits with that gives up because of a trainer: its code as a shell reports it, 128 + n
+    for signal n; 1 where that is 0, or says of a launcher that it was told to stop or cut off."""
     if end.exit_code is None or end.exit_code == 0:
         return EXIT_CODES.get(end.cause, 1)
-    return 128 - end.exit_code if end.exit_code < 0 else end.exit_code
+    code = 128 - end.exit_code if end.exit_code < 0 else end.exit_code
+    return 1 if code in _LAUNCHERS_CODES else code
 
 
 def signal_name(number: int) -> str:

@@ -460,8 +460,8 @@ def _between(began: float | None, ended: float | None) -> float | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's, 128 + n
-    when told to stop by signal n, 2 for wrong use, 76 where another node has taken this one's place."""
+    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's or 1, 128 + n
+    only when told to stop by signal n, 2 for wrong use, 76 where another node has taken this one's place."""
     _log_to_stderr("", "launcher")
     try:
         options = parse_options(argv)

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from reft.elastic.exits import STOP_SIGNALS
+
 LEAVE_SIGNAL = signal.SIGUSR1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _IMPATIENT_SECS = 1.0
 
 
@@ -41,7 +42,7 @@ class StopSignals:
         self._quiet = False
 
     def install(self) -> None:
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
 
@@ -55,7 +56,7 @@ class StopSignals:
 
     def ignore(self) -> None:
         """The exit code stands: the interpreter would restore the default actions while it ends."""
-        for number in (*_SIGNALS, LEAVE_SIGNAL):
+        for number in (*STOP_SIGNALS, LEAVE_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

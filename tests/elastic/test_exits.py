@@ -124,5 +124,8 @@ def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
 
 def test_exit_codes_are_the_shells() -> None:
     assert [shell_code(WorkerExit(c, None)) for c in (3, -11, None)] == [3, 139, 1]
+    assert [shell_code(WorkerExit(c, None)) for c in (143, -15, 130, -2, 129, 131, 76)] == [1] * 7, (
+        "that a launcher was told to stop, or cut off, is said of it alone"
+    )
     assert shell_code(WorkerExit(None, PEER.note)) == 75
     assert shell_code(WorkerExit(None, ExitNote(Cause.REFUSED, "ConfigError: x"))) == 2

@@ -345,6 +345,15 @@ def test_exit_codes_propagate(tmp_path: Path) -> None:
         assert job.wait(240) == {0: 3}
 
 
+def test_a_job_that_gives_up_does_not_end_as_one_that_was_told_to_stop(tmp_path: Path) -> None:
+    """A scheduler starts the latter again: 143 is a launcher's own end by SIGTERM alone."""
+    options = ("--no-daemon", "--max-restarts", "0", "--max-peer-restarts", "0")
+    with single(tmp_path, "exit", "143", options=options) as job:
+        assert job.wait(240) == {0: 1}
+        assert "local rank 0: exit code 143" in job.log(0)
+        assert "the job ends" in job.log(0)
+
+
 def test_free_restarts_are_bounded(tmp_path: Path) -> None:
     """Lost peers are free, but not for ever: 1 + 2 free + 1 counted round."""
     options = ("--max-peer-restarts", "2", "--max-restarts", "1", "--no-daemon")

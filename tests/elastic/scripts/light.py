@@ -1,6 +1,6 @@
 """A trainer without torch, for what concerns launcher and signals alone.
 
-ARGS: end | exit CODE | raise | lose | wait graceful|stubborn|plain
+ARGS: end | exit CODE | raise | lose | needs TRAINERS | wait graceful|stubborn|plain
 """
 
 import json
@@ -37,6 +37,10 @@ def train() -> None:
         raise ValueError("a bad sample")
     if BEHAVIOUR == "lose":
         raise RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:1234")
+    if BEHAVIOUR == "needs" and os.environ["WORLD_SIZE"] != ARGS[0]:
+        from reft.errors import SizeError
+
+        raise SizeError(f"{os.environ['WORLD_SIZE']} replicas cannot share the batch; {ARGS[0]} can")
     if BEHAVIOUR == "wait":
         # A loader's process, which nobody but its process group knows.
         subprocess.Popen(["sh", "-c", "trap '' TERM INT; sleep 300"])

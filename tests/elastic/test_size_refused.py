@@ -1,0 +1,57 @@
+"""What a launcher says and exits with where the nodes that are there are too few, or a number that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from reft.refusal import EX_REFUSED
+
+from .cluster import cluster
+from .test_resizing import CONFIG, trains
+
+CONF = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1"
+
+
+def options(nodes: str, join_secs: int) -> tuple[str, ...]:
+    conf = f"{CONF},join_timeout={join_secs}"
+    return ("--no-daemon", "--nnodes", nodes, "--max-restarts", "0", "--rdzv-conf", conf)
+
+
+def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp_path: Path) -> None:
+    with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:3", 200)) as job:
+        refused = "SizeError: 2 replicas cannot share the batch; 3 can; another number of nodes may do"
+        job.wait_until(lambda: all(refused in job.log(n) for n in range(2)), 240, "the refusals")
+        assert "uses no restart" in job.log(0)
+        job.start_node(2)
+        assert job.wait(240) == {0: 0, 1: 0, 2: 0}
+        assert len(job.events("start")) == 5, "two trainers were refused, three were not"
+        assert "restarts used: 0 of 0" in job.log(2)
+
+
+def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured(tmp_path: Path) -> None:
+    with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:2", 200)) as job:
+        assert job.wait(240) == {0: EX_REFUSED, 1: EX_REFUSED}
+        assert any("a restart would be refused alike" in job.log(node) for node in range(2))
+        assert len(job.events("start")) == 2
+
+
+def test_p3_below_the_least_number_that_fits_the_job_gives_up_with_the_numbers_and_its_memory(
+    tmp_path: Path,
+) -> None:
+    """Two replicas could not share the batch of three."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 4}))
+    wanted = options("2:3", 60)[1:]
+    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=wanted) as job:
+        trains(job, 3, 0, lives=1)
+        job.kill_node(1)
+        assert {node: code for node, code in job.wait(240).items() if node != 1} == {0: 1, 2: 1}
+        for node in (0, 2):
+            assert (
+                "3 (of --nnodes 2:3, what the layout and the batch allow) nodes did not come together in 60 s"
+                in job.log(node)
+            )
+            assert "Traceback" not in job.log(node)
+            assert list(job.job_dir(node).iterdir()), "the other start finds it"
+        assert not job.events("begins", replicas=2)
