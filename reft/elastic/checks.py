@@ -39,6 +39,12 @@ def check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
     _at_least("--nproc-per-node", config.nproc_per_node, 1)
     _at_least("--nnodes", config.min_nodes, 1)
     _at_least("--node-rank", args.node_rank, 0)
+    _at_least("--spares", args.spares, 0)
+    if args.spares and config.rdzv_backend == "static":
+        raise ConfigError(
+            "--spares cannot be used with a static rendezvous (--master-addr, --node-rank), in which no node "
+            "takes another's place: start `reft rendezvous` and give --rdzv-endpoint HOST:PORT"
+        )
     if config.rdzv_backend == "static" and args.node_rank >= config.max_nodes:
         raise ConfigError(
             f"--node-rank is {args.node_rank}; write 0 to {config.max_nodes - 1}: --nnodes is {args.nnodes}"
@@ -53,6 +59,21 @@ def check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
         if secs is not None and not 0 <= secs < math.inf:
             raise ConfigError(f"{name} is {secs:g}; write seconds from 0 on")
     _check_rendezvous(config.rdzv_configs)
+
+
+def left_to_train(there: int, spares: int, named_by: str) -> str:
+    """``--nnodes`` where so many nodes are there, and some of them are spares.
+
+    Raises:
+        ConfigError: none would train.
+    """
+    _at_least("--spares", spares, 0)
+    if spares >= there:
+        raise ConfigError(
+            f"--spares is {spares}, but {named_by} has {there} nodes, of which one at least has to train: "
+            f"write {there - 1} or fewer"
+        )
+    return str(there - spares)
 
 
 def _check_rendezvous(conf: Mapping[str, Any]) -> None:

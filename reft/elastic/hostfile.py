@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from reft.elastic.checks import left_to_train
 from reft.errors import ConfigError
 from reft.store.door import DEFAULT_PORT, format_endpoint
 
@@ -87,7 +88,7 @@ def apply_hostfile(args: argparse.Namespace) -> None:
     if len(slots[here]) < all_slots[here]:
         args.devices = tuple(slots[here])
     args.nproc_per_node = str(given)
-    args.nnodes = str(len(slots))
+    args.nnodes = left_to_train(len(slots), args.spares, named)
     if len(slots) > 1 and not args.rdzv_endpoint:
         first = next(iter(slots))
         args.rdzv_endpoint = format_endpoint(first, args.master_port or DEFAULT_PORT)

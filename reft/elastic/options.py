@@ -186,7 +186,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     _, most = torchrun.parse_min_max_nnodes(args.nnodes)
     old_style = args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
     if args.standalone or (
-        args.rdzv_backend == _AUTO and not args.rdzv_endpoint and most == 1 and not old_style
+        args.rdzv_backend == _AUTO and not args.rdzv_endpoint and most + args.spares == 1 and not old_style
     ):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = str(uuid.uuid4()) if args.standalone else args.rdzv_id
@@ -195,9 +195,11 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO and old_style:
         args.rdzv_backend = "static"
     elif args.rdzv_backend == _AUTO:
+        spares = f" with --spares {args.spares}" if args.spares else ""
         raise ConfigError(
-            f"--nnodes is {args.nnodes}, but nothing says where the nodes meet: start `reft rendezvous` on a "
-            f"host that does not train and give its address as --rdzv-endpoint HOST:PORT to every node"
+            f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start `reft "
+            f"rendezvous` on a host that does not train and give its address as --rdzv-endpoint HOST:PORT to "
+            f"every node"
         )
     if args.rdzv_backend == "static" and most > 1:
         logger.warning(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed.run as torchrun
 
+from reft.elastic.checks import left_to_train
 from reft.elastic.slurm_settings import deadly_settings
 from reft.errors import ConfigError
 from reft.naming import safe_name
@@ -131,7 +132,8 @@ def apply_slurm(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     if not args.slurm:
         return
     step = read_step(environ)
-    args.nnodes = args.nnodes or str(step.nodes)
+    step_name = f"step {step.job}.{step.step}"
+    args.nnodes = args.nnodes or left_to_train(step.nodes, args.spares, step_name)
     args.nproc_per_node = args.nproc_per_node or str(step.gpus or 1)
     _check_nodes(args.nnodes, step)
     if step.nodes > 1 and not args.rdzv_endpoint:

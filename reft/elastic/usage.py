@@ -83,6 +83,15 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         help='JSON file with the reft block, {"reft": {...}}, of a program that has no DeepSpeed JSON: '
         f"NVIDIA's Megatron-LM ({ENV_CONFIG})",
     )
+    ours.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="K",
+        help="nodes beyond those that train, which wait and take the place of one that is lost: --nnodes 4 "
+        "--spares 2 for six nodes, four of which train. Of the nodes of --hostfile or --slurm, K wait. The "
+        "job never grows into them (--nnodes 4:6 does: it trains on as many of four to six as are there)",
+    )
     ours.add_argument("--no-daemon", "--no_daemon", action="store_true", help="start no node daemon")
     ours.add_argument(
         "--warm",

@@ -144,3 +144,12 @@ def test_trainers_see_the_devices_that_are_left(tmp_path: Path) -> None:
     with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
         assert job.wait(240) == {0: 0}
         assert [event["devices"] for event in job.events("start")] == ["0,2"] * 2
+
+
+def test_some_nodes_of_a_hostfile_are_spares(tmp_path: Path) -> None:
+    path = write(tmp_path, "worker-1 slots=4\nworker-2 slots=4\nlocalhost slots=4\n")
+    config = parse(path, "--spares", "1").config
+    assert (config.min_nodes, config.max_nodes, config.rdzv_endpoint) == (2, 2, "worker-1:29400")
+    assert parse(path, "--spares", "2").config.rdzv_endpoint == "worker-1:29400", "the spares need it"
+    with pytest.raises(ConfigError, match=r"--spares is 3, but --hostfile .* has 3 nodes.*write 2 or fewer"):
+        parse(path, "--spares", "3")

@@ -307,6 +307,17 @@ def test_help_needs_no_torch() -> None:
         assert option in done.stdout
 
 
+def test_spares_never_make_a_job_larger() -> None:
+    config = parse("--nnodes", "4", "--spares", "2", "--rdzv-endpoint", "x").config
+    assert (config.min_nodes, config.max_nodes) == (4, 4)
+    with pytest.raises(ConfigError, match=r"--nnodes is 1:1 with --spares 1, but nothing says where"):
+        parse("--spares", "1")
+    with pytest.raises(ConfigError, match="--spares is -1; write 0 or more"):
+        parse("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x")
+    with pytest.raises(ConfigError, match="--spares cannot be used with a static rendezvous"):
+        parse("--nnodes", "2", "--spares", "1", "--node-rank", "1", "--master-addr", "x")
+
+
 # -- one node ------------------------------------------------------------------------------------------
 
 

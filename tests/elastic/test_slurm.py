@@ -111,6 +111,14 @@ def test_more_nodes_than_the_step_has_are_refused(task: Any) -> None:
         parse("--nnodes", "4")
 
 
+def test_some_nodes_of_a_step_are_spares(task: Any) -> None:
+    config = parse("--spares", "1").config
+    assert (config.min_nodes, config.max_nodes) == (2, 2)
+    assert parse("--nnodes", "1", "--spares", "1").config.max_nodes == 1, "what was given stands"
+    with pytest.raises(ConfigError, match=r"--spares is 3, but step 4711.0 has 3 nodes"):
+        parse("--spares", "3")
+
+
 def test_without_the_option_slurm_is_not_asked(task: Any) -> None:
     config = parse_options(["--standalone", "train.py"]).config
     assert (config.max_nodes, config.nproc_per_node) == (1, 1)
