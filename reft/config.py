@@ -168,6 +168,12 @@ class ElasticConfig(Block):
     """What launchers change about the nodes of a running job by themselves."""
 
     follow_advice: bool = Field(False, description="carry out what 'reft advise' says of nodes for long")
+    wait_secs: float | None = Field(
+        None,
+        gt=0,
+        description="with --nnodes MIN:MAX, how long the nodes that are left wait for one in the place of a "
+        "lost one before they go on without; null: last_call_timeout of --rdzv-conf, 10",
+    )
 
 
 class ReftConfig(Block):

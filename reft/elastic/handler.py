@@ -51,6 +51,7 @@ from reft.elastic.shared_state import (
     member_of,
     scaling_of,
     seats_of,
+    secs_from_now,
     set_scaling,
     set_sizes,
     sizes_of,
@@ -61,6 +62,8 @@ from reft.store.rendezvous_store import RendezvousStore, StoreError
 
 LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
 """Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
+_JOIN_PART = 0.9
+"""Of ``join_timeout``, after which whoever waits ends."""
 _ALONE_SECS = 5.0
 """A node that is to be replaced takes its place again where for so long no other has waited for it."""
 
@@ -106,6 +109,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._lost: str | None = None
         self.incarnations: IncarnationRecord | None = None
         """What the store knows of the starts of the job; None: nobody asks."""
+        self.wait_secs: float | None = None
+        """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
+        self._began = self._again_as_many_at = 0.0
         self.incarnation = 0
         """Number of the start that this node took part in last; 0: none."""
         self.newest_incarnation = 0
@@ -124,6 +130,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._stop_heartbeats()
         self._place, self._lost = None, None
         self._was_spare = False
+        self._began, self._again_as_many_at = time.monotonic(), 0.0
         if self._state_holder.state.round == 0:
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
@@ -180,6 +187,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
                 context.settings = self._settings
             if not state.closed and node in leaving and node not in state.redundancy_list:
                 leaving.discard(node)  # a node was lost: its place is taken
+            self._wait_for_lost(state)
             return _RendezvousJoinOp()(context, deadline)
         if is_forgotten and _is_empty(state):
             return _Action.SYNC
@@ -191,6 +199,17 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._op_executor.run(self._leave, self._get_deadline(self._settings.timeout.heartbeat))
             raise LeftError("this node has left the job, as it was told to; the job goes on without it")
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
+
+    def _wait_for_lost(self, state: _RendezvousState) -> None:
+        """Set until when those that have come wait for others: there are enough of them. It is written with
+        this node's next heartbeat."""
+        if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
+            return
+        until = self._began + min(self.wait_secs, _JOIN_PART * self._settings.timeout.join.total_seconds())
+        if len(state.participants) >= len(self._members.keys() - leaving_of(state)):
+            self._again_as_many_at = self._again_as_many_at or time.monotonic()
+            until = self._again_as_many_at + self._settings.timeout.last_call.total_seconds()
+        state.deadline = secs_from_now(timedelta(seconds=until - time.monotonic()))
 
     def _most(self, state: _RendezvousState, settings: RendezvousSettings) -> int:
         """Nodes that may train. While others do, as many as fit of those that are there: a node that left

@@ -88,10 +88,7 @@ class End(Enum):
     """It was cut off, and the job went on without it."""
 
 
-_WHY = {
-    End.WELL: "the job ended well",
-    End.LEFT: "it has left, as it was told to",
-}
+_WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
 
 
 class Launcher(Observer):
@@ -203,6 +200,7 @@ class Launcher(Observer):
 
     def round_over(self) -> None:
         self._over_at = time.time()
+        self._rendezvous.wait_as_told(self._memory.path)
 
     def hang(self, table: Any, index: int, pids: list[int], *, silent: bool) -> Failure | None:
         assert self._before is not None

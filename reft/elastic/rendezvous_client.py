@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -18,6 +19,8 @@ from reft.elastic.options import LaunchOptions
 from reft.elastic.places import place_of
 from reft.elastic.static_rendezvous import StaticRendezvous
 from reft.errors import ConfigError
+from reft.store.daemon import CONFIG_FILE
+from reft.store.jobdir import read_json
 from reft.store.label import committed_key
 from reft.store.rendezvous_store import RendezvousStore, StoreError
 
@@ -108,6 +111,13 @@ class RendezvousClient:
         """A connection of its own to the store, for what nobody has to wait for."""
         store = self._place.make_client(_STATUS_SECS)
         return store.with_prefix(f"reft/{self._config.run_id}/status")
+
+    def wait_as_told(self, job_dir: Path) -> None:
+        """Have the next round wait for others in the place of lost nodes as long as the job's ``reft`` block
+        says, which the daemon was told."""
+        if isinstance(self.handler, StoreRendezvous):
+            told = (read_json(job_dir / CONFIG_FILE) or {}).get("elastic", {})
+            self.handler.wait_secs = told.get("wait_secs")
 
     def is_spare(self) -> bool:
         """Whether this node waits for the place of another one."""
