@@ -26,7 +26,7 @@ from reft.elastic.hostfile import apply_hostfile
 from reft.elastic.node import default_node_id
 from reft.elastic.slurm import apply_slurm
 from reft.elastic.usage import DESCRIPTION, RESTARTS, add_own_options
-from reft.elastic.warm import DEFAULT_MODULES, has_device, imports_of
+from reft.elastic.warm import DEFAULT_MODULES, has_device, imports_of, source_of
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
 from reft.store.etcd.settings import BACKEND as ETCD
@@ -273,8 +273,12 @@ def _is_warm(args: argparse.Namespace) -> bool:
 
 
 def _preloaded(args: argparse.Namespace) -> tuple[str, ...]:
-    script = None if args.module or args.no_python else Path(args.training_script)
-    return tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload, *imports_of(script)]))
+    if args.no_python:
+        return ()
+    here = Path.cwd() if args.module else None
+    script = Path(args.training_script)
+    found = source_of(args.training_script, [str(here), *sys.path]) if args.module else script
+    return tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload, *imports_of(found, here)]))
 
 
 def _memory_dir(args: argparse.Namespace) -> Path:

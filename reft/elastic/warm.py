@@ -53,8 +53,23 @@ _STEADY_SECS = 600.0
 _BACKOFF_SECS = 1.0, 30.0
 
 
-def imports_of(script: Path | None) -> list[str]:
-    """Installed packages that a script imports at its top level; its own modules are not among them."""
+def source_of(module: str, path: Sequence[str]) -> Path | None:
+    """The file that ``python -m`` runs, if it lies in one of these directories; nothing is imported."""
+    for entry in path:
+        base = Path(entry or os.curdir, *module.split("."))
+        for file in (base / "__main__.py", base.with_name(f"{base.name}.py")):
+            if file.is_file():
+                return file
+    return None
+
+
+def imports_of(script: Path | None, beside: Path | None = None) -> list[str]:
+    """Installed packages that a script imports at its top level; its own modules are not among them.
+
+    Args:
+        script: the file.
+        beside: the directory whose modules come first there; None: the script's.
+    """
     if script is None or not script.is_file():
         return []
     try:
@@ -67,7 +82,7 @@ def imports_of(script: Path | None) -> list[str]:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             named.append(node.module)
-    return [name for name in dict.fromkeys(named) if _is_installed(name, script.parent)]
+    return [name for name in dict.fromkeys(named) if _is_installed(name, beside or script.parent)]
 
 
 def _is_installed(name: str, beside: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from reft.elastic.options import parse_options
 from reft.elastic.warm import imports_of
 from reft.elastic.warm_server import SERVER, differing
 from tests.elastic.cluster import cluster
@@ -265,6 +266,21 @@ def test_installed_packages_of_a_script_are_imported_ahead(tmp_path: Path) -> No
     assert imports_of(script) == [], "what lies beside the script is imported from there"
     assert imports_of(tmp_path / "absent.py") == []
     assert imports_of(None) == []
+
+
+def test_installed_packages_of_a_module_are_imported_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a script; the modules beside which it is started are not installed ones."""
+    package = tmp_path / "own" / "train"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text("import numpy\nimport pydantic\nfrom own.model import build\n")
+    (tmp_path / "own" / "eval.py").write_text("import psutil\n")
+    (tmp_path / "pydantic").mkdir()
+    monkeypatch.chdir(tmp_path)
+    alone = set(parse_options(["--standalone", "-m", "is.nowhere"]).preload)
+    for module, packages in (("own.train", {"numpy"}), ("own.eval", {"psutil"})):
+        assert set(parse_options(["--standalone", "-m", module]).preload) - alone == packages
 
 
 def test_forked_trainers_of_a_local_cluster_are_told_apart_and_killed(tmp_path: Path) -> None:
