@@ -26,7 +26,8 @@ from reft.elastic import handler as handler_module
 from reft.elastic import rendezvous_executor, shared_state
 from reft.elastic.handler import LeftError, StoreRendezvous
 from reft.elastic.incarnation import IncarnationRecord
-from reft.elastic.scaling import asked, leavers, told
+from reft.elastic.scale_rules import leavers
+from reft.elastic.scaling import asked, told
 from reft.elastic.shared_state import decode_state, leaving_of, scaling_of
 from reft.elastic.sizes import Sizes
 from reft.errors import FencedError

@@ -20,7 +20,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.elastic import scaling
 from reft.elastic.agreement import Agreement
-from reft.elastic.scaling import Scaler, Situation, leave_next, leavers, refusal, shortfall
+from reft.elastic.scale_rules import Situation, leave_next, leavers, refusal, shortfall
+from reft.elastic.scaling import Scaler
 from reft.elastic.shared_state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
 from reft.elastic.sizes import Sizes
 from reft.elastic.stop_signals import StopSignals
@@ -190,6 +191,8 @@ def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() 
 
 
 def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
+    named = refusal(ScaleOrder(1, 2, ("c", "d")), FOUR)
+    assert named.endswith("without --without d and b would leave")
     for wanted in (1, 2):
         assert not refusal(ScaleOrder(1, wanted), FOUR)
         assert not shortfall(ScaleOrder(1, wanted), FOUR)
