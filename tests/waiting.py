@@ -61,7 +61,7 @@ _OF = {
     "get": ("queue", "store"),
     "check": ("store",),
     "put": ("queue",),
-    "acquire": ("lock", "semaphore", "slot"),
+    "acquire": ("lock", "semaphore", "slot", "in_flight"),
     "accept": ("listener", "socket", "server"),
     "send": ("dist", "socket", "connection"),
     "recv": ("dist", "socket", "connection"),

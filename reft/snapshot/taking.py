@@ -93,18 +93,22 @@ class Taker:
         if self._arenas.look_after():
             self._agreement.let_go()
         self._faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
+        layout = self._agreement.layout
+        if layout is None:  # it was let go with the files
+            return Unfit()
+        # Without a permit: to wait for a reader, or to make an arena that is not there, may take a minute,
+        # and training waits where a window closes for whoever has a permit.
+        self.filling = self._arenas.begin(
+            request.label, layout, wait=request.must, taken=lambda slot: self._apply(SlotTaken(slot))
+        )
         # What prepares the copy takes a while too: it begins where the copy may. On a device the
         # host's work disturbs nobody, and the permits of windows carry bytes that must be copied.
         permit = Permit(0) if self._copier.engine.asynchronous else gate.admit()
         began = time.perf_counter()
         try:
             encode(request)
-            layout = self._agreement.layout
-            if layout is None or not self._agreement.fits(request):  # the host state has grown
+            if not self._agreement.fits(request):  # the host state has grown
                 return Unfit()
-            self.filling = self._arenas.begin(
-                request.label, layout, wait=request.must, taken=lambda slot: self._apply(SlotTaken(slot))
-            )
         finally:
             gate.release(permit, time.perf_counter() - began)
         self._copy(request, self.filling, gate)

@@ -391,3 +391,24 @@ def test_what_is_copied_outside_of_windows_hears_that_training_waits(
     gate.release(permit, 0.0)
     closing.join(LONG)
     assert permit.until.value == 0, "nobody waits any more"
+
+
+def test_p6_training_waits_so_long_for_a_chunk_that_does_not_end_and_once(
+    gate: HostGate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.chunk_secs = 0.05
+    copying = Copying(gate, hold=True)
+    for window in range(3):
+        gate.open(window, 64, None)
+        if window == 0:
+            copying.wait_for_one()
+        closing = threading.Thread(target=gate.close, daemon=True)
+        closing.start()
+        closing.join(LONG / 3)
+        assert not closing.is_alive(), "training waits for a chunk that does not end"
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+    gate.chunk_secs = LONG
+    copying.let_go.set()  # the chunk ends after all, and others follow and are waited for
+    gate.open(9, 64, None)
+    assert copying.wait_for_one() == Permit(1, 9)
+    copying.end()

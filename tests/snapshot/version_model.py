@@ -325,7 +325,7 @@ class OneRank:
             yield f"has copied and staged {head.label}", self.tell(read, Released(staged=True))
         else:
             yield "has what it copied", self.tell(rank, Copied())
-        if errors and (head.stage is Stage.QUEUED or slot is None):
+        if errors and head.stage in (Stage.QUEUED, Stage.COPYING):
             yield "needs another layout", self.tell(rank, Unfit())
         if errors:
             yield f"fails to copy {head.label}", self.tell(rank, CopyFailed(SOME))

@@ -16,6 +16,7 @@ communication instructions that were opened for it (tier 3), when training has s
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import threading
@@ -27,6 +28,8 @@ from typing import Protocol
 
 from reft.snapshot.copying.engine import Mark
 
+logger = logging.getLogger(__name__)
+
 UNLIMITED = 2**62
 _TURN_SECS = 0.00002
 """How often is looked whether training, which was to go first, has gone."""
@@ -34,6 +37,8 @@ _BURST_SECS = 0.002
 """Copies beside computation follow each other for so long: one alone, woken for it, takes twice its time."""
 _QUEUED_SECS = 0.01
 """Copies beside computation are handed to a device for so long at a time, where they keep to a pace."""
+_CHUNK_SECS = 5.0
+"""Most that training waits where a window closes; a chunk takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,8 @@ class Gate(Protocol):
         """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
 
     def close(self) -> float:
-        """T: the device goes on. Returns the seconds waited for the chunk in flight."""
+        """T: the device goes on. Returns the seconds waited for the chunk in flight, which is not waited for
+        any more once it has lasted too long."""
 
     def hurry(self) -> None:
         """T: let everything through until :meth:`relax`; the fence waits."""
@@ -119,8 +125,12 @@ class HostGate:
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
+        self.chunk_secs = _CHUNK_SECS
+        """Most that training waits for the chunk in flight."""
         self._core = _CoreOfTraining()
         self._in_flight = threading.Lock()
+        self._stuck = False
+        """Whether training has waited in vain for the chunk in flight."""
         self._closing = ctypes.c_int(0)
         """Not 0: training waits for the chunk in flight, no other one may take its turn."""
         self._beside = Permit(2, until=self._closing)
@@ -179,10 +189,21 @@ class HostGate:
             return 0.0
         if not self._hurrying:
             self._changed.clear()
+        if self._stuck:
+            return 0.0
         self._closing.value = 1
-        with self._in_flight:
-            self._closing.value = 0
-            return time.perf_counter() - self.alive_at
+        if self._in_flight.acquire(timeout=self.chunk_secs):
+            self._in_flight.release()
+        else:
+            # Nothing is wrong with what it copies: the fence waits for that (P2).
+            self._stuck = self._in_flight.locked()
+            logger.warning(
+                "a chunk of a version has not ended after %.0f s; training goes on beside it, and waits "
+                "for it before the optimizer writes. Is the host short of memory, or the process stopped?",
+                self.chunk_secs,
+            )
+        self._closing.value = 0
+        return time.perf_counter() - self.alive_at
 
     def hurry(self) -> None:
         self._hurrying = True
@@ -242,6 +263,7 @@ class HostGate:
 
     def release(self, permit: Permit, secs: float) -> None:
         self._begun = True
+        self._stuck = False
         self._in_flight.release()
         if permit.tier == 2 and self._share > 0:
             self._burst_secs += secs
