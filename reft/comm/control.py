@@ -51,6 +51,7 @@ class Ballot:
         rung: how far this rank would degrade the protection for want of memory (result: the farthest).
         persist_steps: how often versions should go to storage for this rank (result: the largest of all);
             0: as the block says.
+        complains: something failed here that the peers have not heard of (result: anywhere).
     """
 
     ok: bool
@@ -61,6 +62,7 @@ class Ballot:
     late: bool = False
     rung: int = 0
     persist_steps: int = 0
+    complains: bool = False
 
 
 class ControlGroup:
@@ -314,13 +316,14 @@ class WorkerControl(ControlGroup):
             -int(ballot.late),
             -ballot.rung,
             -ballot.persist_steps,
+            -int(ballot.complains),
             version.step,
             -version.step,
             version.incarnation,
             -version.incarnation,
         ]
         result = self._connections.reduce_min(word)
-        ok, stop, relayout, interval, order, late, rung, persist, lowest, highest, oldest, newest = result
+        *wishes, lowest, highest, oldest, newest = result
         if oldest != -newest:
             raise TransferError(
                 f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); this rank "
@@ -331,7 +334,18 @@ class WorkerControl(ControlGroup):
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version.step}. "
                 f"Every rank must take the same optimizer steps"
             )
-        return Ballot(bool(ok), -stop, bool(relayout), -interval, -order, bool(late), -rung, -persist)
+        ok, stop, relayout, interval, order, late, rung, persist, complains = wishes
+        return Ballot(
+            ok=bool(ok),
+            stop_after_step=-stop,
+            relayout=bool(relayout),
+            interval_steps=-interval,
+            order=-order,
+            late=bool(late),
+            rung=-rung,
+            persist_steps=-persist,
+            complains=bool(complains),
+        )
 
 
 def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
+from functools import partial
 
 from reft.comm.control import ControlGroup
 from reft.errors import AuthenticationError, TransferError, UnrecoverableError
+from reft.snapshot.complaints import Complaints
 from reft.store.keyvalue import KeyValueStore
 from reft.store.label import Label, committed_key
 from reft.store.rendezvous_store import StoreError
@@ -24,7 +27,7 @@ class JobRecord:
     """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a
     store (plain ``torchrun``) the arenas alone tell.
 
-    Used by global rank 0 only.
+    Used by global rank 0 only. Its methods wait for the store.
 
     Args:
         store: connected, or None.
@@ -87,6 +90,56 @@ class JobRecord:
                 "the rendezvous store does not say what the job had committed: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+class CommitNotes:
+    """Notes commits in a record, on a thread of its own: no vote waits for the store. Of commits that come
+    while the store is asked, the newest is noted.
+
+    Args:
+        record: where.
+        complaints: told of what nobody foresaw.
+    """
+
+    def __init__(self, record: JobRecord, complaints: Complaints) -> None:
+        self._record = record
+        self._complaints = complaints
+        self._changed = threading.Condition()
+        self._newest: Label | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def committed(self, label: Label) -> None:
+        """A version was committed by all ranks. Returns at once."""
+        with self._changed:
+            self._newest = label
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="reft-record", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self, timeout_secs: float = 2.0) -> None:
+        """Note what is left, for at most ``timeout_secs``, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_secs)
+            if self._thread.is_alive():
+                logger.warning("the rendezvous store has not answered: it may not know of the last commit")
+
+    def _run(self) -> None:
+        while (label := self._next()) is not None:
+            self._complaints.attempt(
+                "a commit cannot be noted in the rendezvous store",
+                partial(self._record.note_commit, label),
+            )
+
+    def _next(self) -> Label | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._closing)
+            label, self._newest = self._newest, None
+            return label
 
 
 def _label(note: bytes) -> Label:

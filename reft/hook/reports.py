@@ -7,7 +7,7 @@ from typing import Any
 
 from reft.events import EventLog
 from reft.grid import Coordinate
-from reft.hook.job import JobRecord
+from reft.hook.job import CommitNotes, JobRecord
 from reft.hook.rates import Rates
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats
@@ -44,15 +44,15 @@ class Reports:
         self._stats = stats
         self._events = events
         self._daemon = daemon
-        self._record = record
+        self._notes = None if record is None else CommitNotes(record, complaints)
         self._at = at
         self._unprotected = unprotected
         self._rates = rates
         self._complaints = complaints
 
     def committed(self, label: Label) -> None:
-        """All ranks have the version. Whatever cannot be told costs nobody else the news; the daemon, which
-        keeps the version, hears of it before the rendezvous store, which may take its time to answer."""
+        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
+        for the answers of the daemon and of the rendezvous store: the next vote must not."""
         stats = self._stats.to_json()
         due, told_of_rates = self._of_rates(label)
         self._complaints.attempt(
@@ -62,8 +62,8 @@ class Reports:
         # With the counters: a rank that is killed leaves no "closed" event.
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self._events.write("commit", step=label.step, copy_secs=self._stats.copy_secs.newest, **told)
-        if self._record is not None:
-            self._record.note_commit(label)
+        if self._notes is not None:
+            self._notes.committed(label)
 
     def _of_rates(self, label: Label) -> tuple[bool, dict[str, Any]]:
         """Whether the version goes to storage, and what is told of the rates."""
@@ -80,3 +80,8 @@ class Reports:
         """A version was given up."""
         self._daemon.notify_skip(step, cause, self._stats.to_json())
         self._events.write("skip", step=step, cause=cause)
+
+    def close(self) -> None:
+        """Have the last commit noted, for two seconds at most."""
+        if self._notes is not None:
+            self._notes.close()

@@ -103,6 +103,7 @@ class Session:
     def _put_together(self, client_state: ClientState | None) -> None:
         """Everything that needs the job's memory. Collective."""
         self.worker: SnapshotWorker | None = None
+        self._reports: Reports | None = None
         self.faults = FaultPlan(
             self.config.faults,
             self.coordinate,
@@ -277,7 +278,7 @@ class Session:
     def _watchers(self) -> Watchers:
         record = self.memory.record if self.is_rank_zero else None
         complaints = Complaints()
-        reports = Reports(
+        self._reports = reports = Reports(
             stats=self.stats,
             events=self.events,
             daemon=self.daemon,
@@ -310,6 +311,8 @@ class Session:
             self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
         self.state.close()
         self.daemon.close()
+        if self._reports is not None:
+            self._reports.close()
         self.memory.close()
         self.control.leave()
         self.events.write("closed", **self.stats.to_json())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +20,12 @@ from reft.hook.job import JobRecord
 from reft.hook.reports import Reports
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats
-from reft.store.keyvalue import StoreError
+from reft.store.door import listen
+from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.store.label import Label
-from tests.attack.workers import Results, noted
+from tests.attack.workers import Rank, Results, noted
+
+LONG = 60.0
 
 
 def test_p6_events_that_cannot_be_written_are_lost_and_nothing_else(
@@ -57,6 +63,19 @@ def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) ->
         assert result["note"] == "step 7 (incarnation 3)"
 
 
+def _reports(record: Any, **parts: Any) -> Reports:
+    given = {"daemon": mock.Mock(), "rates": mock.Mock(committed=lambda label: (False, {}))} | parts
+    return Reports(
+        stats=SnapshotStats(),
+        events=EventLog(0),
+        record=record,
+        at=Coordinate(0, 0, 0),
+        unprotected=lambda: False,
+        complaints=given.pop("complaints", Complaints()),
+        **given,
+    )
+
+
 def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon() -> None:
     heard: list[object] = []
     rates, record = mock.Mock(), mock.Mock()
@@ -64,15 +83,68 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon() -> Non
     record.note_commit.side_effect = lambda label: heard.append("the store")
     daemon = mock.Mock()
     daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
-    reports = Reports(
-        stats=SnapshotStats(),
-        events=EventLog(0),
-        daemon=daemon,
-        record=record,
-        at=Coordinate(0, 0, 0),
-        unprotected=lambda: False,
-        rates=rates,
-        complaints=Complaints(),
-    )
+    reports = _reports(record, daemon=daemon, rates=rates)
     reports.committed(Label(1, 2))
+    reports.close()
     assert heard == [Label(1, 2), "the store"]
+
+
+def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_commit_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The worker, which votes on the next version after this, goes on; the thread that waits is another."""
+    secret, listener = b"s" * 32, listen("127.0.0.1", 0)  # connects, and nobody serves
+    store = KeyValueStore(f"127.0.0.1:{listener.getsockname()[1]}", secret, timeout_secs=LONG)
+    reports = _reports(JobRecord(store, "job"))
+    worker = threading.Thread(target=lambda: [reports.committed(Label(1, n)) for n in (1, 2, 3)], daemon=True)
+    worker.start()
+    worker.join(LONG / 4)
+    assert not worker.is_alive(), "the worker waits for the store"
+    reports.close()
+    assert any("may not know of the last commit" in record.message for record in caplog.records)
+    server = KeyValueServer(listener, secret)
+    try:
+        deadline = time.monotonic() + LONG
+        while JobRecord(store, "job").newest_commit() != Label(1, 3):
+            assert time.monotonic() < deadline, "the newest commit was never noted"
+            time.sleep(0.01)
+    finally:
+        server.close()
+
+
+def test_p6_what_nobody_foresaw_about_the_store_is_said_and_peers_hear_of_it() -> None:
+    record, complaints = mock.Mock(), Complaints()
+    record.note_commit.side_effect = KeyError("an error that nobody foresaw")
+    reports = _reports(record, complaints=complaints)
+    reports.committed(Label(1, 2))
+    reports.close()
+    assert len(complaints.unheard()) == 1
+    assert "a commit cannot be noted in the rendezvous store: KeyError" in complaints.unheard()[0]
+
+
+def rates_fail(rank: int, root: Path) -> dict[str, Any]:
+    """On rank 1, at every commit."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reft").addHandler(handler)
+    me = Rank(rank, root)
+    if rank == 1:
+        rates = mock.Mock()
+        rates.committed.side_effect = KeyError("a rate")
+        watchers = me.worker.watchers
+        watchers.on_commit = _reports(None, rates=rates, complaints=watchers.complaints).committed
+    committed = [me.take(step) for step in range(1, 5)]
+    me.worker.close(10)
+    return {"committed": committed, "log": lines}
+
+
+def test_p6_peers_hear_with_the_next_vote_what_has_failed_on_a_rank(tmp_path: Path) -> None:
+    """Rank 1's rates raise when a version is committed: nothing of it is due there, and rank 0 knows why."""
+    found: list[dict[str, Any]] = Results(tmp_path, rates_fail).of(rates_fail)
+    for result in found:
+        assert result["committed"] == [True] * 4
+    said = [line for line in found[0]["log"] if line.startswith("rank 1 says")]
+    assert len(said) == 1, "once"
+    assert "the rates of versions cannot be computed: KeyError" in said[0]
+    assert not any(line.startswith("rank") for line in found[1]["log"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import msgpack
+
 from reft.comm.control import Ballot, WorkerControl
+from reft.errors import TransferError
 from reft.snapshot.committing.stop import may_lag, named_step
-from reft.snapshot.complaints import Complaints
+from reft.snapshot.complaints import Complaints, say
 from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ class Votes:
         advised_interval: how often this rank could take versions.
         persist_wish: how often they should go to storage; 0: as the block says.
         complaints: told where a wish cannot be found out: it is advice, and the last agreed number stays.
+            The peers hear of all complaints with the next vote (P6).
     """
 
     def __init__(
@@ -100,7 +104,9 @@ class Votes:
         Raises:
             TransferError: a peer is gone, or votes on another version.
         """
-        step = version.step
+        step, interval_steps = version.step, self._wished(self._advised_interval, self._interval[1])
+        persist_steps = self._wished(self._persist_wish, self.persist_steps)
+        unheard = self._complaints.unheard()
         verdict = self._control.vote(
             Ballot(
                 ok=ok,
@@ -108,11 +114,12 @@ class Votes:
                     self.stop_proposal, step=step, newest_step=self.newest_step, late=self.late
                 ),
                 relayout=relayout,
-                interval_steps=self._wished(self._advised_interval, self._interval[1]),
+                interval_steps=interval_steps,
                 order=order,
                 late=may_lag(holds_up, step=step, newest_step=self.newest_step, late=self.late),
                 rung=rung,
-                persist_steps=self._wished(self._persist_wish, self.persist_steps),
+                persist_steps=persist_steps,
+                complains=bool(unheard),
             ),
             version,
         )
@@ -124,7 +131,21 @@ class Votes:
         self.persist_steps = verdict.persist_steps
         self.late = verdict.late
         self.voted_step = step
+        if verdict.complains:
+            self._pass_on(unheard)
         return verdict
+
+    def _pass_on(self, unheard: list[str]) -> None:
+        """Tell the peers what has failed here, and say what has failed there. Collective."""
+        try:
+            told = self._control.gather_bytes(msgpack.packb(unheard))
+        except TransferError as error:
+            # The vote was taken. Who is gone is missing from the next one too, which is given up for that.
+            self._complaints.tell("what has failed on other ranks cannot be heard", error)
+            return
+        self._complaints.heard(unheard)
+        causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}
+        say({rank: said for rank, said in causes.items() if said})
 
     def _wished(self, wish: Callable[[], int], agreed: int) -> int:
         try:
