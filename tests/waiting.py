@@ -19,6 +19,8 @@ _METHODS = frozenset(
         "recv_bytes",
         "recvfrom",
         "sendall",
+        "send_some",
+        "receive_some",
         "communicate",
         "result",
         "synchronize",

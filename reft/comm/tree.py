@@ -11,10 +11,11 @@ waits for.
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgpack
@@ -122,10 +123,10 @@ class Tree:
             if self._parent is None:
                 result = msgpack.packb(finish(mine))
             else:
-                self._send(self._parent, msgpack.packb([name, mine]), deadline)
+                self._send(self._parent, msgpack.packb([name, mine]), deadline, self._children)
                 (result,) = self._receive((self._parent,), deadline)
-            for child in self._children:
-                self._send(child, result, deadline)
+            for served, child in enumerate(self._children, 1):
+                self._send(child, result, deadline, self._children[served:])
             return msgpack.unpackb(result)
 
     @contextmanager
@@ -145,47 +146,69 @@ class Tree:
 
     def _receive(self, awaited: Collection[Channel], deadline: float) -> Iterator[bytes]:
         """A message of each of these, in the order in which they come; EOFError if any connection ends."""
-        waiting = {channel.fileno(): channel for channel in awaited}
+        waiting = {channel.fileno(): _Arriving(channel) for channel in awaited}
         poller = select.poll()
         for channel in self.links:
             poller.register(channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0))
-        silence, told = Silence(self.patience_secs, shows=True), dict[int, list[str]]()
+        silence = Silence(self.patience_secs, shows=True)
         while waiting:
-            missing = sorted({name for fd, c in waiting.items() for name in told.get(fd, [c.peer])})
-            left_secs = deadline - time.monotonic()
-            if left_secs <= 0:
-                raise TimeoutError(f"nothing was heard of {', '.join(missing)} for {self.timeout_secs:.0f} s")
-            if silence.shows():
-                self._pass_on([], waiting)
-            elif silence.says(missing):
-                self.on_silence(missing, silence.secs)
-                self._pass_on(missing, waiting)
-            for fd, event in poller.poll(1000 * min(left_secs, silence.left_secs())):
+            since = time.monotonic() - self.patience_secs
+            missing = sorted({name for one in waiting.values() for name in one.missing(since)})
+            others = [channel for channel in self.links if channel.fileno() not in waiting]
+            left_secs = self._look_at(silence, missing, others, deadline)
+            for fd, event in poller.poll(1000 * left_secs):
                 if fd not in waiting or not event & select.POLLIN:
                     raise EOFError("a connection was closed by the other side")
-                channel = waiting[fd]
-                channel.settimeout(max(0.001, deadline - time.monotonic()))
-                parts, body = channel.receive()
-                if not parts:  # it waits itself, for these
-                    told[fd] = body
-                    continue
-                del waiting[fd]
-                poller.modify(fd, PEER_ENDED)
-                yield b"".join([body, *(channel.receive() for _ in range(parts - 1))])
+                waiting[fd].channel.settimeout(max(0.001, deadline - time.monotonic()))
+                body = waiting[fd].read_on()
+                if body is not None:
+                    del waiting[fd]
+                    poller.modify(fd, PEER_ENDED)
+                    yield body
 
-    def _pass_on(self, missing: list[str], waiting: Collection[int]) -> None:
+    def _look_at(
+        self, silence: Silence, missing: list[str], to: Collection[Channel], deadline: float
+    ) -> float:
+        """Say who is missing, to those too who wait for this rank, if it is time to.
+
+        Returns:
+            Seconds until it is to be looked at again.
+
+        Raises:
+            TimeoutError: there is no time left.
+        """
+        left_secs = deadline - time.monotonic()
+        if left_secs <= 0:
+            raise TimeoutError(
+                f"the collective was not over in {self.timeout_secs:.0f} s; "
+                f"{'bytes still come' if not missing else 'nothing is heard of ' + ', '.join(missing)}"
+            )
+        if silence.shows():
+            self._pass_on([], to)
+        elif silence.says(missing):
+            self.on_silence(missing, silence.secs)
+            self._pass_on(missing, to)
+        return min(left_secs, silence.left_secs())
+
+    def _pass_on(self, missing: list[str], to: Collection[Channel]) -> None:
         """Tell those who wait for this rank that it waits, and for whom."""
-        for channel in self.links:
-            if channel.fileno() not in waiting:
-                channel.settimeout(self.patience_secs)
-                channel.send([0, missing])
+        for channel in to:
+            channel.settimeout(self.patience_secs)
+            channel.send([0, missing])
 
-    def _send(self, channel: Channel, body: bytes, deadline: float) -> None:
-        channel.settimeout(max(0.001, deadline - time.monotonic()))
+    def _send(self, channel: Channel, body: bytes, deadline: float, others: Collection[Channel]) -> None:
+        """Send a message, for which the other side waits; ``others`` wait for this rank meanwhile."""
         starts = range(0, max(1, len(body)), PART_BYTES)
-        channel.send([len(starts), body[:PART_BYTES]])
-        for start in starts[1:]:
-            channel.send(body[start : start + PART_BYTES])
+        for start in starts:
+            part = body[start : start + PART_BYTES]
+            frame = memoryview(channel.to_send([len(starts), part] if start == 0 else part))
+            silence = Silence(self.patience_secs, shows=True)
+            while frame:
+                channel.settimeout(max(0.001, self._look_at(silence, [channel.peer], others, deadline)))
+                with suppress(TimeoutError):
+                    frame = frame[channel.send_some(frame) :]
+                    if frame:
+                        silence = Silence(self.patience_secs, shows=True)
 
     def close(self) -> None:
         """End all connections: the neighbours hear of it now, the others through them."""
@@ -194,3 +217,38 @@ class Tree:
             channel.shutdown()
             channel.close()
         self._parent, self._children = None, ()
+
+
+class _Arriving:
+    """A message that is awaited from one side, or has come in part."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._parts: list[bytes] = []
+        self._missing_parts = 1
+        self._awaits: list[str] | None = None
+        """Whom the other side waits for itself, by its last word."""
+        self._read_at = -math.inf
+
+    def missing(self, since: float) -> list[str]:
+        """Who holds the message up, in words; nobody where a byte of it has come ``since`` then."""
+        if self._read_at >= since:
+            return []
+        return [self.channel.peer] if self._awaits is None else self._awaits
+
+    def read_on(self) -> bytes | None:
+        """Read what is there. Returns the message once it is whole."""
+        self._read_at = time.monotonic()
+        received = self.channel.receive_some()
+        if received is None:
+            return None
+        if self._parts:
+            self._parts.append(received[0])
+        else:
+            parts, body = received[0]
+            if not parts:  # it waits itself, for these
+                self._awaits, self._read_at = body, -math.inf
+                return None
+            self._parts, self._missing_parts, self._awaits = [body], parts, None
+        self._missing_parts -= 1
+        return None if self._missing_parts else b"".join(self._parts)

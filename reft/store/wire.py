@@ -30,6 +30,9 @@ _NONCE_BYTES = 32
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _PROOF, _SESSION, _FRAME = b"reft-proof", b"reft-session", b"reft-frame"
+_HEAD_BYTES = _LENGTH.size + MAC_BYTES
+_PART_BYTES = 2**20
+"""Most that is read at once."""
 
 
 class Channel:
@@ -66,6 +69,8 @@ class Channel:
         self._incoming = b"c" if server else b"s"
         self._sent = 0
         self._received = 0
+        self._frame = bytearray()
+        """What has come of the next frame."""
         patience = connection.gettimeout()
         deadline = None if handshake_secs is None else time.monotonic() + handshake_secs
         self._key = self._handshake(secret, deadline)
@@ -86,26 +91,63 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send one message; raises ValueError if it is too large."""
+        self._socket.sendall(self.to_send(message))
+
+    def to_send(self, message: Any) -> bytes:
+        """The frame of the next message, for :meth:`send_some`; raises ValueError if it is too large."""
         body: bytes = msgpack.packb(message, use_bin_type=True)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
         code = self._code(self._outgoing, self._sent, body)
         self._sent += 1
-        self._socket.sendall(_LENGTH.pack(len(body)) + code + body)
+        return _LENGTH.pack(len(body)) + code + body
+
+    def send_some(self, frame: memoryview) -> int:
+        """Send as much of a frame as the other side takes now. Waits for it to take something, as long as the
+        connection's timeout.
+
+        Returns:
+            Bytes that were taken; all of the frame have to be before the next one.
+        """
+        return self._socket.send(frame)
 
     def receive(self) -> Any:
         """The next message; raises EOFError when the other side has ended the connection."""
-        (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
+        while (received := self.receive_some()) is None:
+            pass
+        return received[0]
+
+    def receive_some(self) -> tuple[Any] | None:
+        """Read on in the next message, and in none after it. Waits for a byte of it, as long as the
+        connection's timeout.
+
+        Returns:
+            The message, once all of it is there; else None.
+        """
+        wanted = self._frame_bytes() - len(self._frame)
+        part = self._socket.recv(min(wanted, _PART_BYTES))
+        if not part:
+            raise EOFError(f"{self._line} was closed by the other side")
+        self._frame += part
+        if len(self._frame) < self._frame_bytes():
+            return None
+        frame, self._frame = self._frame, bytearray()
+        code, body = bytes(frame[_LENGTH.size : _HEAD_BYTES]), bytes(frame[_HEAD_BYTES:])
+        if not is_same(code, self._code(self._incoming, self._received, body)):
+            raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
+        self._received += 1
+        return (msgpack.unpackb(body, raw=False, strict_map_key=False),)
+
+    def _frame_bytes(self) -> int:
+        """Length of the next frame; of what tells it, until that is there."""
+        if len(self._frame) < _LENGTH.size:
+            return _LENGTH.size
+        (length,) = _LENGTH.unpack_from(self._frame)
         if length > MAX_FRAME_BYTES:
             raise AuthenticationError(
                 f"frame of {length} bytes announced; at most {MAX_FRAME_BYTES} are read"
             )
-        frame = self._read_exactly(MAC_BYTES + length)
-        code, body = frame[:MAC_BYTES], frame[MAC_BYTES:]
-        if not is_same(code, self._code(self._incoming, self._received, body)):
-            raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
-        self._received += 1
-        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+        return _HEAD_BYTES + int(length)
 
     def _code(self, direction: bytes, number: int, body: bytes) -> bytes:
         """All but the last part have one size each: no two messages look alike."""
