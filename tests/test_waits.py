@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ def rows() -> dict[str, re.Match[str]]:
     lines = (ROOT / "docs" / "waits.md").read_text().splitlines()
     found = [match for line in lines if (match := ROW.match(line))]
     assert len(found) == sum(line.startswith("| `") for line in lines), "a row of docs/waits.md is malformed"
+    count = Counter(match["where"] for match in found)
+    assert max(count.values()) == 1, (
+        f"twice in docs/waits.md: {[w for w, times in count.items() if times > 1]}"
+    )
     return {match["where"]: match for match in found}
 
 
@@ -49,7 +54,13 @@ def test_p6_every_row_says_what_bounds_it_who_waits_and_what_tests_it() -> None:
         ("os.path.join(a, b)", False),
         ("store.get(key)", True),
         ("self._store.check([key])", True),
+        ("store.add(key, 1)", True),
+        ("store.set(key, value)", True),
+        ("self._store.compare_set(key, held, value)", True),
+        ("seen.add(key)", False),
+        ("self._ended.set()", False),
         ("stored.get(image, {})", False),
+        ("self._in_flight.acquire(timeout=secs)", True),
         ("fcntl.flock(fd, fcntl.LOCK_EX)", True),
         ("fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)", False),
         ("dist.all_reduce(value)", True),

@@ -61,7 +61,7 @@ _METHODS = frozenset(
 """Called on whatever: they wait, or may."""
 _OF = {
     "get": ("queue", "store"),
-    "check": ("store",),
+    **dict.fromkeys(("check", "add", "set", "compare_set", "delete", "peek"), ("store",)),
     "put": ("queue",),
     "acquire": ("lock", "semaphore", "slot", "in_flight"),
     "accept": ("listener", "socket", "server"),

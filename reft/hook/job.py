@@ -41,9 +41,10 @@ class JobRecord:
         self._noted: bytes | None = None
 
     @classmethod
-    def at(cls, endpoint: str | None, job_id: str) -> JobRecord:
-        """The record in the store at ``host:port``, if there is one and it answers."""
-        return cls(_connect(endpoint) if endpoint else None, job_id)
+    def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
+        """The record in the store at ``host:port``, if there is one and it answers within ``answer_secs``, as
+        it has to whenever it is asked."""
+        return cls(_connect(endpoint, answer_secs) if endpoint else None, job_id)
 
     def note_commit(self, label: Label) -> None:
         """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
@@ -170,9 +171,9 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
     return str(answer["note"])
 
 
-def _connect(endpoint: str) -> KeyValueStore | None:
+def _connect(endpoint: str, answer_secs: float) -> KeyValueStore | None:
     try:
-        store = KeyValueStore(endpoint, user_secret(), timeout_secs=_ANSWER_SECS)
+        store = KeyValueStore(endpoint, user_secret(), timeout_secs=answer_secs)
         store.check([])
     except (StoreError, AuthenticationError, ValueError) as error:
         logger.warning("cannot reach the rendezvous store at %s: %s", endpoint, error)

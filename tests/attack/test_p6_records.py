@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -110,6 +113,46 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
             time.sleep(0.01)
     finally:
         server.close()
+
+
+def test_p6_a_store_that_stands_still_is_asked_only_so_long(caplog: pytest.LogCaptureFixture) -> None:
+    """Before it has answered once, and after that: then it is a process, which is stopped."""
+    listener = listen("127.0.0.1", 0)
+    endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        began = time.monotonic()
+        record = JobRecord.at(endpoint, "job", answer_secs=0.2)
+        assert record.newest_commit() is None
+        assert time.monotonic() - began < LONG / 2, "the trainer waits for the store"
+        assert any("cannot reach the rendezvous store" in line.message for line in caplog.records)
+    finally:
+        listener.close()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, "127.0.0.1"], stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        assert process.stdout is not None
+        record = JobRecord.at(f"127.0.0.1:{int(process.stdout.readline())}", "job", answer_secs=5.0)
+        record.note_commit(Label(1, 2))
+        assert record.newest_commit() == Label(1, 2)
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(TransferError, match="does not say what the job had committed"):
+            record.newest_commit()
+        assert time.monotonic() - began < LONG / 2, "the trainer waits for the store"
+    finally:
+        process.kill()
+        process.wait()
+
+
+_SERVE = """
+import sys, time
+from reft.store.door import listen
+from reft.store.keyvalue import KeyValueServer
+from reft.store.user_secret import user_secret
+print(KeyValueServer(listen(sys.argv[1], 0), user_secret()).port, flush=True)
+time.sleep(600)
+"""
 
 
 def test_p6_what_nobody_foresaw_about_the_store_is_said_and_peers_hear_of_it() -> None:

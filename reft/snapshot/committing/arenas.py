@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _PIN_POLL_SECS = 0.005
 _PIN_SECS = 60.0
-"""Most that a version which must be taken waits for readers; others do not wait."""
 _MAX_BACKOFF_VERSIONS = 64
 
 
@@ -66,6 +65,8 @@ class ArenaSet:
         self._identity = identity
         self._engine = engine
         self._remake = remake
+        self.pin_secs = _PIN_SECS
+        """Most that a version which must be taken waits for readers; others do not wait."""
         self.limit_bytes = limit_bytes
         """Most bytes that this rank's arenas may take; None means what is free."""
         self._leftovers_removed = False
@@ -290,7 +291,7 @@ class ArenaSet:
             self._engine.unregister(arena.data)
 
     def _free_slot(self, wait: bool) -> int:
-        deadline = time.monotonic() + (_PIN_SECS if wait else 0.0)
+        deadline = time.monotonic() + (self.pin_secs if wait else 0.0)
         while True:
             pinned = [*self._unused]
             while (slot := self.slots.choose(pinned)) is not None:
