@@ -36,6 +36,7 @@ WITHOUT_STRICT = {
     "hook/identity.py:require_same": RESTART,
     "hook/identity.py:tell_of_siblings": NO_FAULT,
     "hook/job.py:_connect": LATER,
+    "hook/job.py:close": LATER,
     "hook/job.py:note_commit": LATER,
     "hook/job.py:_replace_note": LATER,
     "hook/joining.py:_claim_disk": CHECKED,  # persist.dir
