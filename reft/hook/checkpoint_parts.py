@@ -92,7 +92,7 @@ class CheckpointParts:
         layers = [int(head)] if head.isdigit() else []
         if head == "tied_modules":
             key, _, inside = inside.partition(".")
-            layers = self._tied.get(key, [])
+            layers = self._tied_layers(at.pp, key)
         for layer in layers:
             for file in (
                 f"layer_{layer:02d}-model_{at.tp:02d}-model_states.pt",
@@ -102,6 +102,36 @@ class CheckpointParts:
                 if inside in content:
                     return self._is_tensor(content[inside], at, name)
         raise self._lacks(at, name)
+
+    def _tied_layers(self, pp: int, key: str) -> list[int]:
+        """Layers that a tied module lies under, the stage's own first: what of it is not tied differs.
+
+        Stages have layers one after the other, but where each begins is told only by its other layers' names.
+        """
+        layers = sorted(self._tied.get(key, []))
+        numbers: dict[int, set[int]] = {stage: set() for stage in range(self._degrees.pp)}
+        holders = set()
+        for (stage, _), held in self._held.items():
+            heads = [part.name.split(".") for part in held.parameters]
+            numbers[stage] |= {int(head[0]) for head in heads if head[0].isdigit()}
+            if ["tied_modules", key] in (head[:2] for head in heads):
+                holders.add(stage)
+        own = numbers[pp]
+        before = len([stage for stage in holders if stage < pp])
+        after = len([stage for stage in holders if stage > pp])
+
+        def other(layer: int) -> tuple[bool, bool]:
+            reached = pp == 0 or any(n < layer for n in own)
+            left = pp < self._degrees.pp - 1 and not any(n > layer for n in own)
+            position = layers.index(layer)
+            possible = (
+                before <= position < len(layers) - after
+                and all(n < layer for stage in range(pp) for n in numbers[stage])
+                and all(n > layer for stage in range(pp + 1, self._degrees.pp) for n in numbers[stage])
+            )
+            return not (reached and not left), not possible
+
+        return sorted(layers, key=other)
 
     def _of_optimizer(self, at: Coordinate, kind: str, place: str) -> torch.Tensor:
         group, position = map(int, place.split("."))
