@@ -19,6 +19,8 @@ TIED = "tied_modules.embed.weight"
 LAYERS = 4
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 ALL = [Degrees(pp, dp, tp) for pp, dp, tp in product((1, 2, 4), (1, 2, 3, 4), (1, 2, 4)) if pp * dp * tp <= 8]
+OF_TWELVE = [Degrees(3, 2, 2), Degrees(2, 3, 2), Degrees(3, 1, 4)]
+OF_EIGHT = [Degrees(2, 1, 4), Degrees(4, 2, 1)]
 FORMS = ("zero0", "zero0-flat", "zero1")
 
 
@@ -109,9 +111,22 @@ def made(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_p3_every_layout_is_made_of_every_other(form: str) -> None:
-    layouts = [layout_of(degrees, form) for degrees in ALL]
-    states = [states_of(layout) for layout in layouts]
-    for (old, had), (new, has) in product(zip(layouts, states, strict=True), repeat=2):
+    assert_each_makes_each(form, ALL, ALL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_p3_layouts_of_twelve_ranks_and_of_eight_are_made_of_each_other(form: str) -> None:
+    """Three stages of four layers, and replicas and slices of which neither count divides the other."""
+    assert_each_makes_each(form, OF_TWELVE, OF_TWELVE)
+    assert_each_makes_each(form, OF_TWELVE, OF_EIGHT)
+    assert_each_makes_each(form, OF_EIGHT, OF_TWELVE)
+
+
+def assert_each_makes_each(form: str, olds: list[Degrees], news: list[Degrees]) -> None:
+    layouts = {degrees: layout_of(degrees, form) for degrees in (*olds, *news)}
+    states = {degrees: states_of(layout) for degrees, layout in layouts.items()}
+    for before, after in product(olds, news):
+        (old, had), (new, has) = (layouts[before], states[before]), (layouts[after], states[after])
         for at in new.degrees.coordinates():
             found = made(had, has[at], new, at, plan_layout(old, new, at))
             wrong = [name for name, values in has[at].items() if (found[name] != values).any()]
