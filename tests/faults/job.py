@@ -81,7 +81,7 @@ class Scratch:
             )
             with cluster:
                 cluster.start()
-                codes = cluster.wait(SECS_PER_LIFE)
+                codes = wait_while_it_trains(cluster, directory / "events", SECS_PER_LIFE)
                 if any(codes.values()):
                     raise LocalClusterError(f"the undisturbed run failed:\n{cluster.log(0)[-4000:]}")
             history = History.of(directory / "events")
@@ -90,6 +90,23 @@ class Scratch:
             known = self._references[key] = {step: found[-1] for step, found in history.losses.items()}
             assert sorted(known) == list(range(1, steps + 1)), f"steps {sorted(known)} of {steps}"
         return known
+
+
+def wait_while_it_trains(cluster: LocalCluster, events_dir: Path, still_secs: float) -> dict[int, int]:
+    """Wait for the end of a job as long as it writes events; returns the launchers' exit codes by node.
+
+    Raises:
+        LocalClusterError: it wrote none for ``still_secs``.
+    """
+    written, deadline = -1, 0.0
+    while any(node.running for node in cluster.current.values()):
+        now = sum(path.stat().st_size for path in events_dir.glob("*"))
+        if now != written:
+            written, deadline = now, time.monotonic() + still_secs
+        if time.monotonic() > deadline:
+            raise LocalClusterError(f"no event for {still_secs:.0f} s:\n{cluster.log(0)[-4000:]}")
+        time.sleep(_POLL_SECS)
+    return cluster.wait(0.0)
 
 
 class FaultJob:
