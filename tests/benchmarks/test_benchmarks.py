@@ -295,3 +295,22 @@ def test_smaller_trains_with_two_replicas_with_one_and_with_two_again() -> None:
     assert found["share"] > 0
     assert found["goal_met"] == (found["share"] >= 0.95)
     assert made.returncode == (0 if found["goal_met"] else 1), made.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_hangs_finds_a_stopped_trainer_at_the_default_patience_and_names_it(tmp_path: Path) -> None:
+    process = start("hangs.py", "--quick", "--json", folder=tmp_path)
+    try:
+        out, err = process.communicate(timeout=800)
+    finally:
+        kill(process)
+    assert process.returncode == 0, err
+    assert left_behind(tmp_path) == []
+    result = json.loads(out)
+    way = result["ways"]["trainer_stopped"]
+    assert way["all_named_right"], way
+    check_estimate(way["named_secs"])
+    check_estimate(way["step_secs"])
+    assert way["step_secs"]["median"] > way["named_secs"]["median"]
+    assert result["differing_steps"] == []
