@@ -39,7 +39,13 @@ class Reached(Protocol):
 
 
 class Batches(Protocol):
-    """A batch sampler of one replica."""
+    """A batch sampler of one replica.
+
+    Attributes:
+        step_samples: of a step of all replicas; None: it is not bound to one.
+    """
+
+    step_samples: int | None
 
     def deal(self, replicas: int) -> Deal:
         """How an epoch is dealt out."""
@@ -71,6 +77,8 @@ class StaticBatches:
         batch_size: samples of a replica in a micro-batch.
         drop_last: leave out what does not fill a micro-batch.
     """
+
+    step_samples: int | None = None
 
     def __init__(self, order: Order, batch_size: int, *, drop_last: bool) -> None:
         self._order = order
@@ -148,6 +156,7 @@ class SharedBatches:
                 f"found {order.size} samples with step_samples {step_samples}; expected at least a "
                 f"whole step: give more data, or a smaller train_batch_size"
             )
+        self.step_samples: int | None = step_samples
         self._order = order
         self._batch_size = batch_size
         # Of samples one by one: what does not fill a step is left for the next pass.

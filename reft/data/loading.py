@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from reft.data import place
 from reft.data.batches import Batches, Reached, SharedBatches, StaticBatches
 from reft.data.order import Deal, JobPosition, Order, SampleOrder, decode, encode
+from reft.data.orders import Facts
 from reft.data.passes import raw_iterator
 from reft.data.reading import Progress, Reading
 from reft.data.registry import Registry
@@ -199,6 +200,14 @@ class Loader:
         if one is not None and (one.counts or one.era is None or one.era is not WATCH.resuming):
             self._restored = None
         return self._restored
+
+    def order_facts(self, replicas: int) -> Facts | None:
+        """What has to be equal on all ranks; None where the script deals out to others than the replicas,
+        which :meth:`wrong` names."""
+        if self.replica[1] != replicas:
+            return None
+        batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        return {**self._order.facts(), **batches, "step_samples": self._batches.step_samples}
 
     def position(self) -> dict[str, Any] | None:
         """Plain values; None where no pass was begun."""

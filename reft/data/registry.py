@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Generic, Protocol, TypeVar
 
+from reft.data.orders import Facts, Orders
 from reft.errors import ConfigError
 
 P = TypeVar("P")
@@ -15,6 +16,9 @@ class Followed(Protocol[P]):
 
     def wrong(self) -> str | None:
         """Why not every sample would be trained on once, and what to write; None: it would."""
+
+    def order_facts(self, replicas: int) -> Facts | None:
+        """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
 
     def position(self) -> P | None:
         """None where nothing was begun."""
@@ -59,6 +63,11 @@ class Registry(Generic[P]):
     def wrong(self) -> str | None:
         """The first that is wrong with one of them."""
         return next(filter(None, (loader.wrong() for loader in self._named.values())), None)
+
+    def orders(self, replicas: int) -> Orders:
+        """What they read, by name, where all ranks have to read the same."""
+        found = {name: loader.order_facts(replicas) for name, loader in sorted(self._named.items())}
+        return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
     def positions(self) -> dict[str, P]:
         """Where the loaders are that were begun, by name."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from reft.data.ahead import DISPATCHED, ITERATION, is_dispatcher, is_shard
 from reft.data.loading import Loader
+from reft.data.orders import Facts, order_of
 from reft.data.passes import Pass, Position, is_loader, iterates_itself, leave_behind, of_inner
 from reft.data.registry import Registry
 from reft.data.watch import WATCH
@@ -102,6 +103,9 @@ class ResumableLoader:
 
     def wrong(self) -> None:
         """Its samples are dealt out by the script."""
+
+    def order_facts(self, replicas: int) -> Facts | None:
+        return order_of(self._loader, replicas)
 
     def position(self) -> Position | None:
         """None where no pass was begun."""

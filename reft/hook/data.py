@@ -27,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from reft.data import loading, place, resumable
 from reft.data.ahead import DISPATCHED, is_dispatched, is_shard
+from reft.data.orders import Orders, order_of
 from reft.data.passes import (
     Pass,
     Position,
@@ -149,12 +150,29 @@ class DataPosition:
             self._pass = one
             one.train()
 
+    def orders(self, iterator: Any) -> Orders:
+        """What this rank reads, to be compared with the others; nothing on stages that read nothing.
+
+        Args:
+            iterator: what ``train_batch`` is given in its first step; None for a plain engine.
+        """
+        engine, replicas = self._engine, 1 if self._said is None else self._said.replica()[1]
+        if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
+            return {}
+        found = {**loading.LOADERS.orders(replicas), **resumable.LOADERS.orders(replicas)}
+        loader = self._maybe[-1].loader if self._maybe else _repeated(self._source_of(iterator))
+        facts = order_of(loader, replicas)
+        return found if facts is None else {**found, "the DataLoader of the training": facts}
+
+    def _source_of(self, iterator: Any) -> Any:
+        return iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
+
     def begin_batch(self, iterator: Any) -> None:
         """``train_batch`` was called with this iterator; a restored position is applied to it now."""
         if _is_stateful(iterator):
             self._stateful = iterator
             self._apply_stateful()
-        source = iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
+        source = self._source_of(iterator)
         self._source, self._repeating = source, _is_repeating(source)
         _watch_begun(source)
         self._micro_batches += int(self._engine.gradient_accumulation_steps())
@@ -354,6 +372,12 @@ def _is_repeating(source: Any) -> bool:
     from deepspeed.runtime.dataloader import RepeatingLoader
 
     return isinstance(source, RepeatingLoader) and not is_shard(source.loader)
+
+
+def _repeated(source: Any) -> Any:
+    """The ``DataLoader`` that a ``RepeatingLoader`` repeats, DeepSpeed's own too; None for other data."""
+    loader = source.loader if _is_repeating(source) else None
+    return getattr(loader, "dataloader", loader)
 
 
 def _watch_begun(source: Any) -> None:

@@ -24,7 +24,13 @@ from reft.hook.other_replicas import differs_in_replicas, host_state_of_replica
 from reft.hook.other_rung import OtherRung
 from reft.hook.relayout import Relayout, other_layout
 from reft.hook.session import Session
-from reft.hook.start_checks import conditional_loads, require_first_version, warn, what_begins_anew
+from reft.hook.start_checks import (
+    check_orders,
+    conditional_loads,
+    require_first_version,
+    warn,
+    what_begins_anew,
+)
 from reft.load.plan import NotRecoverable, RecoveryPlan
 from reft.load.recover import RecoveryOutcome
 from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
@@ -58,7 +64,7 @@ class Restorer:
     def before_batch(self, data_iter: Any) -> None:
         """``train_batch`` begins, which takes its batches itself. The random states of the version hold from
         here on: whatever the script has drawn since it loaded is undone."""
-        self.before_first_step()
+        self.before_first_step(data_iter)
         self._engine.data.begin_batch(data_iter)
         self._memory.restore_rng()
 
@@ -75,9 +81,10 @@ class Restorer:
         if moved is not None:
             warn(session, moved)
 
-    def before_first_step(self) -> None:
-        """Called before every step; does its work once after every load."""
+    def before_first_step(self, data_iter: Any = None) -> None:
+        """Called before every step; does its work once."""
         if not self._trains:
+            check_orders(self._session, self._engine.data.orders(data_iter))
             self._first_step = self._session.engine.global_steps
             if (left := self._engine.data.left_behind()) is not None:
                 warn(self._session, left)

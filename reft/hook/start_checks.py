@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import Variant
+from reft.data.orders import Orders, difference
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.hook.coordinates import declared_on_one_host
@@ -53,6 +55,22 @@ def check_start(session: Session) -> None:
         logger.warning("%s", short)
     _say_what_is_survived(session)
     end_dry_run(session)
+
+
+def check_orders(session: Session, orders: Orders) -> None:
+    """Called on all ranks before the first step, when the script has made its loaders.
+
+    Args:
+        orders: what this rank reads.
+
+    Raises:
+        ConfigError: ranks read one thing in different orders. On all ranks alike.
+    """
+    ranks = [
+        json.loads(told) for told in session.control.gather_bytes(json.dumps(orders, default=str).encode())
+    ]
+    if (found := difference(ranks)) is not None:
+        raise ConfigError(found)
 
 
 def timeout_is_short(patience: float, timeout_secs: float | None) -> str | None:
