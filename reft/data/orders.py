@@ -50,7 +50,7 @@ def difference(ranks: Sequence[Orders]) -> str | None:
             return (
                 f"the ranks read {name} in different orders, and would train on some samples twice and on "
                 f"others not at all, or on inputs and labels of different samples. Found "
-                f"{_found(readers, keys)}; expected the same on all. Change it where the loader is made: {mends}"
+                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, {mends}"
             )
     return None
 

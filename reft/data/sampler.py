@@ -33,6 +33,9 @@ class ResumableSampler:
         dp_size: number of replicas.
     """
 
+    position_of_job = True
+    """Its state is the same on all replicas, and right at every degree."""
+
     def __init__(
         self, num_samples: int, *, seed: int, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
     ) -> None:

@@ -38,7 +38,15 @@ from reft.data.passes import (
     reads_lazily,
 )
 from reft.data.watch import WATCH, Read, Resuming
-from reft.hook.data_degrees import LEFT, nodes_may_change, why_bound
+from reft.hook.data_degrees import (
+    ITERATOR_OF,
+    LEFT,
+    is_of_job,
+    kind_of,
+    nodes_may_change,
+    why_bound,
+    why_iterator_is_bound,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +231,8 @@ class DataPosition:
         found: dict[str, Any] = {}
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
+            if not is_of_job(self._stateful):
+                found[ITERATOR_OF] = kind_of(self._stateful)
         if self._known and isinstance(self._pass, Pass):
             found["pass"] = self._pass.position().encode()
         if loaders := resumable.LOADERS.positions():
@@ -286,8 +296,10 @@ class DataPosition:
                 f"was given other data: from here on its losses are not those of the undisturbed run. "
                 f"Write{_LINES_PIPELINE}"
             )
-        if self._stateful is not None or self._left_to_program:
+        if self._left_to_program:
             return None
+        if self._stateful is not None:
+            return why_iterator_is_bound(self._stateful)
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
         if self._comes_back():
@@ -344,7 +356,7 @@ def _named(source: Any) -> str:
         return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
     kind = type(source)
     own = getattr(source, "__qualname__", None)  # of a generator
-    return f" ({kind.__name__} {own})" if own else f" ({kind.__module__}.{kind.__qualname__})"
+    return f" ({kind.__name__} {own})" if own else f" ({kind_of(source)})"
 
 
 def _without_looks(passes: list[Read]) -> list[Read]:

@@ -17,8 +17,13 @@ from reft.load.reshape import Resize
 
 LEFT = "left"
 """Beside the positions: what has to be said of those that were left out."""
+ITERATOR_OF = "iterator_of"
+"""Beside the state of an iterator that counts what a replica has read: its class."""
 _LINE = """
     loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
+
+_OF_JOB = """
+    iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 
 
 def nodes_may_change() -> str:
@@ -37,7 +42,7 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     Returns:
         The positions, without those that do not go there, which :data:`LEFT` names.
     """
-    moved, lost = dict(data), []
+    moved, lost, said = dict(data), [], []
     if "pass" in data:
         if (one := _moved(data["pass"], resize)) is None:
             lost.append(str(data["pass"]["source"]))
@@ -48,14 +53,43 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
         found = {name: _moved(position, resize) for name, position in data["resumable"].items()}
         lost += [str(data["resumable"][name]["source"]) for name, one in found.items() if one is None]
         moved["resumable"] = {name: one for name, one in found.items() if one is not None}
+    if (kind := moved.pop(ITERATOR_OF, None)) is not None:
+        said.append(
+            f"the iterator ({kind}) was given the state of one replica, and cannot be taken from {resize} by "
+            f"it: samples are trained on twice or not at all. Write{_LINE}\nor{_OF_JOB}"
+        )
     if lost:
-        moved[LEFT] = (
+        said.append(
             f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches of one "
             f"replica and cannot be taken from {resize}: its pass begins anew, and trains again on samples "
             f"that were trained on, unless the script goes to where the job was by engine.global_samples or "
             f"its client state. Write{_LINE}"
         )
+    if said:
+        moved[LEFT] = "; ".join(said)
     return moved
+
+
+def is_of_job(iterator: Any) -> bool:
+    """Whether the state of a stateful iterator is the same on all replicas and right at every degree: it has
+    to say so itself."""
+    return bool(getattr(iterator, "position_of_job", False))
+
+
+def why_iterator_is_bound(iterator: Any) -> str | None:
+    """Why the state of a stateful iterator may not go to another degree, and what to write; None: it does, or
+    the number of nodes is fixed."""
+    if is_of_job(iterator) or not nodes_may_change():
+        return None
+    return (
+        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
+        f"iterator ({kind_of(iterator)}) would be given the state of one replica: samples would be trained "
+        f"on twice or not at all. Write{_LINE}\nor{_OF_JOB}"
+    )
+
+
+def kind_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:

@@ -70,6 +70,9 @@ class MicroBatchIterator:
         vocab_size: rows of the model's embedding; larger ids are refused.
     """
 
+    position_of_job = True
+    """It counts samples of the whole job: see docs/data.md."""
+
     def __init__(self, dataset: SampleDataset, sampler: ResumableSampler, vocab_size: int) -> None:
         self._dataset = dataset
         self.sampler = sampler

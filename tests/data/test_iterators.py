@@ -1,0 +1,110 @@
+"""An iterator with ``state_dict`` at another data-parallel degree: what is a replica's is told (P8, P12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from reft.data.sampler import ResumableSampler
+from reft.env import ENV_NODES
+from reft.hook.data import DataPosition
+from reft.hook.data_degrees import move_data
+from reft.load.reshape import Resize
+from tests.data.test_watch import Pipeline
+
+HERE = f"{__name__}.Counted"
+
+
+class Counted:
+    """As torchdata's: it counts what its replica has read."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+class OfJob(Counted):
+    position_of_job = True
+
+
+def sampler() -> ResumableSampler:
+    return ResumableSampler(24, seed=1, micro_batch=2)
+
+
+@pytest.fixture
+def begin() -> Iterator[Any]:
+    followed: list[DataPosition] = []
+
+    def make() -> DataPosition:
+        followed.append(DataPosition(Pipeline()))
+        return followed[-1]
+
+    yield make
+    for data in followed:
+        data.close()
+
+
+def trained(data: DataPosition, iterator: Any) -> dict[str, Any]:
+    data.begin_batch(iterator)
+    next(iterator)
+    data.end_batch()
+    return data.state()
+
+
+def test_p12_an_iterator_of_a_replica_is_told_where_the_degree_changes(begin: Any) -> None:
+    state, data = trained(begin(), Counted()), begin()
+    data.restore(move_data(state, Resize(3, 4)), None)
+    said = str(data.left_behind())
+    assert HERE in said
+    assert "DP3 to DP4" in said
+    assert "loader = reft.data.loader(dataset, batch_size)" in said
+    assert "iterator.position_of_job = True" in said
+
+
+@pytest.mark.parametrize("make", [OfJob, sampler])
+def test_an_iterator_of_the_job_goes_on_without_a_word(
+    begin: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_NODES, "1:4")
+    iterator = make()
+    data = begin()
+    state = trained(data, iterator)
+    assert data.advice() is None
+    data = begin()
+    data.restore(move_data(state, Resize(3, 4)), None)
+    assert data.left_behind() is None
+    again = make()
+    trained(data, again)
+    next(iterator)
+    assert again.state_dict() == iterator.state_dict()
+
+
+def test_an_iterator_goes_on_at_its_degree_without_a_word(begin: Any) -> None:
+    state, data = trained(begin(), Counted()), begin()
+    data.restore(state, None)
+    assert data.left_behind() is None
+    again = Counted()
+    trained(data, again)
+    assert again.taken == 2
+
+
+@pytest.mark.parametrize(("nodes", "said"), [("2:4", True), ("4", False), ("4:4", False)])
+def test_p12_an_iterator_of_a_replica_is_told_at_step_1_where_the_number_of_nodes_may_change(
+    begin: Any, monkeypatch: pytest.MonkeyPatch, nodes: str, said: bool
+) -> None:
+    monkeypatch.setenv(ENV_NODES, nodes)
+    data = begin()
+    trained(data, Counted())
+    found = str(data.advice())
+    assert ("--nnodes 2:4" in found and HERE in found and "position_of_job = True" in found) is said
