@@ -40,7 +40,7 @@ def difference(ranks: Sequence[Orders]) -> str | None:
     Args:
         ranks: of each rank, the orders that it reads. Those that read none say nothing.
     """
-    for name in sorted({name for orders in ranks for name in orders}):
+    for name in dict.fromkeys(name for orders in ranks for name in orders):
         readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
         keys = [
             key for key in _keys(readers) if len({repr(facts.get(key)) for facts in readers.values()}) > 1

@@ -72,6 +72,9 @@ CASES: dict[str, tuple[Loader, dict[str, Any]]] = {
     "training_data_of_stages": (lambda root: dealt(16 + 2 * RANK, 1), STAGES),
 }
 
+ORDER = sorted(CASES, key=lambda case: CASES[case][1] is STAGES)
+"""DeepSpeed makes no plain engine behind a pipeline's."""
+
 
 def step(root: Path, case: str) -> str:
     """What the first step is refused with; "" where it is made."""
@@ -85,10 +88,11 @@ def step(root: Path, case: str) -> str:
     reft.attach(engine, config=block)
     engine.load_checkpoint(str(root / "none"))
     try:
+        reads = make(root)
         if staged:
-            engine.train_batch(iter(RepeatingLoader(make(root))))
+            engine.train_batch(iter(RepeatingLoader(reads)))
         else:
-            x, y = next(iter(make(root)))
+            x, y = next(iter(reads))
             engine.backward(mse(engine(x), y))
             engine.step()
     except reft.ConfigError as error:
@@ -99,4 +103,4 @@ def step(root: Path, case: str) -> str:
 
 
 if __name__ == "__main__":
-    be_a_rank(lambda root: {case: step(root, case) for case in CASES})
+    be_a_rank(lambda root: {case: step(root, case) for case in ORDER})

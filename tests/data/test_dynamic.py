@@ -202,12 +202,66 @@ def test_p8_a_loop_that_is_left_after_so_many_micro_batches_is_refused(job: Job)
     job.start(2)
     one, other = job.loaders(size=96)
     assert [train(reading) for reading in [iter(one)] for _ in range(3)]
+    following = iter(one)
+    batch = next(following)
     with pytest.raises(ConfigError, match=r"left within a step.*loader\.ends_step"):
-        iter(one)
+        following.train()
+    assert batch.tolist()
     rest_of_step(other, iter(other))
-    assert iter(other)
+    assert train(iter(other))
     for _ in itertools.islice(iter(job.loader(0, name="evaluation")), 3):
         pass  # no engine trains on them
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("looked_at", [1, 2])
+def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: int, looked_at: int) -> None:
+    """Before each batch is trained on, and behind it: the loop steps where its own pass does."""
+    job.start(2)
+    loaders, kept = job.loaders(size=96, num_workers=workers), []
+
+    def look(loader: Any) -> None:
+        kept.append(iter(loader))
+        for _ in range(looked_at):
+            next(kept[-1])
+        if not keeps:
+            kept.clear()
+
+    readings, steps = [iter(loader) for loader in loaders], []
+    for _ in range(96 // STEP):
+        samples: list[int] = []
+        for loader, reading in zip(loaders, readings, strict=True):
+            ends = False
+            while not ends:
+                batch = next(reading)
+                ends = loader.ends_step
+                look(loader)
+                assert loader.ends_step is ends
+                reading.train()
+                look(loader)
+                assert keeps or loader.ends_step is ends
+                samples += batch.tolist()
+        steps.append(sorted(samples))
+    assert steps == [list(range(first, first + STEP)) for first in range(0, 96, STEP)]
+
+
+def test_a_loop_that_is_left_behind_a_batch_of_the_next_step_has_left_it_behind_a_step(job: Job) -> None:
+    """``if steps == limit: break`` at the head of the loop."""
+    job.start(2)
+    loaders, epochs = job.loaders(size=96), []
+    for loader in loaders:
+        for epoch in range(2):
+            steps = 0
+            for batch in (reading := iter(loader)):
+                if steps == 2:
+                    break
+                reading.train()
+                steps += loader.ends_step
+                epochs.append((epoch, min(batch.tolist())))
+            del reading
+    assert {epoch for epoch, _ in epochs} == {0, 1}
+    assert sorted(first for _, first in epochs) == sorted(2 * list(range(0, 2 * STEP, MICRO)))
 
 
 # -- whatever happens, in any turns -----------------------------------------------------------------------------
