@@ -49,8 +49,6 @@ class Loader:
         batch_size: samples of a replica in a micro-batch.
         drop_last: whether what does not fill a micro-batch is left out.
         inner: torch's ``DataLoader``.
-        ends_step: of ``order="dynamic"``, whether the batch that was last handed out is the replica's last
-            one of its step; else None.
     """
 
     def __init__(
@@ -95,12 +93,15 @@ class Loader:
             generator=torch.Generator(),
             **{option: given for option, given in options.items() if option not in _DECIDED},
         )
-        self.ends_step: bool | None = None
+        self._handed_out: list[Progress] = []
+        """Of the passes whose batches the script has, the one that was read last at the end."""
         self._has_left_out = False
         self._begun: Progress | None = None
         """Of the pass that was begun last: perhaps a look, while another one is trained on."""
         self._followed: Progress | None = None
         """Of the pass that was trained on last."""
+        self._left_within_step = False
+        """Whether the batch of it that was trained on last is not the replica's last one of its step."""
         self._restored: JobPosition | None = None
         LOADERS.add(name, self)
         if (saved := LOADERS.take_waiting(name)) is not None:
@@ -135,14 +136,49 @@ class Loader:
 
     def __iter__(self) -> Reading:
         LOADERS.require_named(self._name, self)
-        self._require_whole_step()
         self._begun = Progress(self._beginning())
         return Reading(self, self._begun)
 
     def follow(self, progress: Progress) -> None:
-        """A batch of its pass is trained on: this is the job's position from now on."""
-        progress.counts, progress.unwatched, progress.evaluates = True, False, False
-        self._followed = progress
+        """A batch of its pass is trained on: this is the job's position from now on.
+
+        Raises:
+            ConfigError: the pass that was trained on before was left within a step: after so many
+                micro-batches each replica was at another one; or ``step_samples`` is not the engine's.
+        """
+        if self._left_within_step and progress is not self._followed and self.replica[1] > 1:
+            raise ConfigError(
+                f'the loop over the loader {self._name!r} was left within a step: with order="dynamic" '
+                f"replicas have unequally many micro-batches, and would train on the next pass from "
+                f"different steps. Leave it where loader.ends_step is true, after so many steps, not "
+                f"micro-batches"
+            )
+        self._require_step_of_engine()
+        progress.train()
+        self._followed, self._left_within_step = progress, progress.ends_step is False
+
+    def _require_step_of_engine(self) -> None:
+        mine, engines = self._batches.step_samples, place.step_samples()
+        if mine is not None and engines is not None and mine != engines:
+            raise ConfigError(
+                f"the loader {self._name!r} has steps of {mine} samples (step_samples), but the engine has "
+                f"steps of {engines} (train_batch_size), by which its gradients would be weighted. Write "
+                f"reft.data.loader(..., step_samples=engine.train_batch_size())"
+            )
+
+    def hand_out(self, progress: Progress) -> None:
+        others = [one for one in self._handed_out if one is not progress and one.is_held]
+        self._handed_out = [*others, progress]
+
+    @property
+    def ends_step(self) -> bool | None:
+        """Of ``order="dynamic"``, whether the batch that training takes next, or has just taken, is the
+        replica's last one of its step; else None. A look changes nothing."""
+        one = self._followed
+        if one is not None and one.is_held and not (one.is_trained and one.ends_step):
+            return one.ends_step
+        held = [other for other in self._handed_out if other.is_held] or self._handed_out
+        return held[-1].ends_step if held else None
 
     def _passes(self) -> list[Progress]:
         return [one for one in dict.fromkeys((self._begun, self._followed)) if one is not None]
@@ -151,23 +187,11 @@ class Loader:
     def _progress(self) -> Progress | None:
         """Of the pass that the position is of."""
         if not WATCH.is_watching:
-            self._followed = None
+            self._followed, self._left_within_step = None, False
         one = self._begun if self._followed is None else self._followed
         if one is not None and one.unwatched and WATCH.is_watching:
             one.counts = one.unwatched = False
         return one
-
-    def _require_whole_step(self) -> None:
-        """A loop that was left after so many micro-batches was left at another step by each replica."""
-        one = self._progress
-        if one is None or not (one.counts and WATCH.is_watching) or self.ends_step is not False:
-            return
-        if self.replica[1] > 1:
-            raise ConfigError(
-                f'the loop over the loader {self._name!r} was left within a step: with order="dynamic" '
-                f"replicas have unequally many micro-batches, and would begin the next pass at different "
-                f"steps. Leave it where loader.ends_step is true, after so many steps, not micro-batches"
-            )
 
     def _beginning(self) -> JobPosition:
         restored, progress = self._to_go_on_at(), self._progress
@@ -223,7 +247,8 @@ class Loader:
             ConfigError: it belongs to other data or another order.
         """
         self._restored = decode(position, self._order, self._name)
-        self._loads, self.ends_step = self._loads + 1, None
+        self._loads, self._left_within_step = self._loads + 1, False
+        self._handed_out.clear()
         for one in self._passes():
             one.go_to(self._restored)
 

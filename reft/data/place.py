@@ -26,10 +26,12 @@ class Said:
         replica: says which replica this rank trains, and how many there are.
         why_equal: why all replicas have to train on equally many micro-batches of a step; None: they need
             not.
+        step_samples: says how many samples a step of all replicas has; None: nobody knows.
     """
 
     replica: Callable[[], tuple[int, int]]
     why_equal: str | None = None
+    step_samples: Callable[[], int] | None = None
 
 
 _said: list[Said] = []
@@ -54,6 +56,12 @@ def replica() -> tuple[int, int]:
 def why_equal() -> str | None:
     """See :class:`Said`."""
     return _said[-1].why_equal if _said else None
+
+
+def step_samples() -> int | None:
+    """See :class:`Said`."""
+    asked = _said[-1].step_samples if _said else None
+    return None if asked is None else int(asked())
 
 
 def process() -> tuple[int, int]:

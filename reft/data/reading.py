@@ -22,6 +22,8 @@ class Progress:
     """Of one pass; it outlives the iterator, and does not keep the loader alive."""
 
     def __init__(self, began: JobPosition) -> None:
+        self.reading: weakref.ref[Reading] | None = None
+        """The iterator, as long as the script has it."""
         self.moves = 0
         """How often a version has taken it elsewhere."""
         self.go_to(began)
@@ -29,6 +31,10 @@ class Progress:
     def go_to(self, at: JobPosition) -> None:
         self.began = self.at = at
         self.taken = 0
+        self.ends_step: bool | None = None
+        """Of the batch that was handed out last: see :class:`Owner`."""
+        self.is_trained = False
+        """Whether that one was trained on."""
         self.counts = False
         """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
         self.unwatched = False
@@ -37,6 +43,15 @@ class Progress:
         """Whether it was read while no engine trained: a version has where the next one begins."""
         self.era = WATCH.resuming
         self.moves += 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the script has its iterator yet: of a look, it has none."""
+        return self.reading is not None and self.reading() is not None
+
+    def train(self) -> None:
+        """The batch that was handed out last is trained on."""
+        self.counts, self.unwatched, self.evaluates, self.is_trained = True, False, False, True
 
 
 @dataclass(frozen=True)
@@ -61,16 +76,17 @@ class Owner(Protocol):
 
     Attributes:
         inner: torch's.
-        ends_step: whether the newest micro-batch is the replica's last of its step.
     """
 
     inner: DataLoader[Any]
-    ends_step: bool | None
 
     @property
     def replica(self) -> tuple[int, int]: ...
 
     def read_from(self, at: JobPosition) -> tuple[Iterator[Any], Reached]: ...
+
+    def hand_out(self, progress: Progress) -> None:
+        """The script gets the next batch of a pass."""
 
     def follow(self, progress: Progress) -> None: ...
 
@@ -82,8 +98,7 @@ class ReadOfLoader:
 
     resumable = True
 
-    def __init__(self, reading: Reading, owner: Owner, progress: Progress) -> None:
-        self._reading = weakref.ref(reading)
+    def __init__(self, owner: Owner, progress: Progress) -> None:
         self._owner = owner
         self._progress = progress
 
@@ -102,7 +117,7 @@ class ReadOfLoader:
 
     @property
     def is_held(self) -> bool:
-        return self._reading() is not None
+        return self._progress.is_held
 
     def train(self) -> None:
         """A batch of it is trained on."""
@@ -115,7 +130,8 @@ class Reading:
     def __init__(self, owner: Owner, progress: Progress) -> None:
         self._owner = owner
         self._progress = progress
-        self._read_of = ReadOfLoader(self, owner, progress)
+        progress.reading = weakref.ref(self)
+        self._read_of = ReadOfLoader(owner, progress)
         self._inner: Iterator[Any] = iter(())
         self._reached: Reached | None = None
         self._moves = 0
@@ -152,7 +168,8 @@ class Reading:
         progress.at = read.at
         if read.error is not None:
             self._leave_out(read, read.error)
-        self._owner.ends_step = read.ends_step
+        progress.ends_step, progress.is_trained = read.ends_step, False
+        self._owner.hand_out(progress)
         if read.ends_step:
             self._ended_at = read.at
         progress.taken += 1

@@ -84,7 +84,9 @@ class DataPosition:
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
-        self._said = None if replica is None else place.Said(replica, _why_equal(engine))
+        self._said: place.Said | None = None
+        if replica is not None:
+            self._said = place.Said(replica, _why_equal(engine), lambda: int(engine.train_batch_size()))
         self._pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None

@@ -228,7 +228,7 @@ def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: i
         if not keeps:
             kept.clear()
 
-    readings, steps = [iter(loader) for loader in loaders], []
+    readings, steps, trained = [iter(loader) for loader in loaders], [], set()
     for _ in range(96 // STEP):
         samples: list[int] = []
         for loader, reading in zip(loaders, readings, strict=True):
@@ -236,14 +236,31 @@ def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: i
             while not ends:
                 batch = next(reading)
                 ends = loader.ends_step
-                look(loader)
+                if not keeps or loader in trained:  # which of two trains shows with the first batch only
+                    look(loader)
                 assert loader.ends_step is ends
+                trained.add(loader)
                 reading.train()
                 look(loader)
                 assert keeps or loader.ends_step is ends
                 samples += batch.tolist()
         steps.append(sorted(samples))
     assert steps == [list(range(first, first + STEP)) for first in range(0, 96, STEP)]
+
+
+def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(job: Job) -> None:
+    job.start(2)
+    engine = Engine()
+    engine.train_batch_size = lambda: 2 * STEP  # type: ignore[attr-defined]
+    data = DataPosition(engine, lambda: (0, 2))
+    try:
+        following = iter(job.loader(0, size=96))
+        next(following)
+        with pytest.raises(ConfigError, match=r"24 samples \(step_samples\).*48 \(train_batch_size\).*Write"):
+            following.train()
+        train(iter(job.loader(1, size=96, step=2 * STEP, name="right")))
+    finally:
+        data.close()
 
 
 def test_a_loop_that_is_left_behind_a_batch_of_the_next_step_has_left_it_behind_a_step(job: Job) -> None:
