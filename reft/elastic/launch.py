@@ -324,7 +324,8 @@ class Launcher(Observer):
                 f"nodes with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made "
                 f"of user, directory, program and arguments"
             )
-            self._rendezvous.close(message)
+            if self._rendezvous.has_taken_part():  # else others may train, or wait longer
+                self._rendezvous.close(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
             outcome = self._rendezvous.outcome() or "the job ended on another node"

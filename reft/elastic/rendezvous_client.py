@@ -139,6 +139,10 @@ class RendezvousClient:
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
 
+    def has_taken_part(self) -> bool:
+        """Whether this node was in a start of the job."""
+        return self._incarnations()[0] > 0
+
     def _has_place(self) -> bool:
         """Whether this node still takes part: a later start may be one that it was to take part in, and that
         did not come about."""

@@ -55,3 +55,17 @@ def test_p3_below_the_least_number_that_fits_the_job_gives_up_with_the_numbers_a
             )
             assert list(job.job_dir(node).iterdir()), "the other start finds it"
         assert not job.events("begins", replicas=2)
+
+
+def test_a_node_that_has_waited_long_enough_ends_alone(tmp_path: Path) -> None:
+    """It never took part; those that wait longer meet without it."""
+    patient = options("3:3", 200)
+    with cluster(tmp_path, "light.py", "end", nodes=1, options=patient) as job:
+        job.options = options("3:3", 2)
+        hasty = job.start_node(1)
+        assert hasty.process.wait(240) == 1
+        assert "3 nodes did not come together in 2 s" in job.log(1)
+        job.options = patient
+        for node in (1, 2):
+            job.start_node(node)
+        assert job.wait(240) == {0: 0, 1: 0, 2: 0}
