@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 from reft.store.persisted import MARKER_NAME
+from reft.store.signals import read_board
 from tests.attack.storm_job import BrokenPromiseError, StormJob, daemon_of, step_of
 from tests.attack.storm_setups import StormSetup
 from tests.faults.memory import fill_up, stored
@@ -106,6 +107,27 @@ def kill_nodes(s: Strike) -> None:
     s.say(f"{lost}, with their memory; replaced")
 
 
+def spare_takeover(s: Strike) -> None:
+    """A node dies with its memory, and one that has waited takes its place."""
+    index, seat = s.node(), len(s.job.cluster.current)
+    spare = s.job.cluster.start_node(seat)
+    try:
+        if not s.job.wait(lambda: _is_spare(s.job, index, spare.node_id), "a spare that waits"):
+            return
+        s.job.cluster.kill_node(index)
+    finally:
+        del s.job.cluster.current[seat]
+    s.job.cluster.current[index] = spare
+    s.say(f"of node {index} by {spare.node_id}")
+
+
+def _is_spare(job: StormJob, index: int, node_id: str) -> bool:
+    """Whether node ``index`` knows of that spare."""
+    board = read_board(job.cluster.job_dir(index))
+    rows = board.rows if board else ()
+    return any(row.report.node == node_id and row.report.spare for row in rows)
+
+
 def kill_daemon(s: Strike) -> None:
     index = s.node()
     daemon = daemon_of(s.job.cluster.job_dir(index))
@@ -179,6 +201,18 @@ def pause_rendezvous(s: Strike) -> None:
     time.sleep(secs)
     process.send_signal(signal.SIGCONT)
     s.say(f"for {secs:.1f} s")
+
+
+def stop_trainer(s: Strike) -> None:
+    """One trainer stands still and nobody lets it run on: the job has to find the hang and to go on."""
+    index = s.node()
+    trainers = s.job.cluster.trainers(index)
+    if not trainers:
+        s.say(f"node {index} had no trainer")
+        return
+    with suppress(OSError):
+        os.kill(s.rng.choice(trainers).pid, signal.SIGSTOP)
+    s.say(f"of node {index}, for good")
 
 
 def freeze_node(s: Strike) -> None:
@@ -374,12 +408,14 @@ ATTACKS = {
         Attack("kill-trainer", kill_trainer, any_time=True),
         Attack("kill-launcher", kill_launcher, any_time=True),
         Attack("kill-nodes", kill_nodes),
+        Attack("spare-takeover", spare_takeover),
         Attack("kill-daemon", kill_daemon, any_time=True),
         Attack("kill-rendezvous", kill_rendezvous, any_time=True),
         Attack("cut-power", cut_power, any_time=True),
         Attack("stop-job", stop_job),
         Attack("pause-node", pause_node, any_time=True),
         Attack("pause-rendezvous", pause_rendezvous, any_time=True),
+        Attack("stop-trainer", stop_trainer),
         Attack("freeze-node", freeze_node),
         *_damages(False, flip_bits, tear_headers, truncate, swap, remove_arenas, remove_root),
         *_damages(True, truncate, swap, remove_arenas, remove_job_dir, remove_root),

@@ -71,7 +71,7 @@ class StormCluster(LocalCluster):
                 env=self._environment(old.node_id),
                 start_new_session=True,
             )
-        node = LocalNode(index, old.generation, old.memory_dir, old.log_path, process)
+        node = LocalNode(old.index, old.generation, old.memory_dir, old.log_path, process)
         self.history.append(node)
         self.current[index] = node
         return node
