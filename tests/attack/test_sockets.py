@@ -14,18 +14,21 @@ import urllib.request
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from reft.comm.links import PURPOSE as CONTROL
 from reft.elastic.trainer_store import PURPOSE as TRAINERS_STORE
+from reft.env import ENV_STORE
 from reft.errors import AuthenticationError
 from reft.store.door import HANDSHAKE_SECS, knock
 from reft.store.keyvalue import PURPOSE as RENDEZVOUS
 from reft.store.wire import SOCKET_NAME, Channel
 from tests.attack.test_strangers import Bomb
 from tests.elastic.cluster import WatchedCluster, cluster
+from tests.etcd import EtcdCluster
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -281,3 +284,40 @@ def test_p11_every_socket_is_listed_and_no_stranger_harms_the_job(tmp_path: Path
     (tmp_path / "quiet").mkdir()
     config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
     assert run(tmp_path / "quiet", config, attacked=False) == attacked
+
+
+@pytest.mark.parametrize("own", ["launcher-store", "etcd-relay"])
+def test_p11_what_launchers_listen_on_without_a_rendezvous_of_its_own_is_listed_too(
+    tmp_path: Path, own: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if own == "etcd-relay":
+            etcd = stack.enter_context(EtcdCluster(tmp_path / "etcd"))
+            where: dict[str, Any] = {"etcd": etcd.endpoint}
+        else:
+            where = {"external_rendezvous": False}
+        job = stack.enter_context(cluster(tmp_path / "job", "light.py", "wait", "plain", nodes=2, **where))
+        job.wait_until(lambda: len(job.events("ready")) == 2, 240, "two trainers")
+        job.wait_until(lambda: all("pid" in (job.status(i) or {}) for i in range(2)), 240, "two daemons")
+        environ = {i: job.trainers(i)[0].environ() for i in job.current}
+        first = next(i for i, e in environ.items() if e["RANK"] == "0")
+        table, seen = documented(), {}
+        for at in (at for at in listening(job) if at.process == "launcher"):
+            e = environ[at.node]
+            if "{}:{}".format(*at.address) == e[ENV_STORE]:
+                name = own
+            else:
+                name = name_of(at, int(e["MASTER_PORT"]), first, ())
+            assert name in table, f"{at} is not in the table of docs/security.md"
+            seen.setdefault(name, []).append(at)
+        assert seen.keys() == {own, "trainers-store", "trainers-door", "trainers-relay"}
+        for at in seen[own] + seen["trainers-door"]:
+            assert table[own] == "secret"
+            attack(
+                at,
+                "secret",
+                [b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, pickle.dumps(Bomb(tmp_path / "bombed"))],
+            )
+        assert not (tmp_path / "bombed").exists()
+        assert len(job.events("start")) == 2
+        assert all(node.process.poll() is None for node in job.current.values())
