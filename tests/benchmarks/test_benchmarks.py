@@ -90,7 +90,7 @@ def test_host_copies_compares_every_way_of_one_core(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     found = json.loads(made.stdout)["ways"]
     assert set(found) == {
-        *("plain", "past_caches", "hash", "copy_then_hash", "copy_and_hash"),
+        *("plain", "past_caches", "hash", "copy_then_hash", "copy_and_hash", "copy_and_hash_sse2"),
         *("mapped_anew", "written_to_file", "over_loopback"),
     }
     for way in found.values():

@@ -175,10 +175,10 @@ def test_an_address_of_the_hosts_name_that_is_another_machines_is_passed_over(
     """As behind address translation: loopback would lead no other host here."""
     look_up = socket.getaddrinfo
 
-    def addresses(host: str, port: int, **options: Any) -> list[Any]:
+    def addresses(host: str, *args: Any, **options: Any) -> list[Any]:
         if host != "of-several-addresses":
-            return look_up(host, port, **options)
-        return [a for ip in ("192.0.2.7", "127.0.0.3") for a in look_up(ip, port, **options)]
+            return look_up(host, *args, **options)
+        return [a for ip in ("192.0.2.7", "127.0.0.3") for a in look_up(ip, *args, **options)]
 
     monkeypatch.delenv(ENV_INTERFACE, raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "of-several-addresses")

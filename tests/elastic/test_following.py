@@ -194,16 +194,22 @@ def test_advice_is_ordered_once(watched: Watched) -> None:
     assert not watched.ordered()
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Without the name that a process puts before its lines, which a test before this one may have set."""
+    return [record.getMessage().removeprefix("reft: ") for record in caplog.records]
+
+
 def test_advice_that_is_refused_again_and_again_is_said_once(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ordered, and refused, every ten minutes for as long as it stands."""
+    caplog.set_level(logging.WARNING, "reft")
     for _ in range(3):
         assert watched.ordered()
         order = read_order(watched.path)
         assert order is not None
         write_json(watched.path / ORDER_FILE, asdict(order) | {"number": millis(COOL_DOWN_SECS + 60)})
-    assert [r.getMessage() for r in caplog.records] == ["advice is followed: replace b: it is slow"]
+    assert said(caplog) == ["advice is followed: replace b: it is slow"]
     watched.round = 2
     assert watched.ordered()
     assert len(caplog.records) == 2
@@ -212,15 +218,14 @@ def test_advice_that_is_refused_again_and_again_is_said_once(
 def test_why_advice_is_not_followed_is_said_once_each(
     watched: Watched, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "reft")
     monkeypatch.setattr(following, "situation", lambda *_: SimpleNamespace(spares=()))
     for _ in range(3):
         assert not watched.ordered()
         leaving_of(watched.state).add(_NodeDesc("c", 1, 0))
         assert not watched.ordered()
         leaving_of(watched.state).clear()
-    said = [r.getMessage().partition(";")[0] for r in caplog.records]
-    assert said == [
+    assert [message.partition(";")[0] for message in said(caplog)] == [
         "advice is not followed: no spare waits",
         "advice is not followed: the job recovers, or changes its nodes",
     ]

@@ -63,7 +63,7 @@ class Cluster:
             **{key: value for key, value in asdict(self.machine).items() if key != "name"},
             "host_memory_bytes": self.host_memory_bytes,
             "failures": [asdict(failure) for failure in self.failures],
-            "storage_bytes_per_sec": self.storage_bytes_per_sec,
+            **({"storage_bytes_per_sec": speed} if (speed := self.storage_bytes_per_sec) else {}),
         }
 
 
