@@ -30,7 +30,7 @@ import psutil
 from reft import log
 from reft.config import ReftConfig
 from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
-from reft.store.hangs import STOPPED, Stillness, Waiting, Watch
+from reft.store.hangs import STOPPED, Stillness, Waiting, Watch, WriteWatch
 from reft.store.jobdir import JobDir, write_json
 from reft.store.joblock import holder
 from reft.store.label import Label
@@ -53,7 +53,6 @@ _IDLE_CONNECTION_SECS = 3600.0
 _HANDSHAKE_SECS = 5.0
 _WATCH_SECS = 0.25
 _LAUNCHER_STOPPED_SECS = 5.0
-_PERSIST_STILL_SECS = 6.0
 """Times patience: between two signs of progress of what is being written to storage."""
 _SAME_START_SECS = 2.0
 """Start times are computed from the boot time, which the clock's corrections move."""
@@ -94,7 +93,7 @@ class Daemon:
         self._workers: dict[int, float] = {}
         self._trainers = Watch()
         self._waiting: list[Waiting] = []
-        self._launcher_still, self._persist_still = Stillness(), Stillness()
+        self._launcher_still, self._writes = Stillness(), WriteWatch()
         self._incarnation = 0
         self._ordered = 0
         self._ended = threading.Event()
@@ -239,13 +238,12 @@ class Daemon:
     def look_at_storage(self, elapsed_secs: float) -> None:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
-        mark = (persist.writing, self.persister.progress)
-        secs = self._persist_still.look(mark, elapsed_secs)
-        limit = _PERSIST_STILL_SECS * config.patience if config is not None else 0.0
+        secs = self._writes.look(persist.writing, self.persister.progress, persist.last, elapsed_secs)
+        limit = self._writes.limit_secs(config.patience) if config is not None else 0.0
         if persist.writing is None or not limit or secs <= limit:
             return
         error = (
-            f"nothing has been written for {limit:.0f} s: the file system hangs, or another node does not "
+            f"nothing has been written for {limit:.1f} s: the file system hangs, or another node does not "
             f"write its part"
         )
         if persist.error != error:

@@ -19,6 +19,7 @@ LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
 LEAST_OTHER_SECS = 60.0
 _MOST_BETWEEN_LOOKS_SECS = 2.0
+_MOST_WRITE_PAUSE_SECS = 6.0
 STOPPED, TRACED = "T", "t"
 _WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
 """Beginnings of the names of instructions in which a rank may wait for another one."""
@@ -116,6 +117,39 @@ class Stillness:
         self.secs = self.secs + min(elapsed_secs, _MOST_BETWEEN_LOOKS_SECS) if mark == self._mark else 0.0
         self._mark = mark
         return self.secs
+
+
+class WriteWatch:
+    """For how long nothing has been written of a version, and how long that may be: ``patience`` times six
+    seconds, or, once a version was written, times the longest pause within one where that is less."""
+
+    def __init__(self) -> None:
+        self._still = Stillness()
+        self._last: Hashable = None
+        self._pause_secs = 0.0
+        self._longest_secs: float | None = None
+
+    def look(self, writing: Hashable, progress: Hashable, last: Hashable, elapsed_secs: float) -> float:
+        """The seconds.
+
+        Args:
+            writing: the version; None: none.
+            progress: how far it is.
+            last: the newest one that is finished.
+            elapsed_secs: since the last look.
+        """
+        if last != self._last:
+            self._longest_secs, self._last = max(self._longest_secs or 0.0, self._pause_secs), last
+        secs = self._still.look((writing, progress), elapsed_secs)
+        if writing is None:
+            secs = self._pause_secs = 0.0
+        self._pause_secs = max(self._pause_secs, secs)
+        return secs
+
+    def limit_secs(self, patience: float) -> float:
+        if self._longest_secs is None:
+            return patience * _MOST_WRITE_PAUSE_SECS
+        return patience * min(max(LEAST_STEP_SECS, self._longest_secs), _MOST_WRITE_PAUSE_SECS)
 
 
 class Watch:
