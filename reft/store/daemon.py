@@ -238,7 +238,8 @@ class Daemon:
     def look_at_storage(self, elapsed_secs: float) -> None:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
-        secs = self._writes.look(persist.writing, self.persister.progress, persist.last, elapsed_secs)
+        writer = self.persister
+        secs = self._writes.look(persist.writing, writer.progress, writer.written, elapsed_secs)
         limit = self._writes.limit_secs(config.patience) if config is not None else 0.0
         if persist.writing is None or not limit or secs <= limit:
             return

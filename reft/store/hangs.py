@@ -9,6 +9,7 @@ itself, or a clock that jumps, accuses nobody.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +21,7 @@ LEAST_STEP_SECS = 0.75
 LEAST_OTHER_SECS = 60.0
 _MOST_BETWEEN_LOOKS_SECS = 2.0
 _MOST_WRITE_PAUSE_SECS = 6.0
+_WRITES = 8
 STOPPED, TRACED = "T", "t"
 _WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
 """Beginnings of the names of instructions in which a rank may wait for another one."""
@@ -121,35 +123,38 @@ class Stillness:
 
 class WriteWatch:
     """For how long nothing has been written of a version, and how long that may be: ``patience`` times six
-    seconds, or, once a version was written, times the longest pause within one where that is less."""
+    seconds, or, once two versions were written, times the longest pause within the last eight where that is
+    less. The first one counts for nothing: it starts what writes."""
 
     def __init__(self) -> None:
         self._still = Stillness()
-        self._last: Hashable = None
+        self._writing: Hashable = None
+        self._written = 0
         self._pause_secs = 0.0
-        self._longest_secs: float | None = None
+        self._pauses: deque[float] = deque(maxlen=_WRITES)
 
-    def look(self, writing: Hashable, progress: Hashable, last: Hashable, elapsed_secs: float) -> float:
+    def look(self, writing: Hashable, progress: Hashable, written: int, elapsed_secs: float) -> float:
         """The seconds.
 
         Args:
             writing: the version; None: none.
             progress: how far it is.
-            last: the newest one that is finished.
+            written: how many are finished.
             elapsed_secs: since the last look.
         """
-        if last != self._last:
-            self._longest_secs, self._last = max(self._longest_secs or 0.0, self._pause_secs), last
-        secs = self._still.look((writing, progress), elapsed_secs)
-        if writing is None:
-            secs = self._pause_secs = 0.0
-        self._pause_secs = max(self._pause_secs, secs)
+        if written > max(self._written, 1):
+            self._pauses.append(self._pause_secs if self._written else 0.0)
+        self._written = written
+        quiet_secs = self._still.look((writing, progress), elapsed_secs)
+        secs = quiet_secs if writing is not None else 0.0
+        self._pause_secs = max(self._pause_secs, secs) if writing == self._writing else 0.0
+        self._writing = writing
         return secs
 
     def limit_secs(self, patience: float) -> float:
-        if self._longest_secs is None:
+        if not self._pauses:
             return patience * _MOST_WRITE_PAUSE_SECS
-        return patience * min(max(LEAST_STEP_SECS, self._longest_secs), _MOST_WRITE_PAUSE_SECS)
+        return patience * min(max(LEAST_STEP_SECS, *self._pauses), _MOST_WRITE_PAUSE_SECS)
 
 
 class Watch:

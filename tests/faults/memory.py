@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +117,29 @@ def small_file_system(path: Path, mebibytes: int) -> Iterator[str | None]:
             subprocess.run(["umount", "-l", str(path)], check=False)
 
 
+@contextmanager
+def disk_that_hangs(path: Path) -> Iterator[Callable[[bool], None] | None]:
+    """An ext4 of its own on ``path``; yields what makes it hang, and go on; None where it cannot be mounted."""
+    path.mkdir(parents=True, exist_ok=True)
+    image = path.with_name(f"{path.name}.ext4")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    tools = all(shutil.which(tool) for tool in ("mkfs.ext4", "fsfreeze"))
+    made = tools and subprocess.run(["mkfs.ext4", "-q", str(image)], check=False).returncode == 0
+    if not made or _mount("-o", "loop", str(image), str(path)) is not None:
+        yield None
+        return
+
+    def hang(still: bool) -> None:
+        subprocess.run(["fsfreeze", "--freeze" if still else "--unfreeze", str(path)], check=True)
+
+    try:
+        yield hang
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(path)], check=False, capture_output=True)
+        subprocess.run(["umount", "-l", str(path)], check=False)
+
+
 def make_read_only(path: Path) -> None:
     assert _mount("-o", "remount,ro", str(path)) is None
 
@@ -127,9 +150,9 @@ def make_writable(path: Path) -> None:
 
 def _mount(*arguments: str) -> str | None:
     if os.geteuid() != 0:
-        return "mounting a small tmpfs needs root"
+        return "mounting needs root"
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else f"a small tmpfs cannot be mounted: {done.stderr.strip()}"
+    return None if done.returncode == 0 else f"it cannot be mounted: {done.stderr.strip()}"
 
 
 def fill_up(directory: Path, leave_bytes: int = 0) -> Path:

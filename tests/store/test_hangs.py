@@ -167,30 +167,31 @@ def test_what_is_told_to_other_nodes_is_read_as_it_was() -> None:
         Waiting.from_json({"seen": {"phase": 77}, "quiet_secs": 1.0, "node": ""})
 
 
+def write(watch: WriteWatch, version: int, pauses: int, ends_well: bool = True) -> None:
+    """One version, of which nothing is written in so many looks, a second apart; the next one may have begun
+    when the watch looks again."""
+    for done in (1, *[5] * (pauses + 1), 9):
+        watch.look(version, (version, done), version - 1, 1.0)
+    if ends_well:
+        watch.look(version + 1, (version + 1, 0), version, 1.0)
+    else:
+        watch.look(None, (version, 9), version - 1, 1.0)
+
+
 def test_how_long_nothing_may_be_written_is_learned_from_what_was_written() -> None:
     watch = WriteWatch()
-    assert watch.look(None, None, None, 1.0) == 0.0
-    assert [watch.look(1, done, None, 1.0) for done in (0, 5, 5, 5, 5, 9)] == [0.0, 0.0, 1.0, 2.0, 3.0, 0.0]
-    assert watch.limit_secs(10.0) == 60.0, "none is finished"
-    assert watch.look(None, 9, 1, 1.0) == 0.0
-    assert watch.limit_secs(10.0) == 30.0, "the longest pause within it was 3 s"
-    assert watch.look(2, 9, 1, 1.0) == 0.0, "another version"
-    for _ in range(20):
-        watch.look(2, 0, 1, 1.0)
-    assert watch.limit_secs(10.0) == 30.0, "it has not ended well yet"
-    watch.look(None, 0, 1, 1.0)
-    watch.look(2, 0, 1, 1.0)
-    watch.look(None, 0, 2, 1.0)
+    assert watch.look(None, None, 0, 1.0) == 0.0
+    assert [watch.look(1, done, 0, 1.0) for done in (0, 5, 5, 5, 5, 9)] == [0.0, 0.0, 1.0, 2.0, 3.0, 0.0]
+    watch.look(None, 9, 1, 1.0)
+    assert watch.limit_secs(10.0) == 60.0, "the first starts what writes"
+    write(watch, 2, pauses=3)
+    assert watch.limit_secs(10.0) == 30.0
+    write(watch, 3, pauses=5, ends_well=False)
     assert watch.limit_secs(10.0) == 30.0, "an attempt that failed tells nothing"
-    watch.look(3, 0, 2, 1.0)
-    for _ in range(20):
-        watch.look(3, 0, 2, 1.0)
-    watch.look(None, 0, 3, 1.0)
-    assert watch.limit_secs(10.0) == 60.0, "never more than before the first"
-
-
-def test_short_pauses_within_writes_count_as_a_busy_machine_makes_them() -> None:
-    watch = WriteWatch()
-    watch.look(1, 0, None, 0.25)
-    watch.look(None, 4, 1, 0.25)
-    assert watch.limit_secs(10.0) == 7.5
+    write(watch, 3, pauses=0)
+    assert watch.limit_secs(10.0) == 30.0
+    write(watch, 4, pauses=20)
+    assert watch.limit_secs(10.0) == 60.0, "never more than before any"
+    for version in range(5, 13):
+        write(watch, version, pauses=0)
+    assert watch.limit_secs(10.0) == 7.5, "what a busy machine does to a short pause"
