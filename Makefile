@@ -70,6 +70,7 @@ test: venv  ## what takes minutes is left to test-all
 
 test-all: export REFT_RANDOM_EXAMPLES = 1
 test-all: export REFT_KILLS = 100
+test-all: export REFT_AOR_STEPS = 210
 test-all: venv  ## long tests too, and new examples for what is tested with random ones
 	$(call run_tests)
 

@@ -54,6 +54,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
         yield Jobs(tmp_path, stack)
 
 
+@pytest.mark.long
 def test_p7_jobs_without_an_id_share_nothing_and_each_finds_its_own_again(jobs: Jobs) -> None:
     first = jobs.torchrun("one", "--steps", "4", "--wait")
     assert first.said(0, "committed") == 4

@@ -247,7 +247,13 @@ def launcher_descendants(node: LocalNode) -> list[psutil.Process]:
     return [launcher, *launcher.children(recursive=True)]
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["REFT_SECRET", "~/.reft/secret"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(True, id="REFT_SECRET", marks=pytest.mark.long),
+        pytest.param(False, id="~/.reft/secret"),
+    ],
+)
 def test_p11_a_job_runs_no_strangers_code_and_tells_no_secret(tmp_path: Path, given: bool) -> None:
     """Two nodes train while a stranger writes a pickle where TorchElastic would read one."""
     home = tmp_path / "home"

@@ -126,6 +126,7 @@ def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
     assert savers["reft"]["stages"]["worker: copy and hash"][1] > 0
 
 
+@pytest.mark.long
 def test_save_stall_compares_every_way_within_one_run(tmp_path: Path) -> None:
     result = run("save_stall.py", folder=tmp_path)
     check_head(result, "save_stall")

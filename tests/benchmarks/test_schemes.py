@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.test_benchmarks import check_estimate, check_head, run
 
+pytestmark = pytest.mark.long
 BASES = {"none": "plain", "arc": "none", "aec": "none", "arc+aec": "none", "rs:2": "none", "aec+aor": "aec"}
 
 

@@ -88,6 +88,7 @@ def go_through_degrees(
     return {at: [n for each in ranks.values() for n in each] for at, ranks in whole.items()}, log
 
 
+@pytest.mark.long
 def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_other_degrees(tmp_path: Path) -> None:
     samples, steps = 48, 60
     found, log = go_through_degrees(tmp_path, samples, steps)

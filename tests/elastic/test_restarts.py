@@ -31,6 +31,7 @@ def restarts_used(job: WatchedCluster) -> list[int]:
     return [event["restarts_used"] for event in job.launcher_events("round")]
 
 
+@pytest.mark.long
 def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -508,6 +508,7 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     assert (now.nodes, now.limit) == (3, 3)
 
 
+@pytest.mark.long
 def test_p3_nodes_that_no_number_between_fits_leave_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,14 +43,14 @@ def test_p3_below_the_least_number_that_fits_the_job_gives_up_with_the_numbers_a
     """Two replicas could not share the batch of three."""
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 4}))
-    wanted = options("2:3", 60, last_call_secs=60)[1:]
+    wanted = options("2:3", 30, last_call_secs=30)[1:]
     with cluster(tmp_path, "resized.py", str(config), nodes=3, options=wanted) as job:
         trains(job, 3, 60, lives=1)  # seconds: a heartbeat tells all nodes what fits the newest version
         job.kill_node(1)
         assert {node: code for node, code in job.wait(240).items() if node != 1} == {0: 1, 2: 1}
         for node in (0, 2):
             assert (
-                "3 (of --nnodes 2:3, what the layout and the batch allow) nodes did not come together in 60 s"
+                "3 (of --nnodes 2:3, what the layout and the batch allow) nodes did not come together in 30 s"
                 in job.log(node)
             )
             assert list(job.job_dir(node).iterdir()), "the other start finds it"

@@ -87,6 +87,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.long
 def test_a_hook_in_the_environment_needs_no_line_in_the_script(environment: Path, tmp_path: Path) -> None:
     def hook(command: str) -> tuple[int, str]:
         done = run(str(environment), "-m", "reft.cli", "hook", command, out=tmp_path)

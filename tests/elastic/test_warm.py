@@ -166,7 +166,7 @@ def test_forked_trainers_and_their_server_end_with_the_launcher(tmp_path: Path) 
     _wait_for(lambda: not any(_lives(process) for process in [server, *trainers]), DEADLINE_SECS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -181,6 +181,7 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     _wait_for(lambda: not _lives(server), DEADLINE_SECS)
 
 
+@pytest.mark.long
 def test_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     job = Job(tmp_path, before='os.environ["OMP_NUM_THREADS"] = "2"\nprint("once more")')
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
@@ -191,6 +192,7 @@ def test_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     assert "the script sets OMP_NUM_THREADS before it imports numpy, which reads it" in job.log.read_text()
 
 
+@pytest.mark.long
 def test_a_module_that_cannot_be_shared_is_named_and_left_to_the_trainers(tmp_path: Path) -> None:
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"

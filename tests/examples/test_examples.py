@@ -19,6 +19,7 @@ PIPELINE = Example(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", [PLAIN, PIPELINE], ids=["plain", "pipeline"])
 def test_an_example_that_loses_a_node_ends_with_the_same_numbers(example: Example, tmp_path: Path) -> None:
     check_that_a_lost_node_changes_nothing(example, tmp_path, step=6)

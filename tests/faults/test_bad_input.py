@@ -25,6 +25,7 @@ def test_a_wrong_block_ends_the_job_with_what_to_write(scratch: Scratch) -> None
         assert job.left_over() == []
 
 
+@pytest.mark.long
 def test_colocated_replicas_and_too_little_memory(scratch: Scratch) -> None:
     """Nothing is protected, nothing fits, and the training is the same."""
     block = {"enabled": True, "memory_limit_bytes": 2**16}
@@ -47,6 +48,7 @@ def test_colocated_replicas_and_too_little_memory(scratch: Scratch) -> None:
         assert sum(counters["skipped"].values()) == 12
 
 
+@pytest.mark.long
 def test_a_single_replica_survives_its_process_not_its_node(scratch: Scratch) -> None:
     fault = {"point": FaultPoint.DURING_STEP, "step": 5, "action": "kill"}
     block = {"enabled": True, "faults": [fault]}

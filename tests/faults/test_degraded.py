@@ -90,6 +90,7 @@ def test_memory_full(scratch: Scratch) -> None:
             job.end_well(scratch)
 
 
+@pytest.mark.long
 def test_memory_runs_short(scratch: Scratch) -> None:
     """Others fill the memory while the job trains: it keeps less, and more again when they are gone. What
     would not survive the loss of a node any more is written to disk at once (P3)."""

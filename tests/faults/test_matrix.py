@@ -13,6 +13,7 @@ SHAPE = {shape.name: shape for shape in SHAPES}
 OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "optimizer", "moments"),
     [
@@ -22,11 +23,10 @@ OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
             OPTIMIZER["zero1-bf16-fp32"],
             {Moment.BEFORE_ANY_COMMIT: 0, Moment.AFTER_SEAL: 3, Moment.DURING_RECOVERY: 1},
         ),
-        pytest.param(
+        (
             SHAPE["TP2xDP2"],
             OPTIMIZER["zero0-fp32"],
             {Moment.DURING_COPY: 0, Moment.BEFORE_COMMIT: 1, Moment.DURING_PERSIST: 0},
-            marks=pytest.mark.long,
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Shape | Optimizer) else "",

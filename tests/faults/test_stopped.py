@@ -93,6 +93,7 @@ class StoppedJob:
         assert min(life.steps) == resumed_at + 1
 
 
+@pytest.mark.long
 def test_stopped_and_damaged_and_started_again(scratch: Scratch) -> None:
     reference = scratch.reference(DP2, OPTIMIZER, STEPS)
     with memory_directory() as memory_root:

@@ -59,6 +59,7 @@ class Switched(FaultJob):
         return len(current.steps) if current.number == life else 0
 
 
+@pytest.mark.long
 def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.CaptureFixture[str]) -> None:
     with Switched(scratch, "switched", DP3, OPTIMIZER, steps=10**6, block=BLOCK, max_restarts=1) as job:
         job.wait_for_commit(3)

@@ -12,6 +12,7 @@ from tests.faults.write_hole import HOLES, run_hole
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
+@pytest.mark.long
 def test_p5_data_and_parity_of_different_versions_never_mix(scratch: Scratch) -> None:
     points = (FaultPoint.DURING_PARITY, FaultPoint.BEFORE_SEAL)
     found, problems = run_hole(scratch, HOLES[0], points)

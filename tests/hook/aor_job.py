@@ -29,7 +29,7 @@ from tests.old_deepspeed import (
 
 avoid_build_at_start()
 
-STEPS = 210
+STEPS = int(os.environ.get("REFT_AOR_STEPS", "60"))
 SHORT_STEPS = 8
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
 KEEP_GRADIENTS = {"reduce_scatter": False, "contiguous_gradients": False}

@@ -39,7 +39,7 @@ LONG = [*CASES, *([EXACT] if CASES else [])]
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_partitions_equal_their_owners_after_210_steps(ranks: Ranks, case: str) -> None:
+def test_partitions_equal_their_owners_after_many_steps(ranks: Ranks, case: str) -> None:
     for member, r in enumerate(ranks):
         run = r["long"][case]
         assert run["committed"] == STEPS

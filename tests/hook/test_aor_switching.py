@@ -51,6 +51,7 @@ def assert_trained(ranks: Ranks, run: str) -> None:
             assert found == ranks[int(owner)][run]["partitions"][owner]
 
 
+@pytest.mark.long
 def test_p1_p5_orders_change_no_number_and_every_version_is_the_state(ranks: Ranks) -> None:
     assert_trained(ranks, "order")
     assert_restored(ranks, "order")

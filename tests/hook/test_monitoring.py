@@ -114,6 +114,7 @@ def records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.long
 def test_an_offline_run_of_wandb_has_what_the_csv_files_have(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="no wandb: pip install -e '.[dev]'")
     with job(tmp_path, wandb={"enabled": True, "project": "reft"}, csv_monitor=csv_monitor(tmp_path)):

@@ -76,6 +76,7 @@ def are_of_their_layouts(
             assert rank[case]["images"] == rank[case]["reference"]["images"], degrees
 
 
+@pytest.mark.long
 def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Path) -> None:
     lives = lives_of(tmp_path, SHORT, ["zero1"])
     are_of_their_layouts(lives, SHORT, "zero1")
@@ -103,6 +104,7 @@ def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dp", "protection", "point"),
     [(2, "arc", "during_recovery"), (3, "aec", "during_recovery"), (2, "arc", "before_commit")],

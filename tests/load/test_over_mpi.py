@@ -15,6 +15,7 @@ from tests import mpi
 from .fleet import NEW, OLD
 from .scenarios import MORE, NOT_OVER_MPI, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
+pytestmark = pytest.mark.long
 TESTS = Path(__file__).parents[1]
 DONE = [name for name in [*MORE, *SCENARIOS] if name not in NOT_OVER_MPI]
 RESTORED = {

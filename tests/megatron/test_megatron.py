@@ -167,7 +167,8 @@ def arguments_of(engine: str) -> tuple[str, ...]:
     return ("--no-pipeline-parallel",) if engine == "plain" else ()
 
 
-@pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
     """Value by value: iteration, arguments, tokens, random states, weights and optimizer."""
     found = persist(Alone(tmp_path, arguments_of(engine)), tmp_path)

@@ -58,9 +58,9 @@ WITH_CORE = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("make", "order"),
     [
-        (of_deepspeed, "cyclic"),
+        pytest.param(of_deepspeed, "cyclic", marks=pytest.mark.long),
         pytest.param(of_deepspeed, "single", marks=pytest.mark.long),
-        pytest.param(of_core, "cyclic", marks=WITH_CORE),
+        pytest.param(of_core, "cyclic", marks=(WITH_CORE, pytest.mark.long)),
         pytest.param(of_core, "single", marks=(WITH_CORE, pytest.mark.long)),
     ],
 )

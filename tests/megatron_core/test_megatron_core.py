@@ -224,6 +224,7 @@ def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     assert set(told) == set(wanted)
 
 
+@pytest.mark.long
 def test_a_captured_state_trains_on_as_it_did_in_a_model_made_anew() -> None:
     """P8, by kind of optimizer, precision and experts: masters, moments, loss scale, schedule and every stream of random
     numbers; the weights follow from them, also where they are gathered late."""

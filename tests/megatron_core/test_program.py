@@ -40,6 +40,7 @@ def saved(directory: Path) -> int:
     return int((directory / "latest_checkpointed_iteration.txt").read_text())
 
 
+@pytest.mark.long
 def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
     """With means over several iterations, batches that grow, weights that are gathered late, and the program's own
     flags for local checkpoints. ``--load`` names a directory that holds nothing, as at the first start of a job."""
@@ -70,6 +71,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
         assert unsaid not in disturbed.log
 
 
+@pytest.mark.long
 def test_local_checkpoints_are_those_that_the_program_asks_for_and_the_newer_of_memory_and_disk_is_loaded(
     tmp_path: Path,
 ) -> None:

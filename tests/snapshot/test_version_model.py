@@ -202,7 +202,10 @@ def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
     assert violation.promise == promise, str(violation)
 
 
-@pytest.mark.parametrize("completes", [True, False], ids=["completed", "taken again"])
+@pytest.mark.parametrize(
+    "completes",
+    [pytest.param(True, id="completed"), pytest.param(False, id="taken again", marks=pytest.mark.long)],
+)
 def test_p3_holds_when_the_restart_crashes_too(completes: bool) -> None:
     second = SecondCrash(completes=completes)
     for memory, committed in crash_memories(explored(Rules(meetings=0), 2, 3), groups=2):

@@ -58,8 +58,7 @@ def test_what_runs_out_is_said_before_with_its_time_its_step_and_its_culprit(
     assert "near step" in str(later)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize(("noise", "seed"), [(0.0, 0), (1.0, 0), (10.0, 0), (10.0, 1)])
 @pytest.mark.parametrize(
     "use",
     [

@@ -81,6 +81,7 @@ def test_a_trainer_that_leaks_under_a_limit_is_named_before_it_is_reached(job: J
         assert found.step > max(p.step for p in read_pages(job.path))
 
 
+@pytest.mark.long
 def test_trainers_that_keep_nothing_are_not_named(job: JobDir) -> None:
     with trainers(job, 0.0, 0.0) as pids:
         used = sum(map(private_bytes, pids))
