@@ -244,7 +244,7 @@ class Daemon:
         if persist.writing is None or not limit or secs <= limit:
             return
         error = (
-            f"nothing has been written for {limit:.1f} s: the file system hangs, or another node does not "
+            f"nothing has been written for {round(limit, 1):g} s: the file system hangs, or another node does not "
             f"write its part"
         )
         if persist.error != error:

@@ -161,6 +161,7 @@ def test_save_stall_compares_every_way_within_one_run(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     result = run("restore.py", folder=tmp_path)
     check_head(result, "restore")

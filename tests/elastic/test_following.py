@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_advice_is_ordered_once(watched: Watched) -> None:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Without the name that a process puts before its lines, which a test before this one may have set."""
-    return [record.getMessage().removeprefix("reft: ") for record in caplog.records]
+    return [re.sub(r"^reft(:| \[.*?\]) ", "", record.getMessage()) for record in caplog.records]
 
 
 def test_advice_that_is_refused_again_and_again_is_said_once(

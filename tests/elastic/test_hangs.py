@@ -96,7 +96,7 @@ def logs(made: WatchedCluster) -> str:
     [
         ("stop", "rank 1 hangs: stopped"),
         pytest.param("loop", "rank 1 hangs: in no communication", marks=pytest.mark.long),
-        ("link", "all ranks wait for each other, none is behind"),
+        pytest.param("link", "all ranks wait for each other, none is behind", marks=pytest.mark.long),
     ],
 )
 def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_losses(
@@ -210,7 +210,7 @@ def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp
         told = lambda: all("the file system hangs" in (said(node).get("error") or "") for node in (0, 1))  # noqa: E731
         made.wait_until(told, DEADLINE_SECS, "a word of it")
         assert all(
-            f"nothing has been written for {PATIENCE * 6:.1f} s" not in made.log(node) for node in (0, 1)
+            f"nothing has been written for {PATIENCE * 6:g} s" not in made.log(node) for node in (0, 1)
         )
         assert goes_on(made)
         before = finished()

@@ -27,6 +27,7 @@ def last_step(job: WatchedCluster, **wanted: int) -> int:
     return int(max((e["step"] for e in job.events("trained", **wanted)), default=0))
 
 
+@pytest.mark.long
 def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_kills(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG))

@@ -61,12 +61,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("args", "options"),
-    [
-        pytest.param((), ("--rank-order", "across-nodes"), id="option", marks=pytest.mark.long),
-        pytest.param(("topology",), (), id="topology"),
-    ],
+    [((), ("--rank-order", "across-nodes")), (("topology",), ())],
+    ids=["option", "topology"],
 )
 def test_p4_a_node_with_two_stages_may_die(
     tmp_path: Path, undisturbed: dict[int, set[str]], args: tuple[str, ...], options: tuple[str, ...]

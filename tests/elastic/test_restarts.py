@@ -64,6 +64,7 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     assert began == sorted(set(began)), "every life resumed from a newer version"
 
 
+@pytest.mark.long
 def test_new_versions_count_without_a_daemon_too(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps(CONFIG))

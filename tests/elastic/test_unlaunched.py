@@ -59,6 +59,7 @@ def run(*command: str, out: Path, env: Mapping[str, str] | None = None) -> subpr
     )
 
 
+@pytest.mark.long
 def test_import_reft_is_enough_under_torchrun(tmp_path: Path) -> None:
     """One of two trainers is killed; torchrun restarts both, and they resume from memory."""
     done = run(

@@ -13,9 +13,10 @@ from tests.hook.aor_switch_job import ORDERS, SMALL, STAGE_STEPS
 from tests.hook.ranks import run_ranks
 
 JOB = Path(__file__).with_name("aor_switch_job.py")
-pytestmark = pytest.mark.skipif(
-    not USUAL, reason="this DeepSpeed averages no gradients that could be captured"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not USUAL, reason="this DeepSpeed averages no gradients that could be captured"),
+]
 KEPT = {"aec": 1, "arc:2": 2, "none": 0, "arc": 1}
 
 Ranks = list[dict[str, Any]]
@@ -51,7 +52,6 @@ def assert_trained(ranks: Ranks, run: str) -> None:
             assert found == ranks[int(owner)][run]["partitions"][owner]
 
 
-@pytest.mark.long
 def test_p1_p5_orders_change_no_number_and_every_version_is_the_state(ranks: Ranks) -> None:
     assert_trained(ranks, "order")
     assert_restored(ranks, "order")

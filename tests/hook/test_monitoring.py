@@ -63,6 +63,7 @@ def by_csv(tmp_path: Path) -> Written:
     return found
 
 
+@pytest.mark.long
 def test_tensorboard_has_what_the_csv_files_have(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="no tensorboard: pip install -e '.[dev]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -148,6 +148,7 @@ def flip(job: Path) -> None:
             arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
 
 
+@pytest.mark.long
 def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -> None:
     """What is corrupt on one node comes from its peer; on both, the start is refused and the memory kept."""
     memory, aside = tmp_path / "zero1" / "memory", tmp_path / "aside"
