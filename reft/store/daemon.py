@@ -244,8 +244,8 @@ class Daemon:
         if persist.writing is None or not limit or secs <= limit:
             return
         error = (
-            f"nothing has been written for {round(limit, 1):g} s: the file system hangs, or another node does not "
-            f"write its part"
+            f"nothing has been written for {round(limit, 1):g} s: the file system hangs, or another node "
+            f"does not write its part"
         )
         if persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
