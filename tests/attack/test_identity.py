@@ -107,6 +107,7 @@ def test_p7_state_of_other_settings_is_refused_on_all_ranks_until_it_is_accepted
     assert [third.said(rank, "resumed") for rank in range(2)] == [3, 3]
 
 
+@pytest.mark.long
 def test_p7_launched_without_an_id_a_job_has_its_own_name_and_finds_it_again(jobs: Jobs) -> None:
     def start(name: str) -> Started:
         return jobs.launch(name, "--steps", "2", "--wait")

@@ -42,7 +42,11 @@ def test_p9_every_node_is_told_what_it_would_reserve_and_what_it_has(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "block", [{"memory_limit_bytes": 2**16}, {"memory_margin_bytes": NOBODY_HAS}], ids=["limit", "margin"]
+    "block",
+    [
+        pytest.param({"memory_limit_bytes": 2**16}, id="limit", marks=pytest.mark.long),
+        pytest.param({"memory_margin_bytes": NOBODY_HAS}, id="margin"),
+    ],
 )
 def test_p9_too_little_memory_is_not_well(tmp_path: Path, block: dict[str, Any]) -> None:
     codes, log = dry_run(tmp_path, block)

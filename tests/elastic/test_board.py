@@ -47,6 +47,7 @@ def all_know(job: WatchedCluster, wanted: dict[str, str], *indices: int) -> None
     )
 
 
+@pytest.mark.long
 def test_a_nodes_end_is_known_at_every_other_also_of_the_one_that_keeps_the_board(tmp_path: Path) -> None:
     quick = ("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,join_timeout=120")
     with cluster(tmp_path, "light.py", "wait", "plain", nodes=3, options=quick) as job:

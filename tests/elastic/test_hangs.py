@@ -126,6 +126,7 @@ def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, d
         assert {rank: losses(made, rank) for rank in (0, 1)} == undisturbed
 
 
+@pytest.mark.long
 def test_in_a_pipeline_the_stage_is_named_that_computes_while_others_wait(tmp_path: Path) -> None:
     with job(tmp_path, "pipe@8:1", steps=16, timeout_secs=350.0) as made:
         assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]

@@ -109,6 +109,7 @@ class Job:
         return int(self.process.wait(DEADLINE_SECS))
 
 
+@pytest.mark.long
 def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
@@ -208,6 +209,7 @@ def test_a_module_that_cannot_be_shared_is_named_and_left_to_the_trainers(tmp_pa
     assert "trainers import is_missing themselves: it cannot be imported (ModuleNotFoundError" in log
 
 
+@pytest.mark.long
 def test_what_libraries_set_themselves_starts_nothing_again(tmp_path: Path) -> None:
     (tmp_path / "sets_own.py").write_text(
         "import os\nos.environ['SETS_OWN'] = os.environ.get('SETS_OWN', 'x')\n"

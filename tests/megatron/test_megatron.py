@@ -45,6 +45,7 @@ def program(*arguments: str, zero: int = 0, **more: Any) -> DeepSpeedProgram:
     return DeepSpeedProgram(script=script, arguments=arguments, config=config, nodes=2, env=env)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.long)])
 def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path) -> None:
     """In bf16, with batches that grow and without ``--load``; in fp32, and with one whose directory holds nothing,

@@ -158,6 +158,7 @@ def check_windows(found: State, given: list[str]) -> None:
         assert set(order) & set("rg"), "it has received"
 
 
+@pytest.mark.long
 def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     """P12: before anything is trained, with what to change."""
     done = subprocess.run(
