@@ -27,8 +27,8 @@ LOOKS = 15
 """Steps: a node looks once a second, the board and this test as often."""
 
 
-def slow(job: WatchedCluster) -> list[dict[str, Any]]:
-    board = read_board(job.job_dir(0))
+def slow(job: WatchedCluster, node: int = 0) -> list[dict[str, Any]]:
+    board = read_board(job.job_dir(node))
     return [] if board is None else [s.model_dump() for s in board.slow]
 
 
@@ -51,6 +51,7 @@ def test_a_rank_slowed_by_a_fifth_is_named_while_the_others_are_not(
             job.wait_until(lambda: bool(slow(job)), 600, "somebody to be named")
             named = slow(job)
             ended = last_step(job)
+            job.wait_until(lambda: bool(slow(job, 1)), 600, "the other node to know")
             capsys.readouterr()
             main(["status", "--json", "--memory-dir", str(job.current[1].memory_dir)])
             told = json.loads(capsys.readouterr().out)
