@@ -80,6 +80,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard output
 	$(BIN)/python benchmarks/save_stall.py --json
