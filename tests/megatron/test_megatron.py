@@ -283,6 +283,7 @@ def test_numbers_that_are_one_are_not_refused(monkeypatch: pytest.MonkeyPatch) -
     assert captured(2)["iteration"] == 2
 
 
+@pytest.mark.process
 def test_the_commit_is_that_of_the_programs_own_checkout(tmp_path: Path) -> None:
     """Not of a repository that an installed program happens to lie in."""
     module = tmp_path / "megatron" / "checkpointing.py"
