@@ -23,6 +23,7 @@ from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.shared_state import Scaling, set_scaling
+from reft.elastic.trainers import Trainers
 from reft.errors import ConfigError
 from reft.naming import safe_name
 from reft.store.keyvalue import KeyValueStore
@@ -387,6 +388,35 @@ def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number
         assert not job.job_dir(0).exists(), "no version was taken"
         assert "Traceback" not in job.log(0)
         job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+_WITH_A_WORKER = """
+import signal, subprocess, sys
+def stop(number, frame):
+    worker.communicate(b"batch")
+    sys.exit(143)
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGTERM, stop)
+code = "import sys; print('ready', flush=True); print(sys.stdin.read(), flush=True)"
+worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("handles", "code", "loaded"), [("handles", 143, b"batch\n"), ("leaves", -15, b"")])
+def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
+    tmp_path: Path, handles: str, code: int, loaded: bytes
+) -> None:
+    """It finishes a step after the signal, for which its DataLoader's workers have to live."""
+    command = [sys.executable, "-c", _WITH_A_WORKER, handles]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        Trainers(lambda: {0: process}, tmp_path).end(signal.SIGTERM, 60)
+        assert process.stdout.read() == loaded  # to its end: the worker has ended as well
+        assert process.poll() == code
 
 
 def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
