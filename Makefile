@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv mpi-libraries etcd wheel docs clock demo test test-all lint bench gpu faults storm soak matrix megatron slurm mpi clean
+.PHONY: venv mpi-libraries etcd wheel docs clock demo quick test integration nightly lint bench gpu faults storm soak matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -57,27 +57,30 @@ clock: venv  ## from git clone to the first survived loss of a node, by the comm
 demo: venv  ## train over four nodes, kill one, watch it go on, compare with an undisturbed run
 	$(BIN)/reft demo $(ARGS)
 
-# Two files at a time. What fails beside another file is run once more, alone, and fails only if it fails again.
+# Two files at a time. What fails beside another file is run once more, alone; tests/tiers.py has what follows.
 PYTEST := $(BIN)/python -m pytest
-define run_tests
-	$(PYTEST) -n 2 --dist loadfile --cache-clear $(1) $(ARGS); code=$$?; \
-	if [ $$code -eq 1 ]; then echo "once more, alone:"; $(PYTEST) --last-failed --last-failed-no-failures none $(1); \
-	else exit $$code; fi
-endef
+TIER := $(BIN)/python -m tests.tiers
 
-test: venv  ## what takes minutes is left to test-all
-	$(call run_tests,-m 'not long')
+quick: venv  ## tests without a process that reach a changed file within two imports: a minute
+	$(TIER) quick $(ARGS)
 
-test-all: export REFT_RANDOM_EXAMPLES = 1
-test-all: export REFT_KILLS = 100
-test-all: export REFT_AOR_STEPS = 210
-test-all: venv  ## long tests too, and new examples for what is tested with random ones
-	$(call run_tests)
+test: venv  ## all tests without a process, and a real job for each promise: minutes
+	$(TIER) test $(ARGS)
+
+integration: venv  ## the other tests with processes, etcd, MPI, Slurm's scripts: half an hour
+	$(TIER) integration $(ARGS)
+
+nightly: export REFT_RANDOM_EXAMPLES = 1
+nightly: export REFT_KILLS = 100
+nightly: export REFT_AOR_STEPS = 210
+nightly: venv  ## all tests, with new examples for what is tested with random ones: hours
+	$(TIER) nightly $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard output
 	$(BIN)/python benchmarks/save_stall.py --json

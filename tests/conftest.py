@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
+import json
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from reft.tools.local_cluster import LocalCluster
-from tests.prefork import Popen
+from tests import prefork
+from tests.tiers import ENV_FAILURES
 
 # Two busy cores: how long an example takes says nothing, and no test asserts a time. The examples are the same
-# in every run, so that a change is what breaks a test; REFT_RANDOM_EXAMPLES=1 (make test-all) draws new ones.
+# in every run, so that a change is what breaks a test; REFT_RANDOM_EXAMPLES=1 (make nightly) draws new ones.
 settings.register_profile("reft", deadline=None, derandomize="REFT_RANDOM_EXAMPLES" not in os.environ)
 settings.load_profile("reft")
 
@@ -25,7 +30,7 @@ os.environ.setdefault("REFT_SECRET", secrets.token_hex(32))
 # Trainers of the suite are forked already (tests/prefork.py); what imports ahead for one node has tests of its own.
 os.environ.setdefault("REFT_WARM", "0")
 
-LocalCluster.popen = Popen
+LocalCluster.popen = prefork.Popen
 
 # Started in the background by a shell, this process ignores SIGINT, and so would all its children;
 # tests that press Ctrl-C need it.
@@ -42,3 +47,63 @@ def _environment_is_kept() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+# -- markers: a test that starts a process says so ---------------------------------------------------
+
+SECS_WITHOUT_PROCESS = 60
+_started: list[str] = []
+"""What this process has started since the test began. Libraries that ask the linker are not meant."""
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
+        _started.append(event)
+    elif event == "subprocess.Popen" and not str(arguments[0]).endswith(
+        ("ldconfig", "gcc", "cc", "ld", "uname")
+    ):
+        _started.append(f"{event} {arguments[0]}")
+
+
+def _fork_exec(*arguments: Any) -> int:
+    _started.append("multiprocessing")
+    return int(_really_fork_exec(*arguments))
+
+
+sys.addaudithook(_note)
+_really_fork_exec, _posixsubprocess.fork_exec = _posixsubprocess.fork_exec, _fork_exec
+prefork.on_start.append(lambda program: _started.append(f"forked {program}"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("integration"):
+            item.add_marker("process")
+        if not item.get_closest_marker("process") and not item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.timeout(SECS_WITHOUT_PROCESS), append=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    _started.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    result = yield
+    if _started and not item.get_closest_marker("process"):
+        pytest.fail(
+            f"the test starts a process ({_started[0]}): mark it with pytest.mark.process", pytrace=False
+        )
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Failures for tests/tiers.py, which runs them again; workers of xdist leave it to their controller."""
+    if report.failed and ENV_FAILURES in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ[ENV_FAILURES], "a") as out:
+            text = report.longreprtext + "".join(
+                f"\n-- {name}\n{content}" for name, content in report.sections
+            )
+            out.write(json.dumps([report.nodeid, text]) + "\n")

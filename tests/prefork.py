@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -55,10 +55,16 @@ HAS_DEVICE = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 """Nothing is forked there: importing DeepSpeed may make a context on the device, which no fork can use."""
 
 
+on_start: list[Callable[[Sequence[str]], None]] = []
+"""Called with each program that is about to be forked."""
+
+
 class Popen(ForkingPopen):
     """:class:`subprocess.Popen`, forked where it can be."""
 
     def client_for(self, program: Sequence[str], env: Mapping[str, str]) -> ForkClient | None:
+        for call in on_start:
+            call(program)
         server = _server_for(env)
         self.dies = server is not None and server.of_the_suite
         return server.client if server is not None else None

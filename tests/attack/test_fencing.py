@@ -50,7 +50,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     return Scratch(tmp_path_factory.mktemp("fencing"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_stopped_node_that_was_replaced_ends_itself(scratch: Scratch) -> None:
     """Stopped while versions are taken, committed and persisted, replaced, and continued."""
     persist_dir = scratch.root / "stopped-persisted"
@@ -79,7 +79,7 @@ def test_a_stopped_node_that_was_replaced_ends_itself(scratch: Scratch) -> None:
         assert sorted(job.history.incarnations) == [1, 2]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(scratch: Scratch) -> None:
     """As a side does that is cut off from the rendezvous store and trains on."""
     persist_dir = scratch.root / "told-persisted"

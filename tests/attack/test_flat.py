@@ -73,7 +73,7 @@ def all_run(job: WatchedCluster, told: str, ended: set[int]) -> bool:
     return enough and not now & ended and now <= {event["pid"] for event in job.events(told)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", [False, True], ids=["nothing", "a pipeline engine"])
 def test_p9_what_outlives_fifty_restarts_holds_no_more_than_before(tmp_path: Path, engine: bool) -> None:

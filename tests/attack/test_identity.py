@@ -54,7 +54,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
         yield Jobs(tmp_path, stack)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p7_jobs_without_an_id_share_nothing_and_each_finds_its_own_again(jobs: Jobs) -> None:
     first = jobs.torchrun("one", "--steps", "4", "--wait")
     assert first.said(0, "committed") == 4
@@ -107,7 +107,7 @@ def test_p7_state_of_other_settings_is_refused_on_all_ranks_until_it_is_accepted
     assert [third.said(rank, "resumed") for rank in range(2)] == [3, 3]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p7_launched_without_an_id_a_job_has_its_own_name_and_finds_it_again(jobs: Jobs) -> None:
     def start(name: str) -> Started:
         return jobs.launch(name, "--steps", "2", "--wait")

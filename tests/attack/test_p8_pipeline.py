@@ -30,7 +30,7 @@ def run(out: Path, **env: str) -> dict[int, set[str]]:
     return losses(out)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p8_a_killed_pipeline_reads_on_where_it_was(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "undisturbed")
     block = {"enabled": True, "memory_dir": str(tmp_path / "memory")}

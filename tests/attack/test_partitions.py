@@ -17,7 +17,7 @@ from tests.elastic.netns import STORE, NetCluster, needs_namespaces
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900), needs_namespaces]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), needs_namespaces]
 
 DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 DP4 = Shape("PP1xDP4", Degrees(1, 4, 1), nodes=4, procs_per_node=1)

@@ -286,7 +286,7 @@ def test_p11_every_socket_is_listed_and_no_stranger_harms_the_job(tmp_path: Path
     assert run(tmp_path / "quiet", config, attacked=False) == attacked
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("own", ["launcher-store", "etcd-relay"])
 def test_p11_what_launchers_listen_on_without_a_rendezvous_of_its_own_is_listed_too(
     tmp_path: Path, own: str

@@ -34,7 +34,7 @@ def pause(*pids: int) -> None:
             time.sleep(PAUSE_SECS)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("paused", ["launcher", "rendezvous"])
 def test_p3_a_node_that_hangs_is_replaced_after_an_earlier_pause(tmp_path: Path, paused: str) -> None:

@@ -250,7 +250,7 @@ def launcher_descendants(node: LocalNode) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(True, id="REFT_SECRET", marks=pytest.mark.long),
+        pytest.param(True, id="REFT_SECRET", marks=pytest.mark.nightly),
         pytest.param(False, id="~/.reft/secret"),
     ],
 )

@@ -126,7 +126,7 @@ def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
     assert savers["reft"]["stages"]["worker: copy and hash"][1] > 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_save_stall_compares_every_way_within_one_run(tmp_path: Path) -> None:
     result = run("save_stall.py", folder=tmp_path)
     check_head(result, "save_stall")
@@ -161,7 +161,7 @@ def test_save_stall_compares_every_way_within_one_run(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     result = run("restore.py", folder=tmp_path)
     check_head(result, "restore")
@@ -264,7 +264,7 @@ def test_to_resume_at_any_sample_one_batch_is_read(tmp_path: Path) -> None:
     assert {row["samples_read"] for row in rows} == {4}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
     process = start("mttr.py", "--quick", "--json", folder=tmp_path)
@@ -286,7 +286,7 @@ def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
     assert set(result["goals"]) == {"trainer_at_most_a_third_of_torchrun"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_smaller_trains_with_two_replicas_with_one_and_with_two_again() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "smaller.py"), "--quick", "--json"]
     made = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
@@ -299,7 +299,7 @@ def test_smaller_trains_with_two_replicas_with_one_and_with_two_again() -> None:
     assert made.returncode == (0 if found["goal_met"] else 1), made.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_hangs_finds_a_stopped_trainer_at_the_default_patience_and_names_it(tmp_path: Path) -> None:
     process = start("hangs.py", "--quick", "--json", folder=tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from tests.benchmarks.test_benchmarks import ROOT, check_estimate, run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_has_compares_every_variant_within_one_run(tmp_path: Path) -> None:
     result = run("has.py", folder=tmp_path)
     assert result["benchmark"] == "has"

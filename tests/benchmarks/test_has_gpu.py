@@ -39,7 +39,7 @@ def check_estimate(found: dict[str, Any]) -> None:
 # The first stage has the embedding and no fill, the last one head, loss, fill and drain. With these
 # bandwidths to plan with the state fits the bubbles, a part of it does, next to nothing does.
 @pytest.mark.parametrize(
-    ("stage", "bandwidth"), [(0, 1e12), pytest.param(1, 3e6, marks=pytest.mark.long), (3, 1.0)]
+    ("stage", "bandwidth"), [(0, 1e12), pytest.param(1, 3e6, marks=pytest.mark.nightly), (3, 1.0)]
 )
 def test_every_way_holds_the_state_and_is_compared(tmp_path: Path, stage: int, bandwidth: float) -> None:
     args = ["--self-test", "--json", "--stage", str(stage), "--planned-bytes-per-sec", str(bandwidth)]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks.test_benchmarks import check_estimate, check_head, run
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 BASES = {"none": "plain", "arc": "none", "aec": "none", "arc+aec": "none", "rs:2": "none", "aec+aor": "aec"}
 
 

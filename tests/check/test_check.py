@@ -74,7 +74,7 @@ def hang(pid: int, ended: threading.Event, store: KeyValueStore) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("disturb", [throttle, hang])
 def test_the_bad_one_of_four_is_named_by_all(tmp_path: Path, disturb: Any) -> None:
     told = check(tmp_path, "--secs", "3", "--factor", "2", "--timeout", "90", disturb=disturb)

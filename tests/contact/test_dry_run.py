@@ -44,7 +44,7 @@ def test_p9_every_node_is_told_what_it_would_reserve_and_what_it_has(tmp_path: P
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param({"memory_limit_bytes": 2**16}, id="limit", marks=pytest.mark.long),
+        pytest.param({"memory_limit_bytes": 2**16}, id="limit", marks=pytest.mark.nightly),
         pytest.param({"memory_margin_bytes": NOBODY_HAS}, id="margin"),
     ],
 )

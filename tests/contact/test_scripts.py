@@ -73,7 +73,7 @@ def test_p3_a_plain_loop_goes_on_with_resume(run: Callable[[str], Run], undistur
     assert job.losses() == undisturbed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "told"),
     [

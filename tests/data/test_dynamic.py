@@ -214,8 +214,8 @@ def test_p8_a_loop_that_is_left_after_so_many_micro_batches_is_refused(job: Job)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("looked_at", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("looked_at", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: int, looked_at: int) -> None:
     """Before each batch is trained on, and behind it: the loop steps where its own pass does."""
     job.start(2)

@@ -75,7 +75,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
             running.kill()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(_TIMEOUT_SECS + 30)
 def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Session, tmp_path: Path):
     """P1, P3, P8, and nothing stays behind."""
@@ -111,7 +111,7 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     assert session.left() == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(_TIMEOUT_SECS + 30)
 def test_a_lost_shard_is_decoded_from_parity_and_not_a_bit_of_any_loss_changes(
     session: Session, tmp_path: Path

@@ -23,7 +23,7 @@ from tests.docs.test_quickstart import fenced
 from tests.machine import free_port
 from tests.wheel import ROOT, build_wheel, run
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 TRAIN = {
     "plain": "examples/plain.py --deepspeed_config examples/plain.json --epochs 4",
     "pipeline": "--nproc-per-node 2 --rank-order across-nodes examples/pipeline.py --deepspeed_config "

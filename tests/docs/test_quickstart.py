@@ -20,7 +20,7 @@ def fenced(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_commands_lose_a_node_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,9 @@ def test_a_quoted_message_is_said(said: str, message: str) -> None:
 
 def test_the_page_has_messages() -> None:
     assert len(MESSAGES) >= 20
+
+
+def test_messages_name_extras_that_exist(said: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"reft-ckpt\[([a-z0-9]+)\]", said))
+    assert {"etcd", "metrics"} <= named <= set(extras)

@@ -13,7 +13,7 @@ from .test_launchers import ACCELERATE, command
 from .test_unlaunched import config, run
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'reft-ckpt[hf]'")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 LOSS = re.compile(r"(rank \d step \d+) loss (\S+)")
 
 

@@ -47,7 +47,7 @@ def all_know(job: WatchedCluster, wanted: dict[str, str], *indices: int) -> None
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_nodes_end_is_known_at_every_other_also_of_the_one_that_keeps_the_board(tmp_path: Path) -> None:
     quick = ("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,join_timeout=120")
     with cluster(tmp_path, "light.py", "wait", "plain", nodes=3, options=quick) as job:
@@ -78,7 +78,7 @@ def test_a_nodes_end_is_known_at_every_other_also_of_the_one_that_keeps_the_boar
         job.wait(120)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_whole_job_is_shown_from_any_node_through_a_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

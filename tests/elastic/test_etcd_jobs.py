@@ -130,7 +130,7 @@ def assert_same_numbers(losses: Losses, directory: Path) -> None:
     assert {rank for rank, _ in losses} == {0, 1}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p1_training_does_not_notice_what_etcd_suffers(tmp_path: Path, etcd: EtcdCluster) -> None:
     with training(tmp_path / "job", etcd) as job:
         for fault in FAULTS.values():
@@ -142,7 +142,7 @@ def test_p1_training_does_not_notice_what_etcd_suffers(tmp_path: Path, etcd: Etc
     assert_same_numbers(losses, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_p8_a_node_is_replaced_whatever_etcd_suffers_meanwhile(
     fault: str, tmp_path: Path, etcd: EtcdCluster
@@ -171,7 +171,7 @@ def test_p8_a_node_is_replaced_whatever_etcd_suffers_meanwhile(
     assert_same_numbers(losses, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p8_leases_are_lost_again_and_again_while_a_round_forms(tmp_path: Path, etcd: EtcdCluster) -> None:
     """The state and everything that the round exchanged is gone in the middle of it."""
     with training(tmp_path / "job", etcd) as job:

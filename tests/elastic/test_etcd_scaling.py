@@ -25,7 +25,7 @@ OPTIONS = (
     # A node that is silent for two minutes is gone; the status says after seconds that nothing is heard of it.
     *("--rdzv-conf", "keep_alive_interval=5,keep_alive_max_attempt=24,last_call_timeout=5,join_timeout=240"),
 )
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_a_user_where_etcd_knows_none_is_refused(tmp_path: Path) -> None:
         assert_refused(launch(tmp_path, cluster.endpoint, env=USER), "auth enable")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_nobody_there_no_majority_and_strangers(tmp_path: Path) -> None:
     soon = ("--rdzv-conf", "connect_timeout=1")
     nobody = f"127.0.0.1:{free_port()}"
@@ -199,7 +199,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path) -> None:
     at = certificates
     files = ("--cert-file", f"{at}/server.pem", "--key-file", f"{at}/server.key")
@@ -219,7 +219,7 @@ def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: P
         assert_refused(stranger, "is not to be trusted")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tls_towards_a_cluster_without_it(tmp_path: Path, etcd: EtcdCluster, certificates: Path) -> None:
     done = launch(tmp_path, etcd.endpoint, "--rdzv-conf", f"cacert={certificates}/ca.pem")
     assert_refused(done, "does not speak TLS")

@@ -96,7 +96,7 @@ def with_spare(job: WatchedCluster) -> tuple[str, int]:
     raise AssertionError("no such rank")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_p1_a_node_that_is_slow_is_replaced_by_a_spare_and_the_losses_stay_equal_in_every_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,7 +131,7 @@ def test_p1_a_node_that_is_slow_is_replaced_by_a_spare_and_the_losses_stay_equal
     assert found.items() <= expected.items()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_without_the_wish_nothing_is_followed(tmp_path: Path) -> None:
     with job_of(tmp_path / "job", follow=False, nodes=4) as job:

@@ -93,7 +93,7 @@ def test_where_none_is_lost_nobody_is_waited_for_longer(port: int) -> None:
     wait_for_round(port, 2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p3_the_block_says_how_long_a_replacement_is_waited_for(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True, "elastic": {"wait_secs": 1}}}))

@@ -95,8 +95,8 @@ def logs(made: WatchedCluster) -> str:
     ("kind", "said"),
     [
         ("stop", "rank 1 hangs: stopped"),
-        pytest.param("loop", "rank 1 hangs: in no communication", marks=pytest.mark.long),
-        pytest.param("link", "all ranks wait for each other, none is behind", marks=pytest.mark.long),
+        pytest.param("loop", "rank 1 hangs: in no communication", marks=pytest.mark.nightly),
+        pytest.param("link", "all ranks wait for each other, none is behind", marks=pytest.mark.nightly),
     ],
 )
 def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_losses(
@@ -116,7 +116,7 @@ def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_l
         assert "a stopped process cannot write its stacks" in told
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]) -> None:
     """A slow first step, an evaluation, a pause that one rank has asked for, and what the script does itself."""
     with job(tmp_path, "slow") as made:
@@ -126,7 +126,7 @@ def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, d
         assert {rank: losses(made, rank) for rank in (0, 1)} == undisturbed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_in_a_pipeline_the_stage_is_named_that_computes_while_others_wait(tmp_path: Path) -> None:
     with job(tmp_path, "pipe@8:1", steps=16, timeout_secs=350.0) as made:
         assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]
@@ -141,7 +141,7 @@ def test_in_a_pipeline_the_stage_is_named_that_computes_while_others_wait(tmp_pa
         )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["plain", "accumulated", "pipe"])
 def test_steps_that_take_longer_than_the_shortest_limit_are_no_hang(kind: str, tmp_path: Path) -> None:
     """The limit of a step is that of the job's own steps, also before one was measured."""
@@ -163,7 +163,7 @@ def test_steps_that_take_longer_than_the_shortest_limit_are_no_hang(kind: str, t
         assert sorted(losses(made, options["nodes"] - 1)) == [1, 2, 3, 4]  # type: ignore[operator]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_node_that_falls_silent_is_gone_on_without_and_ends_itself(tmp_path: Path) -> None:
     """Nobody takes its place, and no time-out of a collective is waited for."""
     quick = ("--nnodes", "1:2", "--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4")
@@ -222,7 +222,7 @@ def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp
         assert HUNG not in logs(made)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_thousand_steps_with_an_evaluation_of_60_s_raise_no_alarm(tmp_path: Path) -> None:
     """And a save of 30 s, a pause and a stop of the script's own of 60 s each."""

@@ -48,7 +48,7 @@ def start(folder: Path, *arguments: str) -> tuple[list[int], str]:
     return codes, "".join((folder / f"host{rank}.log").read_text() for rank in range(len(HOSTS)))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_a_host_that_is_lost_with_its_memory_is_made_whole_by_the_other(tmp_path: Path) -> None:
     config(tmp_path)

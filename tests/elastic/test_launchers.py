@@ -48,7 +48,7 @@ def configured(directory: Path, way: str) -> str:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "launcher", [TORCHRUN, DEEPSPEED, ACCELERATE], ids=["torchrun", "deepspeed", "accelerate"]
@@ -86,7 +86,7 @@ def test_a_killed_job_is_resumed(
     assert len(list((tmp_path / "memory").glob("*/rank?-slot0.arena"))) == 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
 def test_a_script_that_cannot_be_protected_is_told_and_not_started(
     tmp_path: Path, launcher: tuple[str, ...]

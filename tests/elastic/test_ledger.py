@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
 PATIENCE_SECS = 900
 DEGREES = (4, 3, 4, 2)
 KILLS = int(os.environ.get("REFT_KILLS", "8"))
-"""Of each long job; ``make test-all`` has a hundred."""
+"""Of each long job; ``make nightly`` has a hundred."""
 SHORT = 4
 """Of the job that ``make test`` runs: one launch of each degree."""
 
@@ -127,7 +127,7 @@ def run(
     [
         ("memory", 0, SHORT),
         *(
-            pytest.param(tier, workers, KILLS, marks=pytest.mark.long)
+            pytest.param(tier, workers, KILLS, marks=pytest.mark.nightly)
             for tier in ("memory", "storage")
             for workers in (0, 3)
         ),
@@ -158,7 +158,7 @@ def test_p8_every_sample_once_over_kills_and_other_degrees(
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [0, 1])
 def test_p8_a_slow_replica_takes_fewer_and_every_sample_is_trained_on_once(
     tmp_path: Path, workers: int

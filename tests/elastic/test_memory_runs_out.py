@@ -29,7 +29,7 @@ def runs_out(job: WatchedCluster) -> list[str]:
     return [] if board is None else [r.who for row in board.rows for r in row.report.runs_out]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(psutil.virtual_memory().total > 64 * 2**30, reason="the machine's memory is the limit")
 @pytest.mark.skipif(psutil.virtual_memory().available < 8 * 2**30, reason="needs 8 GiB of free memory")
 def test_a_trainer_that_leaks_is_named_in_log_status_and_advice(

@@ -95,14 +95,14 @@ class Nodes:
                 os.kill(int(daemon["pid"]), signal.SIGKILL)
 
 
-@pytest.fixture(params=["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
+@pytest.fixture(params=["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)])
 def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(mpi.require(request.param), tmp_path)
     yield made
     made.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["mpi", "sockets"])
 def test_p8_the_next_step_goes_on_from_memory_bit_for_bit(nodes: Nodes, transport: str) -> None:
     """A trainer is killed with SIGKILL, so that MPI ends the job; its node is lost with its memory. The next mpiexec, on

@@ -141,7 +141,7 @@ def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> 
         assert all(job.job_dir(i).is_dir() for i in range(2))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rendezvous_that_comes_back_continues_the_job(tmp_path: Path) -> None:
     """Killed while all train, gone while a node dies, and back with its port and its state."""
     state = ("--state-dir", str(tmp_path / "state"))

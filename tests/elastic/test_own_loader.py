@@ -27,7 +27,7 @@ def last_step(job: WatchedCluster, **wanted: int) -> int:
     return int(max((e["step"] for e in job.events("trained", **wanted)), default=0))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_kills(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG))
@@ -89,7 +89,7 @@ def go_through_degrees(
     return {at: [n for each in ranks.values() for n in each] for at, ranks in whole.items()}, log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_other_degrees(tmp_path: Path) -> None:
     samples, steps = 48, 60
     found, log = go_through_degrees(tmp_path, samples, steps)
@@ -105,7 +105,7 @@ def test_p8_deepspeeds_own_loader_trains_on_every_sample_once_over_other_degrees
     assert "the position in the data" not in log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p12_a_loader_whose_position_does_not_go_to_another_degree_is_named(tmp_path: Path) -> None:
     """A pass ends within a step: at step 1 it is said that this may be, and at the resize that it is so."""
     _, log = go_through_degrees(tmp_path, 50, 40)

@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("args", "options"),
     [((), ("--rank-order", "across-nodes")), (("topology",), ())],

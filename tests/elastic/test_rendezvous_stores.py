@@ -314,7 +314,7 @@ def test_heartbeats_are_leases_and_write_nothing(etcd: EtcdCluster) -> None:
         node.die()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p6_a_member_that_dies_or_stands_still_is_passed_by_and_a_lost_majority_is_said(
     etcd: EtcdCluster,
 ) -> None:

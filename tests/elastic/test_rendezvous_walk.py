@@ -13,11 +13,11 @@ import pytest
 
 from tests.elastic.rendezvous_world import Connection, LeasedConnection, World
 
-FEW = [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+FEW = [0, 1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly)]
 WALKS = [
     *range(12),
-    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 16)),
-    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 300)),
+    *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(12, 16)),
+    *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(100, 300)),
 ]
 STORES = pytest.mark.parametrize("store", [Connection, LeasedConnection])
 SETTLE_SECS, CALM_SECS = 45.0, 15.0

@@ -117,7 +117,7 @@ def is_of_its_layouts(found: list[Phase], root: Path, *layouts: tuple[int, int])
     assert sum(times == passes + 1 for times in counted.values()) == rest
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sample_once(
     tmp_path: Path,
@@ -128,7 +128,7 @@ def test_p1_from_each_resize_on_a_job_is_one_of_that_layout_and_reads_each_sampl
     is_of_its_layouts(found, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("pp", "tp", "sizes"), [(2, 1, [2, 1, 2]), (1, 2, [2, 1])], ids=["pp2", "tp2"])
 def test_p1_so_is_a_job_of_stages_and_one_of_slices(
@@ -179,7 +179,7 @@ def phases_of(root: Path, persisted: Path, layout: tuple[int, int, int, int]) ->
         return phases(job)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_p1_a_job_whose_nodes_are_all_lost_goes_on_in_other_layouts_from_storage(tmp_path: Path) -> None:
     persisted, found = tmp_path / "persisted", []
@@ -212,7 +212,7 @@ def phases_on(root: Path, memory: Path, layout: tuple[int, int, int]) -> list[Ph
         return phases(job)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_p3_a_job_whose_trainers_all_die_goes_on_in_other_layouts_from_memory(tmp_path: Path) -> None:
     memory, found, newest = tmp_path / "memory", [], [0]

@@ -31,7 +31,7 @@ def restarts_used(job: WatchedCluster) -> list[int]:
     return [event["restarts_used"] for event in job.launcher_events("round")]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,7 +64,7 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     assert began == sorted(set(began)), "every life resumed from a newer version"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_new_versions_count_without_a_daemon_too(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps(CONFIG))

@@ -49,7 +49,7 @@ def goes_to(job: WatchedCluster, replicas: int, before: int, lives: int) -> None
     assert len(set(steps)) == len(steps), "a step was made twice"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -508,7 +508,7 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     assert (now.nodes, now.limit) == (3, 3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p3_nodes_that_no_number_between_fits_leave_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,7 @@ def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured
         assert len(job.events("start")) == 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p3_below_the_least_number_that_fits_the_job_gives_up_with_the_numbers_and_its_memory(
     tmp_path: Path,
 ) -> None:

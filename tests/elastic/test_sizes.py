@@ -109,7 +109,7 @@ def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_d
     assert "because" in why_not(7, 1, eight, Size("because", 0, 4, fixed=True), None)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_p3_one_stage_is_lost_and_the_job_goes_on_as_its_other_replica_until_a_node_comes(
     tmp_path: Path,

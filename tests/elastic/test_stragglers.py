@@ -36,7 +36,7 @@ def last_step(job: WatchedCluster) -> int:
     return int(max((e["step"] for e in job.events("step")), default=0))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rank_slowed_by_a_fifth_is_named_while_the_others_are_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +66,7 @@ def test_a_rank_slowed_by_a_fifth_is_named_while_the_others_are_not(
     assert sum("is slow since step" in path.read_text() for path in tmp_path.glob("**/*.log")) == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_nobody_is_named_in_1000_undisturbed_steps(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG))

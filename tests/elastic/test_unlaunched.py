@@ -59,7 +59,7 @@ def run(*command: str, out: Path, env: Mapping[str, str] | None = None) -> subpr
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_import_reft_is_enough_under_torchrun(tmp_path: Path) -> None:
     """One of two trainers is killed; torchrun restarts both, and they resume from memory."""
     done = run(
@@ -88,7 +88,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_hook_in_the_environment_needs_no_line_in_the_script(environment: Path, tmp_path: Path) -> None:
     def hook(command: str) -> tuple[int, str]:
         done = run(str(environment), "-m", "reft.cli", "hook", command, out=tmp_path)

@@ -109,7 +109,7 @@ class Job:
         return int(self.process.wait(DEADLINE_SECS))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
@@ -167,7 +167,7 @@ def test_forked_trainers_and_their_server_end_with_the_launcher(tmp_path: Path) 
     _wait_for(lambda: not any(_lives(process) for process in [server, *trainers]), DEADLINE_SECS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -182,7 +182,7 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     _wait_for(lambda: not _lives(server), DEADLINE_SECS)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     job = Job(tmp_path, before='os.environ["OMP_NUM_THREADS"] = "2"\nprint("once more")')
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
@@ -193,7 +193,7 @@ def test_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     assert "the script sets OMP_NUM_THREADS before it imports numpy, which reads it" in job.log.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_module_that_cannot_be_shared_is_named_and_left_to_the_trainers(tmp_path: Path) -> None:
     (tmp_path / "starts_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
@@ -209,7 +209,7 @@ def test_a_module_that_cannot_be_shared_is_named_and_left_to_the_trainers(tmp_pa
     assert "trainers import is_missing themselves: it cannot be imported (ModuleNotFoundError" in log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_libraries_set_themselves_starts_nothing_again(tmp_path: Path) -> None:
     (tmp_path / "sets_own.py").write_text(
         "import os\nos.environ['SETS_OWN'] = os.environ.get('SETS_OWN', 'x')\n"

@@ -19,12 +19,12 @@ PIPELINE = Example(
 )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("example", [PLAIN, PIPELINE], ids=["plain", "pipeline"])
 def test_an_example_that_loses_a_node_ends_with_the_same_numbers(example: Example, tmp_path: Path) -> None:
     check_that_a_lost_node_changes_nothing(example, tmp_path, step=6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_compiled_model_that_loses_a_node_ends_with_the_same_numbers(tmp_path: Path) -> None:
     check_that_a_lost_node_changes_nothing(COMPILED, tmp_path, step=6)

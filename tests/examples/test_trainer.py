@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [PASS // 2, PASS], ids=["within a pass", "at the end of a pass"])
 def test_a_trainer_goes_on_where_the_version_was_taken(undisturbed: Path, tmp_path: Path, step: int) -> None:
     lose_a_node(TRAINER, tmp_path / "disturbed", step)

@@ -12,12 +12,12 @@ from reft.store.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
     persist_dir = scratch.root / "auto-persisted"
     block = {
@@ -52,7 +52,7 @@ def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
         assert latest_persisted(persist_dir / job.cluster.job_id) is not None
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_how_often_memory_takes_versions_is_found_agreed_on_told_and_known_to_the_next_start(
     scratch: Scratch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

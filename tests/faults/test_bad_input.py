@@ -9,7 +9,7 @@ from reft.grid import Degrees
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, recoveries, wrong_losses
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DP1 = Shape("PP1xDP1", Degrees(1, 1, 1), nodes=1, procs_per_node=1)
 TOGETHER = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=1, procs_per_node=2)
@@ -25,7 +25,7 @@ def test_a_wrong_block_ends_the_job_with_what_to_write(scratch: Scratch) -> None
         assert job.left_over() == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_colocated_replicas_and_too_little_memory(scratch: Scratch) -> None:
     """Nothing is protected, nothing fits, and the training is the same."""
     block = {"enabled": True, "memory_limit_bytes": 2**16}
@@ -48,7 +48,7 @@ def test_colocated_replicas_and_too_little_memory(scratch: Scratch) -> None:
         assert sum(counters["skipped"].values()) == 12
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_single_replica_survives_its_process_not_its_node(scratch: Scratch) -> None:
     fault = {"point": FaultPoint.DURING_STEP, "step": 5, "action": "kill"}
     block = {"enabled": True, "faults": [fault]}

@@ -11,7 +11,7 @@ from reft.store.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, wrong_losses
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 STEPS = 200
@@ -24,7 +24,7 @@ def _lose_two(job: FaultJob) -> None:
         job.cluster.replace_node(index)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_nodes_at_once(scratch: Scratch) -> None:
     optimizer = OPTIMIZERS[0]
     reference = scratch.reference(DP3, optimizer, STEPS)

@@ -18,7 +18,7 @@ from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, wrong_losses
 from tests.faults.memory import fill_up, make_read_only, make_writable, small_file_system
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[2]
@@ -69,7 +69,7 @@ def _job(scratch: Scratch, name: str, block: dict[str, Any], memory_root: Path |
     return Watched(scratch, name, DP2, OPTIMIZER, steps=10**6, block=block, memory_root=memory_root)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_memory_full(scratch: Scratch) -> None:
     memory_root = scratch.root / "small-memory"
     with small_file_system(memory_root, 48) as reason:
@@ -90,7 +90,7 @@ def test_memory_full(scratch: Scratch) -> None:
             job.end_well(scratch)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_memory_runs_short(scratch: Scratch) -> None:
     """Others fill the memory while the job trains: it keeps less, and more again when they are gone. What
     would not survive the loss of a node any more is written to disk at once (P3)."""
@@ -142,7 +142,7 @@ def _newest_protection(job: Watched) -> str:
     return next((v.scheme for v in report.versions if v.committed), "")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_storage_and_daemon_fail(scratch: Scratch) -> None:
     """A persist directory that is missing, read-only, full; a daemon that is killed; and all well again."""
     store = scratch.root / "store"

@@ -7,13 +7,13 @@ import pytest
 from tests.faults.cases import OPTIMIZERS, SHAPES, Case, Moment, Optimizer, Setup, Shape, plan_job
 from tests.faults.job import Scratch, run_planned
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 SHAPE = {shape.name: shape for shape in SHAPES}
 OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "optimizer", "moments"),
     [

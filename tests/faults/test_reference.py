@@ -37,7 +37,7 @@ def start(cluster_dir: Path, steps: int, secs: float) -> LocalCluster:
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_takes_longer_than_the_limit_of_standing_still_is_waited_for(tmp_path: Path) -> None:
     with start(tmp_path, steps=14, secs=5.0) as cluster:
         cluster.start()

@@ -21,7 +21,7 @@ from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Losses, Scratch, wrong_losses
 from tests.faults.memory import memory_directory, newest_common, plant_strangers, stored
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 DP2 = Shape("PP1xDP2", Degrees(1, 2, 1), nodes=2, procs_per_node=1)
 PP2 = Shape("PP2xDP1", Degrees(2, 1, 1), nodes=2, procs_per_node=1)
@@ -93,7 +93,7 @@ class StoppedJob:
         assert min(life.steps) == resumed_at + 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_stopped_and_damaged_and_started_again(scratch: Scratch) -> None:
     reference = scratch.reference(DP2, OPTIMIZER, STEPS)
     with memory_directory() as memory_root:

@@ -15,7 +15,7 @@ from reft.load.inspect import inspect_job
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
 OPTIMIZER = OPTIMIZERS[0]
@@ -59,7 +59,7 @@ class Switched(FaultJob):
         return len(current.steps) if current.number == life else 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_protection_is_switched_while_training(scratch: Scratch, capsys: pytest.CaptureFixture[str]) -> None:
     with Switched(scratch, "switched", DP3, OPTIMIZER, steps=10**6, block=BLOCK, max_restarts=1) as job:
         job.wait_for_commit(3)

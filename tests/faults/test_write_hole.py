@@ -9,10 +9,10 @@ from reft.config import FaultPoint
 from tests.faults.job import Scratch
 from tests.faults.write_hole import HOLES, run_hole
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p5_data_and_parity_of_different_versions_never_mix(scratch: Scratch) -> None:
     points = (FaultPoint.DURING_PARITY, FaultPoint.BEFORE_SEAL)
     found, problems = run_hole(scratch, HOLES[0], points)

@@ -14,7 +14,7 @@ from tests.hook.ranks import run_ranks
 
 JOB = Path(__file__).with_name("aor_switch_job.py")
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(not USUAL, reason="this DeepSpeed averages no gradients that could be captured"),
 ]
 KEPT = {"aec": 1, "arc:2": 2, "none": 0, "arc": 1}

@@ -37,7 +37,7 @@ def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
         assert rank["path"] == f"memory:due/{goes_on_at}"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_after_a_failure_that_memory_survives_storage_counts_on_from_what_it_has(tmp_path: Path) -> None:
     """Every 52 steps: 152 is 52 behind what is there, 156 a multiple. Nothing else is due, on no rank."""
     lose(tmp_path, {0: 1}, [], 110)

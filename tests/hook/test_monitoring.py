@@ -63,7 +63,7 @@ def by_csv(tmp_path: Path) -> Written:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tensorboard_has_what_the_csv_files_have(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="no tensorboard: pip install -e '.[dev]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -115,7 +115,7 @@ def records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_offline_run_of_wandb_has_what_the_csv_files_have(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="no wandb: pip install -e '.[dev]'")
     with job(tmp_path, wandb={"enabled": True, "project": "reft"}, csv_monitor=csv_monitor(tmp_path)):

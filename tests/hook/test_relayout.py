@@ -76,7 +76,7 @@ def are_of_their_layouts(
             assert rank[case]["images"] == rank[case]["reference"]["images"], degrees
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Path) -> None:
     lives = lives_of(tmp_path, SHORT, ["zero1"])
     are_of_their_layouts(lives, SHORT, "zero1")
@@ -84,7 +84,7 @@ def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Pa
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layouts", [REPLICAS, MANY_REPLICAS], ids=["two-stages", "one-stage"])
 def test_p1_so_it_does_with_other_replicas_that_each_have_the_whole_state(
     tmp_path: Path, layouts: tuple[Degrees, ...]
@@ -104,7 +104,7 @@ def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dp", "protection", "point"),
     [(2, "arc", "during_recovery"), (3, "aec", "during_recovery"), (2, "arc", "before_commit")],
@@ -148,7 +148,7 @@ def flip(job: Path) -> None:
             arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -> None:
     """What is corrupt on one node comes from its peer; on both, the start is refused and the memory kept."""
     memory, aside = tmp_path / "zero1" / "memory", tmp_path / "aside"
@@ -182,7 +182,7 @@ def are_tied(lives: Lives) -> None:
             assert ranks[-1][case]["tied"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
 def test_p1_tied_modules_come_together_on_one_stage_and_part_again(
@@ -194,7 +194,7 @@ def test_p1_tied_modules_come_together_on_one_stage_and_part_again(
     are_tied(lives)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("nodes", [0, 2], ids=["storage", "memory"])
 def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: Path, nodes: int) -> None:
     """DeepSpeed adds up the gradients of what it is told is tied: the rest of such a module is another one on
@@ -214,7 +214,7 @@ def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: 
         assert "tied_weight_attr" in rank["tied-zero1"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     BF16_OPTIMIZER_IS_NEVER_MADE or GRADIENTS_ARE_NOT_AVERAGED,
@@ -236,7 +236,7 @@ def test_p3_recomputed_partitions_go_to_another_layout(tmp_path: Path, lost: boo
             assert rank[case]["recomputed"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
 def test_p1_so_it_does_through_many_layouts(tmp_path: Path, nodes: int, path: str) -> None:

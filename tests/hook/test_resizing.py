@@ -16,7 +16,7 @@ from tests.hook.ranks import run_ranks
 from tests.hook.resize_job import CASES, STEPS
 
 JOB = Path(__file__).with_name("resize_job.py")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 LIVES = {1: (3, 2, 3), 2: (2, 1, 2)}
 """Replicas of every life, by the number of stages."""
 RUN = {1: tuple(CASES), 2: tuple(case for case in ("zero1", "zero1-bf16") if case in CASES)}

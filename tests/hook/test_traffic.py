@@ -12,7 +12,7 @@ from tests.hook.ranks import run_ranks
 from tests.hook.traffic_job import GRAIN_BYTES, PROTECTIONS, STEPS
 
 JOB = Path(__file__).with_name("traffic_job.py")
-MEMBERS = (3, pytest.param(4, marks=pytest.mark.long))
+MEMBERS = (3, pytest.param(4, marks=pytest.mark.nightly))
 
 Ranks = list[dict[str, Any]]
 

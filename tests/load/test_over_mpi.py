@@ -15,7 +15,7 @@ from tests import mpi
 from .fleet import NEW, OLD
 from .scenarios import MORE, NOT_OVER_MPI, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 TESTS = Path(__file__).parents[1]
 DONE = [name for name in [*MORE, *SCENARIOS] if name not in NOT_OVER_MPI]
 RESTORED = {
@@ -30,7 +30,7 @@ RESTORED = {
 }
 
 
-@pytest.fixture(scope="module", params=["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Per scenario what every rank wrote down."""
     library = mpi.require(request.param)

@@ -45,8 +45,8 @@ def program(*arguments: str, zero: int = 0, **more: Any) -> DeepSpeedProgram:
     return DeepSpeedProgram(script=script, arguments=arguments, config=config, nodes=2, env=env)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.nightly)])
 def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path) -> None:
     """In bf16, with batches that grow and without ``--load``; in fp32, and with one whose directory holds nothing,
     as the first start of a job has it."""
@@ -74,7 +74,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
     assert "from here on its losses" not in disturbed.log, "its place in the data is the program's (P12)"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     trained = program()
     save = str(tmp_path / "checkpoints")
@@ -168,7 +168,7 @@ def arguments_of(engine: str) -> tuple[str, ...]:
     return ("--no-pipeline-parallel",) if engine == "plain" else ()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
     """Value by value: iteration, arguments, tokens, random states, weights and optimizer."""
@@ -180,7 +180,7 @@ def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine:
     assert resumed.iterations == found.lines_to_come
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
     engine: str, tmp_path: Path

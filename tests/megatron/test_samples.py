@@ -58,10 +58,10 @@ WITH_CORE = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("make", "order"),
     [
-        pytest.param(of_deepspeed, "cyclic", marks=pytest.mark.long),
-        pytest.param(of_deepspeed, "single", marks=pytest.mark.long),
-        pytest.param(of_core, "cyclic", marks=(WITH_CORE, pytest.mark.long)),
-        pytest.param(of_core, "single", marks=(WITH_CORE, pytest.mark.long)),
+        pytest.param(of_deepspeed, "cyclic", marks=pytest.mark.nightly),
+        pytest.param(of_deepspeed, "single", marks=pytest.mark.nightly),
+        pytest.param(of_core, "cyclic", marks=(WITH_CORE, pytest.mark.nightly)),
+        pytest.param(of_core, "single", marks=(WITH_CORE, pytest.mark.nightly)),
     ],
 )
 def test_p8_every_rank_is_given_the_samples_of_the_undisturbed_run(
@@ -134,7 +134,7 @@ def test_p8_every_sample_once_where_the_degree_changes(tmp_path: Path) -> None:
     assert "MegatronPretrainingRandomSampler" not in log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p12_the_random_sampler_is_named_where_the_degree_may_change_and_where_it_does(
     tmp_path: Path,
 ) -> None:

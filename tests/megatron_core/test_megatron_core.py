@@ -44,7 +44,7 @@ State = dict[str, dict[str, Any]]
 
 
 def long(arguments: str) -> Any:
-    return pytest.param(arguments, marks=pytest.mark.long)
+    return pytest.param(arguments, marks=pytest.mark.nightly)
 
 
 def read(out: Path) -> State:
@@ -158,7 +158,7 @@ def check_windows(found: State, given: list[str]) -> None:
         assert set(order) & set("rg"), "it has received"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     """P12: before anything is trained, with what to change."""
     done = subprocess.run(
@@ -225,7 +225,7 @@ def test_what_reft_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     assert set(told) == set(wanted)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_captured_state_trains_on_as_it_did_in_a_model_made_anew() -> None:
     """P8, by kind of optimizer, precision and experts: masters, moments, loss scale, schedule and every stream of random
     numbers; the weights follow from them, also where they are gathered late."""

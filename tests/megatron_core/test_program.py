@@ -40,7 +40,7 @@ def saved(directory: Path) -> int:
     return int((directory / "latest_checkpointed_iteration.txt").read_text())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
     """With means over several iterations, batches that grow, weights that are gathered late, and the program's own
     flags for local checkpoints. ``--load`` names a directory that holds nothing, as at the first start of a job."""
@@ -71,7 +71,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
         assert unsaid not in disturbed.log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_local_checkpoints_are_those_that_the_program_asks_for_and_the_newer_of_memory_and_disk_is_loaded(
     tmp_path: Path,
 ) -> None:
@@ -102,7 +102,7 @@ def test_local_checkpoints_are_those_that_the_program_asks_for_and_the_newer_of_
     assert killed.validations | newer.validations == undisturbed.validations
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Without the block the hook does nothing; with it, what the program loads is where versions go on."""
     trained = program()
@@ -121,7 +121,7 @@ def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_p
     assert first.validations | second.validations == undisturbed.validations
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_stop_saves_its_own_checkpoint(tmp_path: Path) -> None:
     trained = program("--train-iters", "500", "--eval-interval", "0")
     save = tmp_path / "checkpoints"

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from reft.errors import PersistError
-from reft.store.assemble import NICENESS, AssembleRequest
+from reft.store.assemble import NICENESS, NO_DEVICE, AssembleRequest
 from reft.store.assembler import Assembler
 from reft.store.label import Label
 from reft.store.persist import persist_label
@@ -99,6 +99,11 @@ def ask_for_nothing(assembler: Assembler, root: Path) -> None:
 
 def request(root: Path) -> AssembleRequest:
     return AssembleRequest(str(root), JOB, 1, 4, "00" * 32, ((0, 0, 0),))
+
+
+def test_the_process_sees_no_device_of_either_vendor() -> None:
+    """AMD's runtime takes an empty list for a list that was not given: all devices (``rocdevice.cpp``)."""
+    assert (NO_DEVICE["CUDA_VISIBLE_DEVICES"], NO_DEVICE["HIP_VISIBLE_DEVICES"]) == ("-1", "-1")
 
 
 def test_the_lag_counts_from_the_oldest_version_that_is_not_written() -> None:

@@ -103,7 +103,7 @@ class Case:
 
 QUICK = {Case(4, 12, True, True), Case(4, 8, False, True), Case(8, 4, True, False), Case(8, 8, False, False)}
 CASES = [
-    pytest.param(case, id=str(case), marks=() if case in QUICK else (pytest.mark.long,))
+    pytest.param(case, id=str(case), marks=() if case in QUICK else (pytest.mark.nightly,))
     for case in (
         Case(first, newer, publishes, exchange)
         for first, newer in ((4, 12), (4, 8), (8, 4), (8, 8))

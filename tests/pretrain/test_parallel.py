@@ -21,7 +21,7 @@ from reft.tools.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain import reference
 from tests.pretrain.conftest import run_bounded
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 WORKER = Path(__file__).with_name("worker.py")
 STEPS = 3
 BATCH = 8

@@ -173,6 +173,6 @@ def test_hip_divides_takes_roots_and_keeps_denormals_as_exact_adam_needs(tmp_pat
         assert ".amdhsa_float_denorm_mode_32 3" in kernel, "denormals are flushed"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_all_kernels_compile_for_mi250x(tmp_path: Path) -> None:
     check(CASES, tmp_path)

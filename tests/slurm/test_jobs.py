@@ -15,7 +15,7 @@ from tests import mpi
 from tests.slurm.cluster import SlurmCluster, missing
 from tests.slurm.jobs import SlurmJob, environment, losses_in
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 BLOCK = {"enabled": True}
 CLEANS = "cleans"
 """A file; while it is there, memory is removed from nodes whenever a job ends or is requeued."""

@@ -65,12 +65,12 @@ def test_p3_holds_where_the_scheme_is_switched_between_two_versions() -> None:
     assert kept(explored(rules(ORDERS, steps=2))) == {(0, 0), (1, 0)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p3_holds_where_a_switch_is_interrupted() -> None:
     assert kept(explored(rules(ORDERS, steps=2, meetings=1))) == {(0, 0), (1, 0)}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p3_holds_through_orders_and_short_memory_one_after_the_other() -> None:
     explorer = explored(rules(BOTH, steps=3, errors=False, ahead=1, changes=2))
     assert explorer.deepest_commit == 3

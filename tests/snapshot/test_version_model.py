@@ -156,7 +156,7 @@ def test_p2_p3_p6_hold_for_3_groups_of_4_ranks_whatever_fails_wherever() -> None
     assert explorer.states > 100_000
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_p2_p3_p6_hold_over_4_versions_and_further_ahead() -> None:
     assert explored(Rules(steps=4)).deepest_commit == 4
     assert explored(Rules(ahead=3)).deepest_commit == 3
@@ -204,7 +204,7 @@ def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
 
 @pytest.mark.parametrize(
     "completes",
-    [pytest.param(True, id="completed"), pytest.param(False, id="taken again", marks=pytest.mark.long)],
+    [pytest.param(True, id="completed"), pytest.param(False, id="taken again", marks=pytest.mark.nightly)],
 )
 def test_p3_holds_when_the_restart_crashes_too(completes: bool) -> None:
     second = SecondCrash(completes=completes)

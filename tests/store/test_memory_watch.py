@@ -63,7 +63,7 @@ def grouped(watch_pids: list[int], limit_bytes: int) -> list[Bound]:
     return [Bound("control group /job", sum(map(private_bytes, watch_pids)), limit_bytes)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_trainer_that_leaks_under_a_limit_is_named_before_it_is_reached(job: JobDir) -> None:
     limit = 1200 * MIB
     with trainers(job, 0.0, 0.3) as pids:
@@ -82,7 +82,7 @@ def test_a_trainer_that_leaks_under_a_limit_is_named_before_it_is_reached(job: J
         assert found.step > max(p.step for p in read_pages(job.path))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_trainers_that_keep_nothing_are_not_named(job: JobDir) -> None:
     with trainers(job, 0.0, 0.0) as pids:
         used = sum(map(private_bytes, pids))
