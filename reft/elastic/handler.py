@@ -415,6 +415,14 @@ class StoreRendezvous(DynamicRendezvousHandler):
         state = self._state_holder.state
         return bool(self._members) and self._members.keys() <= seats_of(state).keys()
 
+    def goes_on_without(self, gone: int) -> bool:
+        """Whether enough nodes are left where so many of this round have ended, with those that wait: as the
+        last heartbeat saw it."""
+        state, settings = self._state_holder.state, self._settings
+        waiting = (state.redundancy_list | state.wait_list) - leaving_of(state) - self._members.keys()
+        left = len(self._members) - gone + len(waiting)
+        return (sizes_of(state) or Sizes()).largest(left, settings.min_nodes, settings.max_nodes) > 0
+
     @property
     def is_left_by_silent(self) -> bool:
         """Whether a node of the round that runs was struck out, no other has come, and those that are left

@@ -419,6 +419,21 @@ def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
         assert process.poll() == code
 
 
+@pytest.mark.process
+@pytest.mark.integration
+def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
+    """Its trainers stop those of its peers; no node takes its place, for which they would wait."""
+    with cluster(tmp_path, "light.py", "wait", "graceful", nodes=2) as job:
+        job.wait_for("ready", 2)
+        (peers,) = job.trainers(1)
+        job.signal_node(0, signal.SIGTERM)
+        job.wait_for("flushed")
+        peers.terminate()
+        assert job.wait(240) == {0: 143, 1: 143}
+        assert "node node0 was told to stop by SIGTERM, and no other takes its place" in job.log(1)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
 def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     """A second Ctrl-C does not wait for the grace to pass."""
     with single(tmp_path, "wait", "stubborn", options=("--grace-secs", "100")) as job:
