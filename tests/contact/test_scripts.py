@@ -71,6 +71,8 @@ def test_p3_a_plain_loop_goes_on_with_resume(run: Callable[[str], Run], undistur
     code, log = job.start(KILL)
     assert code == 0, log
     assert f"resumed at step {KILLED_AT} from memory" in log
+    assert "s after the failure (" in log
+    assert log.count("the job is protected: PP1xDP1xTP1 on 1 node(s)") == 2, "a line at each start"
     assert job.losses() == undisturbed
 
 

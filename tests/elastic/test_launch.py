@@ -23,6 +23,7 @@ from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.shared_state import Scaling, set_scaling
+from reft.elastic.trainers import Trainers
 from reft.errors import ConfigError
 from reft.naming import safe_name
 from reft.store.keyvalue import KeyValueStore
@@ -393,6 +394,49 @@ def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number
         assert len(job.events("flushed")) == 2
         assert not job.job_dir(0).exists(), "no version was taken"
         assert "Traceback" not in job.log(0)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+_WITH_A_WORKER = """
+import signal, subprocess, sys
+def stop(number, frame):
+    worker.communicate(b"batch")
+    sys.exit(143)
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGTERM, stop)
+code = "import sys; print('ready', flush=True); print(sys.stdin.read(), flush=True)"
+worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("handles", "code", "loaded"), [("handles", 143, b"batch\n"), ("leaves", -15, b"")])
+def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
+    tmp_path: Path, handles: str, code: int, loaded: bytes
+) -> None:
+    """It finishes a step after the signal, for which its DataLoader's workers have to live."""
+    command = [sys.executable, "-c", _WITH_A_WORKER, handles]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        Trainers(lambda: {0: process}, tmp_path).end(signal.SIGTERM, 60)
+        assert process.stdout.read() == loaded  # to its end: the worker has ended as well
+        assert process.poll() == code
+
+
+@pytest.mark.integration
+def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
+    """Its trainers stop those of its peers; no node takes its place, for which they would wait."""
+    with cluster(tmp_path, "light.py", "wait", "graceful", nodes=2) as job:
+        job.wait_for("ready", 2)
+        (peers,) = job.trainers(1)
+        job.signal_node(0, signal.SIGTERM)
+        job.wait_for("flushed")
+        peers.terminate()
+        assert job.wait(240) == {0: 143, 1: 143}
+        assert "node node0 was told to stop by SIGTERM, and no other takes its place" in job.log(1)
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 

@@ -237,6 +237,26 @@ os.environ["SETS_OWN"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["REA
     assert "the script sets READS_LATE before it imports reads_late, which reads it; it has no effect" in log
 
 
+@pytest.mark.process
+def test_threads_that_end_before_a_fork_keep_no_module_out(tmp_path: Path) -> None:
+    """OpenBLAS starts as many as there are cores behind `import numpy`, and ends them before a fork."""
+    (tmp_path / "starts_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
+    )
+    program = (
+        "from reft.elastic.warm_server import import_ahead\n"
+        "print(list(import_ahead(['numpy.random', 'starts_thread'], {})))"
+    )
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "4", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout
+        == str([("numpy.random", ""), ("starts_thread", "starts 1 threads while it is imported")]) + "\n"
+    )
+
+
 def _wait_for(condition: Callable[[], bool], limit_secs: float) -> None:
     deadline = time.monotonic() + limit_secs
     while not condition():
