@@ -264,6 +264,7 @@ class DataPosition:
         self._batches = self._micro_batches = 0
         if rng is not None:
             WATCH.resuming = Resuming(position, rng, self.is_training)
+            WATCH.reopens = self._left_to_program
         self._saved, self._check = position, None
         if not self._pipeline:
             self._saved, self._check = None, position

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from reft.cli import make_app
@@ -242,6 +243,42 @@ def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.Mo
     assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (3, 24, 5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "evaluated", "draws"), [("cyclic", 0, 1), ("cyclic", 16, 0), ("single", 0, 0)]
+)
+def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
+    kind: str, evaluated: int, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cyclic`` opens its loaders when their first batch is asked for, and a resumed job does not evaluate again."""
+    more = {"no_save_rng": False, "dataloader_type": kind, "consumed_valid_samples": evaluated}
+    started(monkeypatch, load="somewhere", **more)
+    tracker = SimpleNamespace(get_states=dict)
+    tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    vars(sys.modules["megatron.checkpointing"])["tensor_parallel"] = tensor_parallel
+    data, at = SimpleNamespace(leave_to_program=lambda: None), SimpleNamespace(tp=0, pp=0)
+    session: Any = SimpleNamespace(
+        engine=SimpleNamespace(capture=lambda client: (client, torch.get_rng_state())),
+        state=SimpleNamespace(data=data),
+        coordinate=at,
+        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
+        is_rank_zero=False,
+    )
+    program = running_program(Engine(global_steps=3, dp_world_size=1))
+    assert program is not None
+    program.join(session)
+    torch.manual_seed(1)
+    here = torch.get_rng_state()
+    client, rng = session.engine.capture(program.client_state())
+    assert torch.equal(torch.get_rng_state(), here)
+    for _ in range(draws):
+        iter(DataLoader([0]))  # type: ignore[arg-type]
+    wanted = torch.get_rng_state()
+    assert torch.equal(rng, wanted)
+    assert torch.equal(client["rng_state"][0]["torch_rng_state"], wanted)
+    torch.set_rng_state(here)
+    assert torch.equal(session.engine.capture(client)[1], here), "as of a version that was restored"
+
+
 def test_arguments_that_another_process_cannot_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"params_dtype": torch.float32, "data_path": ["a", "b"], "rampup_batch_size": None}
     left = {"attn_mask": torch.ones(2), "scheduler": object(), "nested": [object()]}
@@ -283,6 +320,7 @@ def test_numbers_that_are_one_are_not_refused(monkeypatch: pytest.MonkeyPatch) -
     assert captured(2)["iteration"] == 2
 
 
+@pytest.mark.process
 def test_the_commit_is_that_of_the_programs_own_checkout(tmp_path: Path) -> None:
     """Not of a repository that an installed program happens to lie in."""
     module = tmp_path / "megatron" / "checkpointing.py"
