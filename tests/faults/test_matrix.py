@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from reft.grid import Degrees
 from tests.faults.cases import OPTIMIZERS, SHAPES, Case, Moment, Optimizer, Setup, Shape, plan_job
 from tests.faults.job import Scratch, run_planned
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
 SHAPE = {shape.name: shape for shape in SHAPES}
 OPTIMIZER = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
+DP3 = Shape("PP1xDP3", Degrees(1, 3, 1), nodes=3, procs_per_node=1)
+
+
+@pytest.mark.parametrize("protection", ["arc", "aec", "arc+aor"])
+def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, protection: str) -> None:
+    optimizer = OPTIMIZER["zero1-bf16-fp32"]
+    job = plan_job([Case(Moment.DURING_STEP, 1, Setup(DP3, optimizer, protection=protection))])
+    outcome = run_planned(scratch, job, protection, scratch.reference(DP3, optimizer, job.steps))
+    assert outcome.problems == (), f"logs: {outcome.directory}"
+    assert [r.source for r in outcome.recoveries] == ["memory"]
 
 
 @pytest.mark.nightly
