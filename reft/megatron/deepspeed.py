@@ -162,8 +162,6 @@ class MegatronProgram:
             "tokens": args.consumed_train_tokens,
             **self._universal_info(),
         }
-        if args.no_save_rng:
-            return state
         with _evaluation_begun(self._begins_to_evaluate):
             return {**state, "rng_state": self._rng_state()}
 

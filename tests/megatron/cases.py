@@ -48,6 +48,7 @@ _OPTIONS = {
     "nopipeline": "--no-pipeline-parallel",
     "sequence": "--sequence-parallel",
     "zerobubble": "--enable-zbh1-pipeline",
+    "nosaverng": "--no-save-rng",
     "cyclic": "--dataloader-type cyclic",
     "recompute": "--deepspeed-activation-checkpointing --checkpoint-activations",
 }
@@ -136,6 +137,7 @@ CASES = (
     Case("pp2dp2", 0, "fp32", ("cyclic",), happens="evaluating"),
     Case("dp2", 1, "fp32", ("nopipeline", "cyclic")),
     Case("dp2", 1, "fp32", ("nopipeline", "cyclic"), happens="evaluating"),
+    Case("dp2", 1, "fp32", ("nopipeline", "nosaverng")),
     Case("pp2dp2", 1, "fp32", happens="restarted"),
     Case("pp2dp2", 1, "fp32", happens="lost"),
     Case("pp2dp2", 1, "fp32", happens="persisted"),

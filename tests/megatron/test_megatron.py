@@ -210,13 +210,15 @@ class Engine(SimpleNamespace):
 def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Namespace:
     """The program's modules and arguments as they are when its engine is made."""
     defaults = {
-        **{"deepspeed": True, "load": None, "no_save_rng": True, "seq_length": 4, "iteration": 2},
+        **{"deepspeed": True, "load": None, "no_save_rng": False, "seq_length": 4, "iteration": 2},
         **{"consumed_train_samples": 16, "consumed_train_tokens": 64, "consumed_valid_samples": 0},
         **{"eval_interval": 3, "eval_iters": 2, "do_valid": 1},
     }
     args = Namespace(**{**defaults, **options})
     checkpointing = ModuleType("megatron.checkpointing")
-    vars(checkpointing)["get_args"] = lambda: args
+    tracker = SimpleNamespace(get_states=dict)
+    tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    vars(checkpointing).update(get_args=lambda: args, tensor_parallel=tensor_parallel)
     monkeypatch.setitem(sys.modules, "megatron.checkpointing", checkpointing)
     return args
 
@@ -250,11 +252,7 @@ def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
     kind: str, evaluated: int, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``cyclic`` opens its loaders when their first batch is asked for, and a resumed job does not evaluate again."""
-    more = {"no_save_rng": False, "dataloader_type": kind, "consumed_valid_samples": evaluated}
-    started(monkeypatch, load="somewhere", **more)
-    tracker = SimpleNamespace(get_states=dict)
-    tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
-    vars(sys.modules["megatron.checkpointing"])["tensor_parallel"] = tensor_parallel
+    started(monkeypatch, load="somewhere", dataloader_type=kind, consumed_valid_samples=evaluated)
     data, at = SimpleNamespace(leave_to_program=lambda: None), SimpleNamespace(tp=0, pp=0)
     session: Any = SimpleNamespace(
         engine=SimpleNamespace(capture=lambda client: (client, torch.get_rng_state())),
@@ -263,7 +261,7 @@ def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
         topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
         is_rank_zero=False,
     )
-    program = running_program(Engine(global_steps=3, dp_world_size=1))
+    program = running_program(Engine(global_steps=3))
     assert program is not None
     program.join(session)
     torch.manual_seed(1)
@@ -277,6 +275,15 @@ def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
     assert torch.equal(client["rng_state"][0]["torch_rng_state"], wanted)
     torch.set_rng_state(here)
     assert torch.equal(session.engine.capture(client)[1], here), "as of a version that was restored"
+
+
+def test_p8_random_states_are_part_of_a_version_where_the_programs_checkpoints_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ``load_checkpoint`` asks for them, also with ``--no-save-rng``."""
+    started(monkeypatch, no_save_rng=True)
+    (states,) = captured(3)["rng_state"]
+    assert torch.equal(states["torch_rng_state"], torch.get_rng_state())
 
 
 def test_arguments_that_another_process_cannot_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
