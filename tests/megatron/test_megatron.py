@@ -199,6 +199,24 @@ def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
     assert (from_files.iterations, from_files.validations) == (own.iterations, own.validations)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("engine", ["pipeline", "plain"])
+def test_p3_a_checkpoint_that_was_written_without_reft_is_a_version_before_the_first_step(
+    engine: str, tmp_path: Path
+) -> None:
+    """The program is killed when it is committed, and goes on as it would have."""
+    alone, saved = Alone(tmp_path, arguments_of(engine)), str(tmp_path / "saved")
+    alone.run(None, "--save", saved, "--train-iters", str(KILLED_AT))
+    undisturbed = alone.run(None, "--load", saved)
+    fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
+    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(tmp_path / "memory"), "faults": [fault]}
+    killed = alone.run(block, "--load", saved, ends_with=-signal.SIGKILL)
+    assert (killed.resumed, killed.iterations) == ([(KILLED_AT, "disk")], {})
+    disturbed = alone.run(block, "--load", saved)
+    assert disturbed.resumed == [(KILLED_AT, "memory")], disturbed.log[-4000:]
+    assert (disturbed.iterations, disturbed.validations) == (undisturbed.iterations, undisturbed.validations)
+
+
 # -- what is captured -----------------------------------------------------------------------------------
 
 
