@@ -249,6 +249,7 @@ def test_p11_another_users_job_is_told_to_be_theirs(
     assert ("belongs to uid 65534" if whole else "there is memory of another user") in said
 
 
+@pytest.mark.process
 def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> None:
     running(tmp_path, "a", "b")
     command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--interval", "0.1")]
@@ -270,6 +271,7 @@ def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> Non
         assert watch.returncode == EXIT_NOT_WELL
 
 
+@pytest.mark.process
 def test_watching_ends_with_the_job(tmp_path: Path) -> None:
     job = running(tmp_path, "a")
     command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--json", "--interval", "0.1")]
@@ -284,6 +286,7 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
     assert watch.returncode == EXIT_WELL
 
 
+@pytest.mark.process
 def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     running(tmp_path, "a")
     command = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--interval", "0.1")]

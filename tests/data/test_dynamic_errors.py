@@ -49,6 +49,7 @@ def steps_of(one: Any) -> Iterator[list[int]]:
             step = []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("bad", "wanted"),

@@ -172,6 +172,7 @@ def test_every_loader_of_a_job_goes_on_where_the_version_was(
         assert Counter(seen.values())[whole + 1] == rest
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("persistent", [False, True])
 def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched(persistent: bool) -> None:
     seed(4)
@@ -189,6 +190,7 @@ def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched
     assert len(set(values)) == len(values), "no generator says what another one says"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 3])
 def test_p8_from_any_batch_on_it_is_the_undisturbed_pass_and_nothing_is_read_again(workers: int) -> None:
     one = made(num_workers=workers, collate_fn=noisy)
@@ -206,6 +208,7 @@ def test_p8_from_any_batch_on_it_is_the_undisturbed_pass_and_nothing_is_read_aga
             assert len(again.dataset.read) == sum(len(b) - 1 for b in rest), "a sample was replayed"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_that_is_loaded_moves_the_pass_that_is_being_read(workers: int) -> None:
     one = made(num_workers=workers, persistent_workers=workers > 0)
@@ -322,6 +325,7 @@ def tensors(rank: int = 0, dp: int = 1, **options: Any) -> Any:
     return reft.data.loader(range(24), 4, shuffle=True, dp_rank=rank, dp_size=dp, name="engine", **options)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 6, 8])
 def test_p8_a_version_brings_the_loader_back(begin: Any, stop: int, workers: int) -> None:

@@ -35,6 +35,7 @@ def test_every_case_is_looked_at() -> None:
     assert {*MADE, *FOUND} == CASES.keys()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", MADE)
 def test_ranks_that_read_alike_or_different_things_make_their_step(
     results: list[dict[str, Any]], case: str
@@ -42,6 +43,7 @@ def test_ranks_that_read_alike_or_different_things_make_their_step(
     assert [result[case] for result in results] == ["", ""]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", FOUND)
 def test_p12_every_rank_refuses_its_first_step_where_the_orders_differ(
     results: list[dict[str, Any]], case: str

@@ -38,6 +38,7 @@ def work(rank: int, port: int, out: str) -> None:
                 file.write("".join(f"{index}\n" for index in shard))
 
 
+@pytest.mark.integration
 def test_each_sample_counts_once_with_a_slow_process_and_one_that_is_killed(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")

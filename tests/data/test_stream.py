@@ -75,6 +75,7 @@ def test_every_sample_of_every_shard_once(files: str, lanes: int) -> None:
     assert numbers(made(files)) == list(range(sum(SIZES)))
 
 
+@pytest.mark.integration
 def test_p8_workers_and_resumptions_give_the_undisturbed_bits(files: str) -> None:
     options: dict[str, Any] = {"lanes": 3, "shuffle": True, "block": 4}
     one, wanted, states = made(files, **options), [], []
@@ -149,6 +150,7 @@ def test_with_a_lane_for_each_replica_a_shard_is_read_by_one() -> None:
         assert all(len(ranks) == 1 for ranks in readers.values())
 
 
+@pytest.mark.process
 def test_what_the_trainer_has_open_is_not_its_workers(tmp_path: Path) -> None:
     """More than is read at once: files that are forked share their offsets."""
     path = tmp_path / "large.jsonl"

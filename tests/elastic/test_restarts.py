@@ -76,6 +76,7 @@ def test_new_versions_count_without_a_daemon_too(tmp_path: Path) -> None:
     assert steps == sorted(set(steps)), "every life has brought a newer version"
 
 
+@pytest.mark.integration
 def test_trainers_that_make_none_are_started_again_three_times(tmp_path: Path) -> None:
     with one_node(tmp_path, "light.py", "raise") as job:
         assert job.wait(300) == {0: 1}

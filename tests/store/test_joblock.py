@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -44,6 +45,7 @@ def test_p7_trainers_of_one_start_hold_it_together_and_the_last_releases_it(tmp_
     JobLock(tmp_path, "job").close()
 
 
+@pytest.mark.process
 def test_p7_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -67,6 +69,25 @@ def test_p7_a_lock_on_a_file_that_was_removed_is_worth_nothing(tmp_path: Path) -
     fresh.close()
 
 
+def test_p7_a_file_that_its_last_holder_removes_between_opening_and_locking_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, flock = [JobLock(tmp_path, "job")], fcntl.flock
+
+    def end_well_first(fd: int, operation: int) -> None:
+        if held:
+            (tmp_path / "job.lock").unlink()
+            held.pop().close()
+        flock(fd, operation)
+
+    monkeypatch.setattr("reft.store.joblock.fcntl.flock", end_well_first)
+    lock = JobLock(tmp_path, "job")
+    assert lock.lies_in(tmp_path)
+    with pytest.raises(JobInUseError):
+        JobLock(tmp_path, "job")
+    lock.close()
+
+
 def test_p7_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "job.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
@@ -84,6 +105,7 @@ def test_p7_held_memory_counts_as_alive_and_is_not_cleaned(tmp_path: Path) -> No
     remove_job(directory.path)
 
 
+@pytest.mark.process
 def test_p7_a_forked_child_does_not_hold_the_lock_beyond_its_parent(tmp_path: Path) -> None:
     lock = JobLock(tmp_path, "job")
     context = multiprocessing.get_context("fork")

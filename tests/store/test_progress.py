@@ -87,6 +87,7 @@ def test_more_names_than_the_page_holds_are_left_out(tmp_path: Path) -> None:
     page.close()
 
 
+@pytest.mark.process
 def test_the_state_of_a_process_is_a_letter() -> None:
     assert process_state(os.getpid()) == "R"
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
