@@ -70,6 +70,7 @@ CASES = [
     "profile",
     "profile --nproc-per-node -3 script.py",
     "profile --steps -1 script.py",
+    *(f"profile --from {name}" for name in (*UNREADABLE, "null.json", "block.json", "directory")),
     "rendezvous --port 99999",
     "rendezvous --port abc",
     "rendezvous --host nonsense.invalid",

@@ -74,10 +74,14 @@ def _add_saved(group: argparse._ActionsContainer) -> None:
 
 
 def _show_saved(args: argparse.Namespace) -> int:
-    from reft.profile.result import ProfileResult
+    from reft.profile.result import ProfileError, ProfileResult
 
     _check_outputs(args)
-    _present(ProfileResult.load(args.saved), args)
+    try:
+        saved = ProfileResult.load(args.saved)
+    except ProfileError as error:
+        raise ConfigError(str(error)) from error
+    _present(saved, args)
     return 0
 
 

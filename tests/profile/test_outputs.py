@@ -201,7 +201,7 @@ def test_numbers_that_measure_nothing_are_refused(option, capsys):
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path, capsys):
-    assert cli.main(["profile", "--from", str(tmp_path / "none.json")]) == 1
+    assert cli.main(["profile", "--from", str(tmp_path / "none.json")]) == 2
     assert "cannot read a profile" in capsys.readouterr().err
 
 
