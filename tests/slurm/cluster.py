@@ -126,7 +126,7 @@ class SlurmCluster:
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
         for number, name in enumerate(self.names, 1):
             self._start_node(name, number)
-        self.wait_until(lambda: self.states() == dict.fromkeys(self.names, "IDLE"), "all nodes to be idle")
+        self.wait_until_whole()
 
     def _start_node(self, name: str, number: int) -> None:
         head = self._head
@@ -144,6 +144,13 @@ class SlurmCluster:
         ):
             _call("nsenter", "-t", str(host.pid), "-n", *words.split())
         self._tell(host)
+
+    def wait_until_whole(self) -> None:
+        """Until a job that is submitted now gets nodes that answer, whichever it gets."""
+        idle = dict.fromkeys(self.names, "IDLE")
+        self.wait_until(lambda: self.states() == idle, "all nodes to be idle")
+        self.wait_until(self.answers, "all nodes to answer")
+        self.wait_until(lambda: self.states() == idle, "all nodes to be idle again")
 
     def start_again(self, name: str) -> None:
         """Boot a node that was killed."""
@@ -276,6 +283,11 @@ class SlurmCluster:
         """What Slurm says of each node."""
         lines = self.call("sinfo", "--noheader", "-N", "-o", "%N %T", check=False).splitlines()
         return {name: state.upper() for name, state in (line.split() for line in lines)}
+
+    def answers(self) -> bool:
+        """Whether every node starts a task now: Slurm says IDLE of one that boots before its slurmd can."""
+        words = ("srun", f"--nodes={len(self.names)}", "--immediate=10", "hostname")
+        return sorted(self.call(*words, check=False).split()) == self.names
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job."""

@@ -15,7 +15,7 @@ from tests import mpi
 from tests.slurm.cluster import SlurmCluster, missing
 from tests.slurm.jobs import SlurmJob, environment, losses_in
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.timeout(900)]
 BLOCK = {"enabled": True}
 CLEANS = "cleans"
 """A file; while it is there, memory is removed from nodes whenever a job ends or is requeued."""
@@ -44,8 +44,8 @@ def directory(cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterator
     for name in cluster.names:
         if name not in cluster.hosts:
             cluster.start_again(name)
-    cluster.wait_until(lambda: set(cluster.states().values()) == {"IDLE"}, "all nodes to be idle")
-    assert left_behind(cluster) == {}
+    cluster.wait_until_whole()
+    cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
     yield cluster.directory / "jobs" / request.node.name.replace("[", "-").rstrip("]")
     # What a test that failed has left.
     cluster.call("scancel", "--user=root", check=False)
@@ -228,6 +228,20 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(
     ends_without_requeue(job)
     check_losses(job, undisturbed)
     cluster.wait_until(lambda: left_behind(cluster) == {}, "nothing to be left behind")
+
+
+def test_a_node_that_does_not_answer_when_the_step_starts_takes_no_other_with_it(
+    cluster: SlurmCluster, directory: Path, undisturbed: dict[int, set[str]]
+) -> None:
+    """Slurm has not noticed, and gives it out: srun ends the whole step where the launch on one node fails."""
+    cluster.kill_node(cluster.names[-1])
+    job = SlurmJob(cluster, directory, "h100.sbatch", BLOCK, options=THREE_NODES)
+    facts = job.end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
+        -6000:
+    ]
+    assert "the step was killed" not in job.log
+    assert job.losses == undisturbed
 
 
 def test_a_rendezvous_that_dies_alone_is_served_again(

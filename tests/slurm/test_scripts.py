@@ -347,6 +347,15 @@ def mpi_nodes(dry: Dry) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.process
+def test_the_first_step_starts_on_the_nodes_that_answer(dry: Dry, mpi_nodes: dict[str, str]) -> None:
+    """One that does not, a spare even, would take the step of all with it."""
+    code, out = dry.run("h100.sbatch", "train.py")
+    assert code == 0, out
+    (call,) = dry.called("srun")
+    assert {"--nodes=2", "--ntasks=2", "--nodelist=127.0.0.2,127.0.0.3"} <= set(call.split())
+
+
+@pytest.mark.process
 def test_under_mpi_a_spare_takes_the_place_of_a_node_that_does_not_answer(
     dry: Dry, mpi_nodes: dict[str, str]
 ) -> None:
