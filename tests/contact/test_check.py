@@ -237,6 +237,12 @@ def test_the_examples_lack_nothing(example: Path) -> None:
     assert ScriptLook(example.read_text(), example.name).findings() == []
 
 
+def test_megatrons_training_loads_and_seeds_by_itself() -> None:
+    script = "from megatron.training import get_args, pretrain\npretrain(data, model, forward_step)"
+    assert ScriptLook(script, "pretrain_gpt.py").findings() == []
+    assert ScriptLook("from somewhere import pretrain\npretrain()", "train.py").findings() != []
+
+
 def test_a_trainer_that_is_not_resumable_is_told() -> None:
     [finding] = ScriptLook("trainer = Trainer(model, options)\ntrainer.train()", "train.py").findings()
     assert "reft.hf.resumable(trainer)" in str(finding)
