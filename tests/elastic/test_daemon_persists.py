@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -401,6 +402,28 @@ def test_p6_a_file_system_that_hangs_is_told(
 
 
 @pytest.mark.process
+def test_what_is_being_written_when_the_job_ends_is_not_said_to_be_tried_again(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = threading.Event()
+
+    def write(*_: object, stop: threading.Event, **__: object) -> Path:
+        begun.set()
+        stop.wait(60)
+        raise PersistError("it was told to stop")
+
+    caplog.set_level(logging.INFO)
+    daemon = run_here(persist=write)
+    daemon.persister.configure(persist_config(tmp_path, 1))
+    commit(job_dir, 0, Label(1, 1))
+    daemon.persister.offer(Label(1, 1))
+    assert begun.wait(60)
+    daemon.persister.close()
+    assert persist_status(job_dir)["writing"] is None
+    said = [r.getMessage() for r in caplog.records if str(tmp_path) in r.getMessage()]
+    assert said == [f"the job ends before step 1 (incarnation 1) is in {tmp_path}"]
+
+
 def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:
     """All trainers may be gone: the launcher still has the newest version written."""
     run_here(persist=FileWriter())
