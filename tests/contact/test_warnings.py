@@ -24,7 +24,6 @@ CHECKED = "checked at the start by other means, which strict makes an error"
 WITHOUT_STRICT = {
     "data/batches.py:_say_what_is_held": NO_FAULT,
     "data/loading.py:left_out": LATER,
-    "data/sharing.py:__next__": LATER,
     "hook/choosing.py:_say": CHECKED,  # the tolerance
     "hook/device_paths.py:report_untried": NO_FAULT,
     "hook/disk.py:_refuse": RESTART,
