@@ -352,6 +352,14 @@ def has_workers(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
+def is_within(loader: Any) -> bool | None:
+    """Whether the pass that is about to begin was begun before and broken off: Megatron's random sampler
+    goes on behind the samples that the job has consumed. None: that is not known."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    left_out = getattr(sampler, "last_batch_size", None)
+    return None if left_out is None else sampler.consumed_samples % (sampler.total_samples - left_out) != 0
+
+
 def _restore_start(loader: Any, start: dict[str, Any]) -> None:
     restore_host_rng(start)
     for generator, state in zip(own_generators(loader), start["generators"], strict=False):

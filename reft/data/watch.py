@@ -22,10 +22,11 @@ from reft.data.passes import (
     capture_start,
     has_workers,
     is_watched,
+    is_within,
     leave_behind,
     raw_iterator,
 )
-from reft.state.rng import capture_host_rng, restore_host_rng, restore_rng
+from reft.state.rng import restore_host_rng, restore_rng
 
 
 class Read(Protocol):
@@ -94,10 +95,12 @@ class Resuming:
         if not self._concerns(loader):
             one = watch.begin(loader)
             one.natural = False
-        elif position is None:
-            here = capture_host_rng()
+        elif position is None and is_within(loader) is False:
+            # The version was at the end of its pass: this one's draws count.
+            restore_rng(self._rng)
             one = watch.begin(loader)
-            restore_host_rng(here)
+        elif position is None:
+            one = watch.begin(loader, draws=False)
             one.natural = False
         elif self._at_end:
             # The version was at the end of its pass: this one may be the next, with draws that count.
@@ -142,6 +145,9 @@ class Watch:
         self._original: Any = None
         self._shards: Any = None
         self.resuming: Resuming | None = None
+        self.reopens = False
+        """Whether the program goes on behind what was taken of its loaders: the random states of the version
+        are behind the draws by which they were begun."""
         self.openings: dict[int, Callable[[Any], Pass]] = {}
         """By the identity of loaders that others are about to iterate over: what makes their pass."""
 
@@ -179,7 +185,7 @@ class Watch:
             self._listeners.remove(listener)
         if not self._listeners and self._original is not None:
             DataLoader.__iter__ = self._original  # type: ignore[method-assign]
-            self._original, self.resuming = None, None
+            self._original, self.resuming, self.reopens = None, None, False
             if self._shards is not None:
                 self._shards.__iter__, self._shards = self._iterate_shard, None
 
@@ -187,17 +193,22 @@ class Watch:
         """What a script gets that begins a pass."""
         if (begin := self.openings.pop(id(loader), None)) is not None:
             return begin(loader)
-        return self.begin(loader) if self.resuming is None else self.resuming.begin(loader, self)
+        if self.resuming is not None:
+            return self.resuming.begin(loader, self)
+        return self.begin(loader, draws=not (self.reopens and is_within(loader)))
 
     def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
         """A pass of Accelerate's loader that ``begin`` makes."""
         iterate = type(shard).__iter__ if self._shards is None else self._iterate_shard
         return handed_out(shard, iterate, self, begin)
 
-    def begin(self, loader: Any) -> Pass:
-        """A pass under the random states that are there."""
+    def begin(self, loader: Any, *, draws: bool = True) -> Pass:
+        """A pass under the random states that are there, which stay as they are if it ``draws`` nothing."""
         start, renewed = capture_start(loader), has_workers(loader)
-        return Pass(loader, raw_iterator(loader), start, self, renewed=renewed)
+        inner = raw_iterator(loader)
+        if not draws:
+            restore_host_rng(start)
+        return Pass(loader, inner, start, self, renewed=renewed)
 
     def begin_at(self, loader: Any, position: Position, *, skip: bool = True) -> Pass:
         """The pass of a version, behind what was taken of it, or from its beginning."""

@@ -55,7 +55,7 @@ _LINES_PLAIN = """
     for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
 _LINES_OWN = """
-    loader = reft.data.loader(dataset, batch_size)    # or reft.data.stream(paths, batch_size)"""
+    loader = reft.data.loader(dataset, batch_size)"""
 _LINES_PIPELINE = """
     engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
 _LINES_STATE = """
@@ -110,7 +110,8 @@ class DataPosition:
         self._check: Position | None = None
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
-        self._left_to_program = False
+        self.left_to_program = False
+        """Whether a program keeps the position itself."""
         self._left: str | None = None
         """Of what was restored: what has to be said before training goes on."""
         WATCH.join(self)
@@ -128,7 +129,7 @@ class DataPosition:
 
     def leave_to_program(self) -> None:
         """The program makes its loaders at the position that it finds in its client state."""
-        self._left_to_program = True
+        self.left_to_program = True
 
     def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
@@ -225,7 +226,7 @@ class DataPosition:
 
     def state(self) -> dict[str, Any]:
         """Encodable position after the step that just ended."""
-        if self._left_to_program:
+        if self.left_to_program:
             return {}
         if self._unmoved is not None:
             return self._unmoved
@@ -264,6 +265,7 @@ class DataPosition:
         self._batches = self._micro_batches = 0
         if rng is not None:
             WATCH.resuming = Resuming(position, rng, self.is_training)
+            WATCH.reopens = self.left_to_program
         self._saved, self._check = position, None
         if not self._pipeline:
             self._saved, self._check = None, position
@@ -298,7 +300,7 @@ class DataPosition:
                 f"was given other data: from here on its losses are not those of the undisturbed run. "
                 f"Write{_LINES_PIPELINE}"
             )
-        if self._left_to_program:
+        if self.left_to_program:
             return None
         if self._stateful is not None:
             return why_iterator_is_bound(self._stateful)

@@ -56,6 +56,9 @@ class Restorer:
         """Loads of base weights before the first step."""
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
+        self._unprotected = False
+        """Whether a checkpoint without reft's state was loaded: its program has yet to read its counters and
+        random states from it."""
         self._disk = DiskRung(session.control, session.coordinate, session.job_id, session.config.persist.dir)
         self._first_step, self._advised = session.engine.global_steps, False
 
@@ -90,6 +93,9 @@ class Restorer:
                 warn(self._session, left)
             if self._session.worker is None:
                 self._start_at_first_step()
+        if self._unprotected:
+            self._unprotected = False
+            self._memory.protect()
         self._trains = True
         self._session.state.restored_client = None
         self._engine.data.trains()
@@ -254,7 +260,9 @@ class Restorer:
             bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
             secs=time.perf_counter() - began,
         )
-        if session.worker is not None:
+        foreign = relaid is None and state is None
+        self._unprotected = start and foreign and self._engine.data.left_to_program
+        if session.worker is not None and not self._unprotected:
             self._memory.protect()
         self._memory.report(f"disk, {path}", began)
         return path, client_state

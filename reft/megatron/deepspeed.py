@@ -13,15 +13,21 @@ import random
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
+from reft.data.passes import raw_iterator
 from reft.errors import ConfigError, UnsupportedStateError
+from reft.hook.calls import replace
 from reft.hook.data_degrees import nodes_may_change
 from reft.hook.start_checks import warn
+from reft.state.rng import capture_host_rng, restore_host_rng
 
 if TYPE_CHECKING:
     from reft.hook.session import Session
@@ -96,6 +102,8 @@ class MegatronProgram:
         self._args = args
         self._checkpointing = checkpointing
         self._universal: dict[str, Any] | None = None
+        self._evaluates = self._begins_to_evaluate = False
+        """Whether this rank reads the samples of evaluations, and whether the first one follows the step."""
         for name, reason in (*_REFUSED.items(), *_REFUSED_ABOVE_ONE.items()):
             if _is_given(args, name):
                 raise ConfigError(
@@ -114,6 +122,9 @@ class MegatronProgram:
         consumed, and see to it that it calls ``load_checkpoint``: it does so with ``--load`` only. The
         memory's directory is no checkpoint: a job without memory starts as it would have."""
         session.state.data.leave_to_program()
+        replace(session.engine, "capture", self._capture)
+        at, degrees = session.coordinate, session.topology.degrees
+        self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
         if self.data_is_bound and (nodes := nodes_may_change()):
             warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
         if session.is_rank_zero:
@@ -141,6 +152,7 @@ class MegatronProgram:
                 f"number, or one step more that is not counted yet"
             )
         args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
+        self._begins_to_evaluate = False
         if step > counted:
             self._count(args)
         state = {
@@ -150,7 +162,18 @@ class MegatronProgram:
             "tokens": args.consumed_train_tokens,
             **self._universal_info(),
         }
-        return state if args.no_save_rng else {**state, "rng_state": self._rng_state()}
+        with _evaluation_begun(self._begins_to_evaluate):
+            return {**state, "rng_state": self._rng_state()}
+
+    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The host state, with the random states that the next iteration begins with."""
+
+        def capture(client_state: Mapping[str, Any] | None) -> Any:
+            begins, self._begins_to_evaluate = self._begins_to_evaluate, False
+            with _evaluation_begun(begins):
+                return original(client_state)
+
+        return capture
 
     def _count(self, args: Namespace) -> None:
         """Count the step as the loop will, and the evaluation that follows it: the next step to come is the
@@ -160,6 +183,8 @@ class MegatronProgram:
         args.consumed_train_samples += samples
         args.consumed_train_tokens += samples * args.seq_length
         if args.eval_interval and args.iteration % args.eval_interval == 0 and args.do_valid:
+            opens = bool(self.data_is_bound) and not args.consumed_valid_samples
+            self._begins_to_evaluate = self._evaluates and opens
             args.consumed_valid_samples += args.eval_iters * samples
 
     def _universal_info(self) -> dict[str, Any]:
@@ -185,6 +210,20 @@ class MegatronProgram:
         }
         several = getattr(self._args, "data_parallel_random_init", False)
         return [states] * (int(self._engine.dp_world_size) if several else 1)
+
+
+@contextmanager
+def _evaluation_begun(begins: bool) -> Iterator[None]:
+    """Within, the random states are those behind the draw by which an evaluation begins to read, if it does:
+    ``--dataloader-type cyclic`` opens a loader when its first batch is asked for."""
+    here = capture_host_rng() if begins else None
+    if begins:
+        raw_iterator(DataLoader([0]))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if here is not None:
+            restore_host_rng(here)
 
 
 def commit_of(module: Path) -> str:

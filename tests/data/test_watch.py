@@ -16,6 +16,7 @@ import reft
 from reft.data.passes import Skipping
 from reft.hook.data import DataPosition
 from reft.state.rng import capture_rng, restore_rng
+from tests.megatron.samplers import Sampler
 
 SAMPLES, BATCH = 24, 4
 BATCHES = SAMPLES // BATCH
@@ -163,6 +164,62 @@ def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(begin: Any, own
     assert life.seen == wanted[stop:]
 
 
+# -- loaders of Megatron's, which its program begins behind what was taken of them -------------------------
+
+
+@pytest.mark.parametrize("engine", [Pipeline, Engine])
+@pytest.mark.parametrize("stop", range(1, 15))
+def test_p8_a_loader_that_is_begun_within_its_pass_draws_nothing(begin: Any, engine: Any, stop: int) -> None:
+    """It is begun when its first batch is asked for, when reft has restored the random states."""
+
+    def made(steps: int) -> list[Iterator[Any]]:
+        torch.manual_seed(4)
+        samples, evaluated = steps * BATCH, steps // 4 * 2 * BATCH
+        return [cyclic_iter(SAMPLES + 2, samples), cyclic_iter(2 * SAMPLES, evaluated)]
+
+    def evaluate(step: int, held_out: Iterator[Any]) -> None:
+        if step % 4 == 0:
+            for _ in range(2):
+                next(held_out)
+
+    def train(life: Life, data: Iterator[Any], rng: dict[str, Any] | None) -> None:
+        if engine is Pipeline:
+            return life.train_batch(data, rng)
+        life.train(next(data))
+
+    wanted, (data, held_out) = [], made(0)
+    for step in range(1, 16):
+        wanted.append((next(data).tolist(), float(torch.rand(()))))
+        evaluate(step, held_out)
+
+    life, (data, held_out) = begin(engine()), made(0)
+    life.data.leave_to_program()
+    for step in range(1, stop + 1):
+        train(life, data, None)
+        evaluate(step, held_out)
+    state, rng = life.data.state(), capture_rng()
+    life.data.close()
+    assert life.seen == wanted[:stop]
+
+    life = begin(engine())
+    life.data.leave_to_program()
+    life.data.restore(state, rng)
+    data, held_out = made(stop)
+    for step in range(stop + 1, 16):
+        train(life, data, rng if step == stop + 1 else None)
+        evaluate(step, held_out)
+    assert life.seen == wanted[stop:]
+
+
+def cyclic_iter(samples: int, consumed: int) -> Iterator[Any]:
+    loader: DataLoader[Any] = DataLoader(
+        range(samples),  # type: ignore[arg-type]
+        batch_sampler=Sampler("cyclic", samples, consumed, BATCH, 0, 1, kept=False),  # type: ignore[arg-type]
+    )
+    while True:
+        yield from loader
+
+
 # -- what is no training data, read between a resumption and the first step -------------------------------
 
 
@@ -270,9 +327,10 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
     assert list(copy.copy(loader).batch_sampler.sampler) != []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("most", [2, None])
 @pytest.mark.parametrize("order", ["plain", "shuffled", "own generator"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
 def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
     begin: Any, workers: int, order: str, most: int | None
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VOCABULARY = 120
-ITERATIONS, KILLED_AT = 12, 6
+ITERATIONS, KILLED_AT, EVALUATED_AT = 12, 6, 5
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ _OPTIONS = {
     "nopipeline": "--no-pipeline-parallel",
     "sequence": "--sequence-parallel",
     "zerobubble": "--enable-zbh1-pipeline",
+    "nosaverng": "--no-save-rng",
+    "cyclic": "--dataloader-type cyclic",
     "recompute": "--deepspeed-activation-checkpointing --checkpoint-activations",
 }
 _ARGUMENTS = f"""
@@ -55,7 +57,7 @@ _ARGUMENTS = f"""
     --attention-dropout 0.1 --hidden-dropout 0.1 --seed 7
     --micro-batch-size 2 --global-batch-size 8 --split 80,15,5 --num-workers 0
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
-    --log-interval 1 --eval-interval 5 --eval-iters 2
+    --log-interval 1 --eval-interval {EVALUATED_AT} --eval-iters 2
     --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --distributed-backend gloo
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
 """
@@ -70,7 +72,7 @@ class Case:
         zero: ZeRO stage.
         precision: see above.
         options: names of further options.
-        happens: ``killed``, ``restarted``, ``lost`` or ``persisted``: see :mod:`tests.megatron.program`.
+        happens: ``killed``, ``evaluating``, ``restarted``, ``lost`` or ``persisted``: see :mod:`tests.megatron.program`.
     """
 
     layout: str
@@ -131,6 +133,11 @@ CASES = (
     Case("tp2dp2", 1, "bf16", ("nopipeline", "sequence")),
     Case("pp2dp2", 1, "fp32", ("zerobubble",)),
     Case("pp2dp2", 1, "fp32", ("recompute",)),
+    Case("pp2dp2", 0, "fp32", ("cyclic",)),
+    Case("pp2dp2", 0, "fp32", ("cyclic",), happens="evaluating"),
+    Case("dp2", 1, "fp32", ("nopipeline", "cyclic")),
+    Case("dp2", 1, "fp32", ("nopipeline", "cyclic"), happens="evaluating"),
+    Case("dp2", 1, "fp32", ("nopipeline", "nosaverng")),
     Case("pp2dp2", 1, "fp32", happens="restarted"),
     Case("pp2dp2", 1, "fp32", happens="lost"),
     Case("pp2dp2", 1, "fp32", happens="persisted"),

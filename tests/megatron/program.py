@@ -5,6 +5,7 @@
 Every case is trained undisturbed, and with reft while something happens to it:
 
 - ``killed``: a node is lost and replaced. Without ``--save`` and ``--load``.
+- ``evaluating``: the same before the first evaluation, which is not made again.
 - ``restarted``: a node is lost before the program has saved anything, in a job that ends by ``--exit-interval``;
   it is started again, reads its checkpoint, and loses another node.
 - ``lost``: all nodes but one are lost, so both peers of a stage: it resumes from the program's checkpoint.
@@ -28,7 +29,7 @@ import numpy as np
 
 from reft.tools.pretrain.indexed import IndexedWriter, token_dtype
 from tests.matrix import ROOT, ROWS, install
-from tests.megatron.cases import CASES, KILLED_AT, VOCABULARY, Case
+from tests.megatron.cases import CASES, EVALUATED_AT, KILLED_AT, VOCABULARY, Case
 from tests.megatron.checkpoints import compare_checkpoints
 from tests.megatron.command import cases_parser, chosen, run_cases
 from tests.megatron.runs import DeepSpeedProgram, Outcome, Program, judge, lost_node
@@ -86,6 +87,7 @@ class Trial:
             return None
         happen: dict[str, Callable[[Case, Program, Path], list[str]]] = {
             "killed": self._killed,
+            "evaluating": self._killed,
             "restarted": self._restarted,
             "lost": self._lost,
             "persisted": self._persisted,
@@ -119,7 +121,8 @@ class Trial:
 
     def _killed(self, case: Case, program: Program, directory: Path) -> list[str]:
         undisturbed = self._train_undisturbed(case, program)
-        disturbed = program.run(directory / "killed", lost_node(KILLED_AT), lost=1)
+        at = EVALUATED_AT if case.happens == "evaluating" else KILLED_AT
+        disturbed = program.run(directory / "killed", lost_node(at), lost=1)
         return judge(case.name, undisturbed, disturbed, ["memory"])
 
     def _restarted(self, case: Case, program: Program, directory: Path) -> list[str]:

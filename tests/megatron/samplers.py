@@ -24,8 +24,8 @@ class Sampler:
 
     Attributes:
         kind: ``single``, the order of the data set once, or ``cyclic``, a random order of every pass.
-        total: samples of the data set.
-        consumed: of them, by the job, over all passes.
+        total_samples: of the data set.
+        consumed_samples: of them, by the job, over all passes.
         size: of a micro-batch.
         rank: data-parallel.
         ranks: their number.
@@ -33,12 +33,16 @@ class Sampler:
     """
 
     kind: str
-    total: int
-    consumed: int
+    total_samples: int
+    consumed_samples: int
     size: int
     rank: int
     ranks: int
     kept: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind == "cyclic":
+            self.last_batch_size = self.total_samples % (self.size * self.ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._single() if self.kind == "single" else self._cyclic():
@@ -48,19 +52,19 @@ class Sampler:
 
     def _single(self) -> Iterator[list[int]]:
         together = self.size * self.ranks
-        for begin in range(self.consumed, self.total - together + 1, together):
+        for begin in range(self.consumed_samples, self.total_samples - together + 1, together):
             mine = begin + self.rank * self.size
             yield list(range(mine, mine + self.size))
 
     def _cyclic(self) -> Iterator[list[int]]:
         """Each rank shuffles a part of its own, alike, by the number of the pass."""
         together = self.size * self.ranks
-        of_pass = self.total // together * together
-        number, consumed = divmod(self.consumed, of_pass)
+        of_pass = self.total_samples - self.last_batch_size
+        number, consumed = divmod(self.consumed_samples, of_pass)
         share = of_pass // self.ranks
         order = torch.randperm(share, generator=torch.Generator().manual_seed(number)).tolist()
         for begin in range(consumed // self.ranks, share, self.size):
-            self.consumed += together
+            self.consumed_samples += together
             yield [self.rank * share + n for n in order[begin : begin + self.size]]
 
 

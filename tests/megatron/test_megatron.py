@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from reft.cli import make_app
@@ -198,6 +199,24 @@ def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
     assert (from_files.iterations, from_files.validations) == (own.iterations, own.validations)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("engine", ["pipeline", "plain"])
+def test_p3_a_checkpoint_that_was_written_without_reft_is_a_version_before_the_first_step(
+    engine: str, tmp_path: Path
+) -> None:
+    """The program is killed when it is committed, and goes on as it would have."""
+    alone, saved = Alone(tmp_path, arguments_of(engine)), str(tmp_path / "saved")
+    alone.run(None, "--save", saved, "--train-iters", str(KILLED_AT))
+    undisturbed = alone.run(None, "--load", saved)
+    fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
+    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(tmp_path / "memory"), "faults": [fault]}
+    killed = alone.run(block, "--load", saved, ends_with=-signal.SIGKILL)
+    assert (killed.resumed, killed.iterations) == ([(KILLED_AT, "disk")], {})
+    disturbed = alone.run(block, "--load", saved)
+    assert disturbed.resumed == [(KILLED_AT, "memory")], disturbed.log[-4000:]
+    assert (disturbed.iterations, disturbed.validations) == (undisturbed.iterations, undisturbed.validations)
+
+
 # -- what is captured -----------------------------------------------------------------------------------
 
 
@@ -209,13 +228,15 @@ class Engine(SimpleNamespace):
 def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Namespace:
     """The program's modules and arguments as they are when its engine is made."""
     defaults = {
-        **{"deepspeed": True, "load": None, "no_save_rng": True, "seq_length": 4, "iteration": 2},
+        **{"deepspeed": True, "load": None, "no_save_rng": False, "seq_length": 4, "iteration": 2},
         **{"consumed_train_samples": 16, "consumed_train_tokens": 64, "consumed_valid_samples": 0},
         **{"eval_interval": 3, "eval_iters": 2, "do_valid": 1},
     }
     args = Namespace(**{**defaults, **options})
     checkpointing = ModuleType("megatron.checkpointing")
-    vars(checkpointing)["get_args"] = lambda: args
+    tracker = SimpleNamespace(get_states=dict)
+    tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    vars(checkpointing).update(get_args=lambda: args, tensor_parallel=tensor_parallel)
     monkeypatch.setitem(sys.modules, "megatron.checkpointing", checkpointing)
     return args
 
@@ -240,6 +261,47 @@ def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.Mo
     started(monkeypatch, iteration=3, consumed_train_samples=24, consumed_valid_samples=5)
     saved = captured(3)["args"]
     assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (3, 24, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "evaluated", "draws"), [("cyclic", 0, 1), ("cyclic", 16, 0), ("single", 0, 0)]
+)
+def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
+    kind: str, evaluated: int, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cyclic`` opens its loaders when their first batch is asked for, and a resumed job does not evaluate again."""
+    started(monkeypatch, load="somewhere", dataloader_type=kind, consumed_valid_samples=evaluated)
+    data, at = SimpleNamespace(leave_to_program=lambda: None), SimpleNamespace(tp=0, pp=0)
+    session: Any = SimpleNamespace(
+        engine=SimpleNamespace(capture=lambda client: (client, torch.get_rng_state())),
+        state=SimpleNamespace(data=data),
+        coordinate=at,
+        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
+        is_rank_zero=False,
+    )
+    program = running_program(Engine(global_steps=3))
+    assert program is not None
+    program.join(session)
+    torch.manual_seed(1)
+    here = torch.get_rng_state()
+    client, rng = session.engine.capture(program.client_state())
+    assert torch.equal(torch.get_rng_state(), here)
+    for _ in range(draws):
+        iter(DataLoader([0]))  # type: ignore[arg-type]
+    wanted = torch.get_rng_state()
+    assert torch.equal(rng, wanted)
+    assert torch.equal(client["rng_state"][0]["torch_rng_state"], wanted)
+    torch.set_rng_state(here)
+    assert torch.equal(session.engine.capture(client)[1], here), "as of a version that was restored"
+
+
+def test_p8_random_states_are_part_of_a_version_where_the_programs_checkpoints_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ``load_checkpoint`` asks for them, also with ``--no-save-rng``."""
+    started(monkeypatch, no_save_rng=True)
+    (states,) = captured(3)["rng_state"]
+    assert torch.equal(states["torch_rng_state"], torch.get_rng_state())
 
 
 def test_arguments_that_another_process_cannot_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +345,7 @@ def test_numbers_that_are_one_are_not_refused(monkeypatch: pytest.MonkeyPatch) -
     assert captured(2)["iteration"] == 2
 
 
+@pytest.mark.process
 def test_the_commit_is_that_of_the_programs_own_checkout(tmp_path: Path) -> None:
     """Not of a repository that an installed program happens to lie in."""
     module = tmp_path / "megatron" / "checkpointing.py"

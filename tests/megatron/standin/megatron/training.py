@@ -102,9 +102,15 @@ def _iterator(seed: int, consumed: int) -> Iterator[Any]:
     )
     data = TensorDataset(text[:, :-1], text[:, 1:])
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    kind = args.dataloader_type if seed == 1 else "single"
+    kind = args.dataloader_type
     sampler = Sampler(kind, samples, consumed, args.micro_batch_size, rank, ranks, kept=seed == 1)
-    return RepeatingLoader(DataLoader(data, batch_sampler=sampler))  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
+    return RepeatingLoader(loader) if kind == "single" else _cyclic_iter(loader)
+
+
+def _cyclic_iter(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
 
 
 def parse_args() -> Namespace:
