@@ -159,7 +159,9 @@ def persist(alone: Alone, tmp_path: Path) -> Persisted:
     assert sorted(undisturbed.iterations) == list(range(1, ITERATIONS + 1))
     fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
     block = {"enabled": True, "job_id": "gpt", "memory_dir": str(memory), "faults": [fault]}
-    alone.run(block, ends_with=-signal.SIGKILL)
+    began = alone.run(block, ends_with=-signal.SIGKILL)
+    assert "latest" not in began.log, "nothing was looked for"
+    assert "could not find the metadata file" not in began.log
     written = CliRunner().invoke(make_app(), ["persist", "--out", str(out), "--memory-dir", str(memory)])
     assert written.exit_code == 0, written.output
     return Persisted(alone, undisturbed, saved, out / "gpt", block)
@@ -236,7 +238,7 @@ def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Namespace:
     checkpointing = ModuleType("megatron.checkpointing")
     tracker = SimpleNamespace(get_states=dict)
     tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
-    vars(checkpointing).update(get_args=lambda: args, tensor_parallel=tensor_parallel)
+    vars(checkpointing).update(__file__=__file__, get_args=lambda: args, tensor_parallel=tensor_parallel)
     monkeypatch.setitem(sys.modules, "megatron.checkpointing", checkpointing)
     return args
 
@@ -263,6 +265,41 @@ def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.Mo
     assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (3, 24, 5)
 
 
+def session_of(capture: Any = None, *, is_rank_zero: bool = False) -> Any:
+    """As much of a session as the program asks for."""
+    return SimpleNamespace(
+        engine=SimpleNamespace(capture=capture),
+        state=SimpleNamespace(data=SimpleNamespace(leave_to_program=lambda: None)),
+        coordinate=SimpleNamespace(tp=0, pp=0),
+        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
+        memory=SimpleNamespace(job_dir=SimpleNamespace(path=Path("/memory/gpt"))),
+        is_rank_zero=is_rank_zero,
+    )
+
+
+@pytest.mark.parametrize(("found", "load"), [(None, None), ("memory:gpt/5", "/memory/gpt")])
+def test_a_program_without_load_is_told_to_load_only_where_there_is_something(
+    found: str | None, load: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first start it would say that there is no checkpoint, in three lines."""
+    args = started(monkeypatch)
+    program = running_program(Engine(load_checkpoint=lambda directory: (found, {})))
+    assert program is not None
+    program.join(session_of())
+    assert args.load == load
+
+
+@pytest.mark.process
+def test_p12_it_is_said_that_the_programs_own_handler_of_signals_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(monkeypatch, load="somewhere", exit_signal_handler=True)
+    program = running_program(Engine())
+    assert program is not None
+    program.join(session_of(is_rank_zero=True))
+    assert "--exit-signal-handler" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kind", "evaluated", "draws"), [("cyclic", 0, 1), ("cyclic", 16, 0), ("single", 0, 0)]
 )
@@ -271,14 +308,7 @@ def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
 ) -> None:
     """``cyclic`` opens its loaders when their first batch is asked for, and a resumed job does not evaluate again."""
     started(monkeypatch, load="somewhere", dataloader_type=kind, consumed_valid_samples=evaluated)
-    data, at = SimpleNamespace(leave_to_program=lambda: None), SimpleNamespace(tp=0, pp=0)
-    session: Any = SimpleNamespace(
-        engine=SimpleNamespace(capture=lambda client: (client, torch.get_rng_state())),
-        state=SimpleNamespace(data=data),
-        coordinate=at,
-        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
-        is_rank_zero=False,
-    )
+    session = session_of(lambda client: (client, torch.get_rng_state()))
     program = running_program(Engine(global_steps=3))
     assert program is not None
     program.join(session)
