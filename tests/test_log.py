@@ -35,6 +35,7 @@ logging.getLogger("else").warning("of others")
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("program", ["silent", "basic", "stderr"])
 def test_lines_begin_with_job_rank_and_step(program: str) -> None:
     found = subprocess.run(
@@ -51,6 +52,7 @@ def test_lines_begin_with_job_rank_and_step(program: str) -> None:
     assert found.stderr.splitlines() == [mark + line for line in expected]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("warning", 1), ("ERROR", 0), ("loud", 3)])
 @pytest.mark.parametrize("program", ["silent", "basic"])
 def test_reft_loglevel_is_for_trainers_too(program: str, level: str, lines: int) -> None:
@@ -70,6 +72,7 @@ def test_reft_loglevel_is_for_trainers_too(program: str, level: str, lines: int)
         assert "REFT_LOGLEVEL is 'loud'; write DEBUG, INFO, WARNING or ERROR" in said[0]
 
 
+@pytest.mark.process
 def test_lines_go_to_the_stderr_of_their_moment() -> None:
     """A thread may log when the one that was there at the start is closed."""
     script = (

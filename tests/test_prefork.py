@@ -47,6 +47,7 @@ def _environ(**more: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("prefork", ["1", "0"])
 def test_a_program_finds_what_it_was_given(
     script: Path, tmp_path: Path, prefork: str, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +92,7 @@ def _wait_for(condition: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.process
 def test_a_program_is_found_by_its_environment_and_killed_for_good(tmp_path: Path) -> None:
     process, ready = _sleeper(tmp_path)
     try:
@@ -104,6 +106,7 @@ def test_a_program_is_found_by_its_environment_and_killed_for_good(tmp_path: Pat
     assert not psutil.pid_exists(process.pid)
 
 
+@pytest.mark.process
 def test_reft_is_told_when_a_forked_script_imports_deepspeed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -116,6 +119,7 @@ def test_reft_is_told_when_a_forked_script_imports_deepspeed(tmp_path: Path) -> 
     assert process.communicate(timeout=DEADLINE_SECS)[0].split() == ["True", "DeepSpeedEngine", "True"]
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(HAS_DEVICE, reason="nothing is forked where there is a device")
 def test_nothing_is_left_of_a_suite_that_was_killed(tmp_path: Path) -> None:
     """The server and what it forked end with the process that started them."""

@@ -13,6 +13,8 @@ import pytest
 
 from tests.wheel import PIP, build_wheel, run
 
+pytestmark = pytest.mark.integration
+
 COMPILED = ("reft/protect/_packets.so", "reft/store/_stream.so")
 FIND_COMPILED = """
 import json, reft

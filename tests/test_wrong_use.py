@@ -155,6 +155,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_use_is_told_and_ends_with_code_2(
     folder: Path, case: str, capfd: pytest.CaptureFixture[str]

@@ -47,19 +47,19 @@ def main(tier: str, *options: str) -> int:
     if tier == "nightly":
         print(f"seed {seed}: make nightly ARGS='--seed {seed}' draws the same examples again", flush=True)
         selected += [f"--hypothesis-seed={seed}"]
-    code, failures = _pytest("-n", "2", "--dist", "loadfile", *selected)
+    code, failures = run_pytest("-n", "2", "--dist", "loadfile", *selected)
     if code == _NO_TESTS and tier == "quick":
         return 0
     if code != _TESTS_FAILED or not failures or len(failures) > _MOST_ALONE:
         return code
     print("once more, alone:", flush=True)
-    _, again = _pytest(*failures)
+    _, again = run_pytest(*failures)
     steady = [test for test in failures if test in again]
     unsteady = [test for test in failures if test not in again]
     return int(_report(unsteady, failures, seed if tier == "nightly" else None) or bool(steady))
 
 
-def _pytest(*arguments: str) -> tuple[int, dict[str, str]]:
+def run_pytest(*arguments: str) -> tuple[int, dict[str, str]]:
     """Run pytest; its exit code, and what the failed tests printed, by test."""
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as found:
         command = [sys.executable, "-m", "pytest", *arguments]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory_or_say
-from reft.store.history import Round, describe_parts, read_history, restarts_among
+from reft.store.history import Round, describe_parts, read_history, restarts_among, why
 from reft.store.jobdir import JobDir
 
 
@@ -42,16 +42,6 @@ def summary(rounds: list[Round]) -> str:
     if not restarts:
         return "none"
     return f"{len(restarts)}; the last: {why(restarts[-1])}"
-
-
-def why(row: Round) -> str:
-    """What the start followed."""
-    if row.followed:
-        return f"advice was followed: {row.followed}"
-    said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
-    if not said:
-        said = [f"node {node} joined" for node in row.joined]
-    return "; ".join(said) if said else "the job was started"
 
 
 def _cells(row: Round) -> tuple[str, str, str]:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from reft.cli.advise import advice_now
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
@@ -305,13 +305,13 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _since_start(counts: dict[str, Any]) -> str:
     speed = counts["samples_per_sec"]
     made = counts["newest_step"] - counts["first_step"]
-    lost = (f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
+    lost = ", ".join(f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
     parts = (
         f"{made} steps in {counts['elapsed_secs']:.0f} s",
         "" if speed is None else f"{speed:.3g} samples/s",
         _tflops(counts),
         f"{counts['effective_ratio']:.1%} effective",
-        ", ".join(lost) and f"lost to {', '.join(lost)}",
+        lost and f"lost to {lost}",
     )
     return "; ".join(filter(None, parts))
 
@@ -333,7 +333,7 @@ def _losses(told: dict[str, Any]) -> str:
 
 
 def _nodes(told: dict[str, Any]) -> Table:
-    table = Table("node", "signal", "since", "step", "shards", "what it does")
+    table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
     for node in told["nodes"]:
         signal = Signal(node["signal"])
         since = node["since_unix_secs"]
@@ -352,7 +352,9 @@ def _speeds(told: dict[str, Any]) -> Table:
     """Of the ranks that compute longest."""
     longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
     left_out = len(longest) - _MOST_RANKS
-    table = Table("rank", "node", "step", *STEP_PARTS, title="what a step consists of, in ms")
+    table = Table(
+        "rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title="what a step consists of, in ms"
+    )
     slow = {rank for s in told["slow"] for rank in s["ranks"]}
     for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
         style = _STYLES[Signal.UNHEALTHY] if speed["rank"] in slow else ""

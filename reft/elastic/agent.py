@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -58,6 +60,9 @@ _FORM_ATTEMPTS = 10
 _PROGRESS_SECS = 600.0
 """Trainers that ran so long have made progress, also where nothing is committed."""
 _SEEN_SECS = 5.0
+_KILLED = 128
+"""From here on an exit code tells of a signal: another start may do better, as where memory was short."""
+_TELL_SECS = 1.0
 
 
 class JobEndedError(ReftError, RuntimeError):
@@ -113,6 +118,8 @@ class ReftAgent(LocalElasticAgent):
         self._store_lost = False
         self._joined = 0
         self._without_progress = 0
+        self._start_error = ""
+        """What ended the trainers last, before there was any version."""
         self.agreement: Agreement | None = None
         self.failure: Failure | None = None
         self.incarnations: IncarnationRecord | None = None
@@ -191,6 +198,7 @@ class ReftAgent(LocalElasticAgent):
 
     def _may_restart(self) -> bool:
         """Judge the failure of this round's trainers; whether another round is worth it."""
+        self._end_if_peers_were_stopped()
         failure = self.failure or Failure(Cause.OWN, 0, 1, "the trainers cannot be watched any more")
         alone = self.agreement is not None and len(self.agreement.members) == 1
         if failure.cause in (Cause.UNCLEAR, Cause.STOPPED) and alone:
@@ -209,6 +217,14 @@ class ReftAgent(LocalElasticAgent):
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
             return False
+        starts = self._renews and self._observer.newest_step() < 0
+        if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
+            if failure.reason == self._start_error:
+                logger.error(
+                    "%s: the same error twice, and no version was committed: the job ends", failure.reason
+                )
+                return False
+            self._start_error = failure.reason
         used = 0 if self._renews and self._has_new_version() else self._info.restarts_used
         allowed = self._spec.max_restarts
         since = " since the last new version" if self._renews else ""
@@ -399,11 +415,51 @@ class ReftAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if self.told_to_stop and self.agreement is not None:
+            # Before its trainers, and with them those of its peers, end; a store that hangs costs a second.
+            telling = threading.Thread(target=self._tell_peers, args=(death_sig,), daemon=True)
+            telling.start()
+            telling.join(_TELL_SECS)
         # Told to stop, trainers have the grace to commit what they have.
         self._trainers.end(death_sig, self._grace_secs() if self.told_to_stop else self._stop_secs)
         super()._shutdown(signal.SIGKILL, *args, **kwargs)
 
     # -- the end -----------------------------------------------------------------------------------
+
+    def _tell_peers(self, number: int) -> None:
+        """This launcher was told to stop."""
+        store: Any = self._store
+        with suppress(RuntimeError):
+            store.set(self._stopped("by"), f"{int(number)} {self._info.node}")
+            store.add(self._stopped("nodes"), 1)
+            store.add(self._stopped("seen"), 1)
+
+    def _end_if_peers_were_stopped(self) -> None:
+        """Raises SignalException where other launchers of this round were told to stop, and it needs them to
+        go on."""
+        store: Any = self._store
+        handler: Any = self._spec.rdzv_handler
+        with suppress(RuntimeError):
+            gone = store.add(self._stopped("nodes"), 0)
+            if not gone or handler.goes_on_without(gone):
+                return
+            number, node = store.get(self._stopped("by")).decode().split(" ", 1)
+            store.add(self._stopped("seen"), 1)
+            sent = signal.Signals(int(number))
+            raise SignalException(
+                f"node {node} was told to stop by {sent.name}, and no other takes its place", sigval=sent
+            )
+
+    def wait_for_peers(self) -> None:
+        """This launcher was told to stop, and the store ends with it: its peers look there first."""
+        if self.agreement is not None:
+            with suppress(RuntimeError):
+                _wait_until_all_have_seen(self._store, self._stopped("seen"), 1 + len(self.agreement.members))
+
+    def _stopped(self, name: str) -> str:
+        """A key in the store of this round, about launchers that were told to stop."""
+        assert self.agreement is not None
+        return f"reft/stopped/{self.agreement.round}/{name}"
 
     def _exit_barrier(self) -> None:
         """Wait until the trainers of all nodes have ended well, or a node wants another round."""
@@ -417,6 +473,7 @@ class ReftAgent(LocalElasticAgent):
             while not store.check([f"{prefix}/all"]):
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
+                self._end_if_peers_were_stopped()
                 time.sleep(max(0.1, self._spec.monitor_interval))
             self.all_ended_well = True
             _wait_until_all_have_seen(store, f"{prefix}/seen", size)

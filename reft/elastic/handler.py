@@ -12,6 +12,7 @@ a version without them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +60,8 @@ from reft.elastic.shared_state import (
 from reft.elastic.sizes import Sizes
 from reft.errors import AuthenticationError, FencedError, ReftError
 from reft.store.rendezvous_store import RendezvousStore, StoreError
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = RendezvousStoreInfo("127.0.0.1", 0)
 """Where trainers meet is arranged by :mod:`reft.elastic.trainer_store`."""
@@ -112,6 +115,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self.wait_secs: float | None = None
         """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
         self._began = self._again_as_many_at = 0.0
+        self._said = False
         self.incarnation = 0
         """Number of the start that this node took part in last; 0: none."""
         self.newest_incarnation = 0
@@ -130,7 +134,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._stop_heartbeats()
         self._place, self._lost = None, None
         self._was_spare = False
-        self._began, self._again_as_many_at = time.monotonic(), 0.0
+        self._began, self._again_as_many_at, self._said = time.monotonic(), 0.0, False
         if self._state_holder.state.round == 0:
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
@@ -188,6 +192,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
             if not state.closed and node in leaving and node not in state.redundancy_list:
                 leaving.discard(node)  # a node was lost: its place is taken
             self._wait_for_lost(state)
+            self._say_what_is_waited_for(state)
             return _RendezvousJoinOp()(context, deadline)
         if is_forgotten and _is_empty(state):
             return _Action.SYNC
@@ -210,6 +215,18 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._again_as_many_at = self._again_as_many_at or time.monotonic()
             until = self._again_as_many_at + self._settings.timeout.last_call.total_seconds()
         state.deadline = secs_from_now(timedelta(seconds=until - time.monotonic()))
+
+    def _say_what_is_waited_for(self, state: _RendezvousState) -> None:
+        """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
+        patience = self._settings.keep_alive_interval.total_seconds()
+        least, here = self._settings.min_nodes, len(state.participants | seats_of(state))
+        if self._said or not self._members or here >= least or time.monotonic() - self._began < patience:
+            return
+        self._said = True
+        logger.warning(
+            "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
+            *(here, least, self._settings.timeout.join.total_seconds()),
+        )
 
     def _most(self, state: _RendezvousState, settings: RendezvousSettings) -> int:
         """Nodes that may train. While others do, as many as fit of those that are there: a node that left
@@ -414,6 +431,14 @@ class StoreRendezvous(DynamicRendezvousHandler):
         """Whether all nodes of this round are there, as the last heartbeat saw it: nothing has failed."""
         state = self._state_holder.state
         return bool(self._members) and self._members.keys() <= seats_of(state).keys()
+
+    def goes_on_without(self, gone: int) -> bool:
+        """Whether enough nodes are left where so many of this round have ended, with those that wait: as the
+        last heartbeat saw it."""
+        state, settings = self._state_holder.state, self._settings
+        waiting = (state.redundancy_list | state.wait_list) - leaving_of(state) - self._members.keys()
+        left = len(self._members) - gone + len(waiting)
+        return (sizes_of(state) or Sizes()).largest(left, settings.min_nodes, settings.max_nodes) > 0
 
     @property
     def is_left_by_silent(self) -> bool:

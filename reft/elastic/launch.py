@@ -261,6 +261,8 @@ class Launcher(Observer):
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
+            if self._agent is not None and self._rendezvous.serves:
+                self._agent.wait_for_peers()
             return 128 + int(stop.sigval)
         except FencedError as error:
             self._end = End.REPLACED

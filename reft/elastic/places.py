@@ -62,6 +62,8 @@ class Place(ABC):
     def close(self) -> None:
         """End what was started here."""
 
+    serves = False
+    """Whether the store is served here, and ends with this launcher."""
     advice: str
     """What to do when the store is lost."""
     reopens: str
@@ -161,6 +163,7 @@ class ServedPlace(Place):
                 return
             raise
         self._server = KeyValueServer(listener, self._secret)
+        self.serves = True
         if self._config.max_nodes > 1 and is_loopback(self._server.host) and not is_loopback(host):
             logger.warning(
                 "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "

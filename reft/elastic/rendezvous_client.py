@@ -56,6 +56,11 @@ class RendezvousClient:
         return str(self._config.rdzv_endpoint)
 
     @property
+    def serves(self) -> bool:
+        """Whether this launcher serves the store, which ends with it."""
+        return self._place.serves
+
+    @property
     def reopens(self) -> str:
         """What to do to start a run again, under its name, that has ended."""
         return self._place.reopens

@@ -44,6 +44,9 @@ class StaticRendezvous(RendezvousHandler):
     def refuse_size(self) -> bool:
         return False
 
+    def goes_on_without(self, gone: int) -> bool:
+        return not gone
+
     def set_closed(self) -> None: ...
 
     def num_nodes_waiting(self) -> int:

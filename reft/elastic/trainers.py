@@ -82,6 +82,9 @@ class Trainers:
     def end(self, number: int, timeout_secs: float) -> None:
         """Signal them, wait, and kill what is left of their process groups, once.
 
+        A trainer that handles the signal is signalled alone: it finishes its step, for which it needs its
+        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group.
+
         Args:
             number: of the signal.
             timeout_secs: between it and SIGKILL.
@@ -90,7 +93,7 @@ class Trainers:
         for process in processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    (os.kill if _handles(process.pid, number) else os.killpg)(process.pid, number)
         deadline = time.monotonic() + timeout_secs
         while any(p.poll() is None for p in processes):
             if time.monotonic() > deadline or self.hurry:
@@ -106,3 +109,12 @@ class Trainers:
     def close(self) -> None:
         """Remove what they left."""
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+    except (OSError, ValueError, KeyError):
+        return False

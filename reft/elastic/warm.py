@@ -141,7 +141,7 @@ class _Server:
             for line in lines:
                 note = json.loads(line)
                 if "left_out" in note:
-                    logger.info("trainers import %s themselves: it %s", note["left_out"], note["why"])
+                    logger.warning("trainers import %s themselves: it %s", note["left_out"], note["why"])
                 if "read" in note:
                     self.read, self.usable = set(note["read"]), True
                     break

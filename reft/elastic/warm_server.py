@@ -17,6 +17,8 @@ import json
 import os
 import socket
 import sys
+import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
@@ -60,6 +62,7 @@ _READ_BY_C = (
 )
 """Variables that shared libraries read where Python does not see it."""
 _CUDA_NOT_INITIALIZED = 3
+_THREAD_ENDS_SECS = 1.0
 _CANNOT = "cannot be imported"
 
 
@@ -135,7 +138,7 @@ def import_ahead(modules: Sequence[str], read: dict[str, set[str]]) -> Iterator[
                 yield name, f"{_CANNOT} ({type(error).__name__}: {error})"
                 continue
         own = sorted((set(read.get(name.partition(".")[0], ())) - before) & _RANK_NAMES)
-        threads = len(os.listdir("/proc/self/task"))
+        threads = _threads_after_a_fork()
         device = _open_device()
         if own:
             yield name, f"reads {', '.join(own)} while it is imported"
@@ -145,6 +148,27 @@ def import_ahead(modules: Sequence[str], read: dict[str, set[str]]) -> Iterator[
             yield name, f"opens {device} while it is imported"
         else:
             yield name, ""
+
+
+def _threads_after_a_fork() -> int:
+    """Threads of this process that a fork does not end: OpenBLAS ends its own before one, and starts them
+    again when they are needed."""
+    if _threads() > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads
+            pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        # The kernel lists a thread a moment longer than it can be joined.
+        deadline = time.monotonic() + _THREAD_ENDS_SECS
+        while _threads() > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    return _threads()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _open_device() -> str:

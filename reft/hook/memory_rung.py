@@ -168,6 +168,11 @@ class MemoryRung:
         if plan.newest_committed is None and not plan.layout_mismatch and not note:
             if beside:
                 raise UnrecoverableError(beside)
+            if session.memory.identity.restarted and session.is_rank_zero:
+                logger.warning(
+                    "the job begins anew: nothing was committed and no checkpoint is on storage%s",
+                    history.after_failure(session.memory.job_dir.path),
+                )
             return
         where = session.config.persist.dir or "not configured (persist.dir)"
         progress = note or plan.newest_committed or "versions of another layout"
@@ -225,7 +230,8 @@ class MemoryRung:
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
         self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
         if self._session.is_rank_zero:
-            logger.warning("resumed at step %d from %s in %.2f s", step, source, secs)
+            after = history.after_failure(self._session.memory.job_dir.path)
+            logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
         """The first step of this life has been made: the recovery, if it was one, is over."""

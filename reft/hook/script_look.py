@@ -274,7 +274,7 @@ def _key_read(node: ast.AST, states: Set[str]) -> str | None:
 
 def _is_resumable(call: ast.Call) -> bool:
     """Whether it makes a loader that knows its pass."""
-    return _name(call) == "resumable" or _text(call.func) in ("reft.data.loader", "reft.data.stream")
+    return _name(call) == "resumable" or _text(call.func) == "reft.data.loader"
 
 
 def _name(call: ast.Call) -> str:

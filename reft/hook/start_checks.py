@@ -171,18 +171,31 @@ def _look_at_script() -> ScriptLook | None:
         return None
 
 
+def what_is_protected(session: Session) -> str:
+    """The layout, what is survived, and where versions are kept, in a line."""
+    config, topology, storage = session.config, session.topology, session.config.persist
+    nodes = len(set(topology.failure_domains))
+    losses = f"the loss of {session.tolerance} node(s) per sharding group"
+    kept = f"on storage in {storage.dir} {_interval(storage.adapts, storage.fixed_steps)}"
+    return (
+        f"the job is protected: {topology.degrees} on {nodes} node(s), incarnation "
+        f"{session.memory.incarnation}; {session.protection.record.in_force} survives "
+        f"{losses if session.tolerance else 'killed trainers, no lost node'}; versions in memory "
+        f"{_interval(config.adapts, config.version_steps)}, "
+        f"{kept if storage.dir else 'none on storage (persist.dir is not set)'}"
+    )
+
+
+def _interval(adapts: bool, steps: int) -> str:
+    if adapts:
+        return "at an interval that the job finds"
+    return {0: "when the job is told to stop", 1: "every step"}.get(steps, f"every {steps} steps")
+
+
 def _say_what_is_survived(session: Session) -> None:
     losses, config = session.tolerance, session.config
-    if session.is_rank_zero:
-        logger.info(
-            "incarnation %d, %s on %d nodes, snapshot every %s step(s), survives the loss of "
-            "%d node(s) per sharding group",
-            session.memory.incarnation,
-            session.topology.degrees,
-            len(set(session.topology.failure_domains)),
-            "so many" if config.adapts else config.version_steps,
-            losses,
-        )
+    if session.is_rank_zero and session.copying.takes_versions:
+        logger.warning("%s", what_is_protected(session))
     claimed = declared_on_one_host(session.places)
     if claimed and session.is_rank_zero:
         logger.warning(

@@ -133,6 +133,16 @@ class _Ended(_Event):
 _EVENTS: dict[str, type[_Event]] = {STARTED: _Started, RESUMED: _Resumed, STEPPED: _Event, ENDED: _Ended}
 
 
+def why(row: Round) -> str:
+    """What the start followed."""
+    if row.followed:
+        return f"advice was followed: {row.followed}"
+    said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
+    if not said:
+        said = [f"node {node} joined" for node in row.joined]
+    return "; ".join(said) if said else "the job was started"
+
+
 def restarts_among(rounds: Iterable[Round]) -> list[Round]:
     """The rounds that followed a failure."""
     return [r for r in rounds if r.failures or r.lost]
@@ -141,6 +151,15 @@ def restarts_among(rounds: Iterable[Round]) -> list[Round]:
 def describe_parts(secs: Mapping[str, float]) -> str:
     """The parts of an interruption, for people."""
     return ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in secs.items())
+
+
+def after_failure(job_dir: Path) -> str:
+    """What the newest start followed, for the end of a sentence; "" where nothing had failed."""
+    for row in restarts_among(read_history(job_dir)[-1:]):
+        since = row.failed_unix_secs
+        secs = "" if since is None else f"{max(0.0, time.time() - since):.1f} s "
+        return f", {secs}after the failure ({why(row)})"
+    return ""
 
 
 def read_history(job_dir: Path) -> list[Round]:

@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = [ATTACKS[name] for name in ATTACKS if not args.kinds or name in args.kinds]
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-storm-"))
     root.mkdir(parents=True, exist_ok=True)
-    storm = Storm(Scratch(root), Random(args.seed), kinds, args.steps, args.attacks)
+    storm = Storm(Scratch(root, root / "references"), Random(args.seed), kinds, args.steps, args.attacks)
     began = time.monotonic()
     episodes: list[Episode] = []
     while not episodes or time.monotonic() - began < args.secs or attacks_of(episodes) < args.least:

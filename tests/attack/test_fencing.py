@@ -47,7 +47,7 @@ REFERENCE_STEPS = 200
 
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
-    return Scratch(tmp_path_factory.mktemp("fencing"))
+    return Scratch.of_the_run(tmp_path_factory, "fencing")
 
 
 @pytest.mark.nightly
@@ -108,6 +108,7 @@ def alive(cluster: LocalCluster, node: str) -> list[int]:
     return [p.pid for p in cluster.survivors() if p.environ().get(ENV_CLUSTER, "").endswith(f":{node}")]
 
 
+@pytest.mark.integration
 def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
     """It comes back with a failure of its own that would end its job: its trainer was killed while it was cut
     off. The job goes on, and recovers from the next failure."""
@@ -183,6 +184,7 @@ def test_the_store_knows_the_newest_start_whoever_writes_last() -> None:
         server.close()
 
 
+@pytest.mark.process
 def test_the_daemon_refuses_orders_of_an_older_start(tmp_path: Path) -> None:
     job_dir = JobDir.open_or_create(tmp_path, "job", "node0", secret=b"s" * 32)
     daemon = subprocess.Popen([sys.executable, "-m", "reft.store.daemon", str(job_dir.path)])
@@ -210,6 +212,7 @@ def vote_as_two_starts(rank: int, root: Path) -> dict[str, Any]:
     return {"error": ""}
 
 
+@pytest.mark.process
 def test_ranks_of_different_starts_commit_nothing(tmp_path: Path) -> None:
     for said in Results(tmp_path, vote_as_two_starts).of(vote_as_two_starts):
         assert "ranks of different starts of the job vote (incarnations 1 and 2)" in said["error"]

@@ -166,6 +166,7 @@ def test_p3_memory_whose_secret_is_lost_is_opened_by_the_users(tmp_path: Path) -
 # -- what launchers leave ----------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_p7_what_a_killed_launcher_left_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import pathlib, sys, time\nmark = pathlib.Path(sys.argv[1])\n"
@@ -195,6 +196,7 @@ def test_p7_what_a_killed_launcher_left_is_cleaned_up_by_the_next(tmp_path: Path
     assert list(job_dir.glob("exits-*")) == []
 
 
+@pytest.mark.integration
 def test_p7_a_refused_launch_leaves_nothing(tmp_path: Path) -> None:
     memory_dir = tmp_path / "memory"
     arguments = ["--memory-dir", str(memory_dir), "--nnodes", "2", "--rdzv-id", "refused", "--no-daemon"]
@@ -234,6 +236,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.process
 def test_p7_the_fault_kill_node_removes_the_memory_of_its_own_job_alone(tmp_path: Path) -> None:
     for job_id in ("mine", "another"):
         remembered(tmp_path, job_id)

@@ -69,6 +69,7 @@ def test_p7_jobs_without_an_id_share_nothing_and_each_finds_its_own_again(jobs: 
     assert (again.said(0, "resumed"), again.said(0, "job")) == (4, first.said(0, "job"))
 
 
+@pytest.mark.integration
 def test_p7_the_same_start_twice_at_once_is_refused_and_disturbs_nothing(jobs: Jobs) -> None:
     first = jobs.torchrun("one", "--steps", "3", "--wait", world=2)
     assert [first.said(rank, "committed") for rank in range(2)] == [3, 3]
@@ -86,6 +87,7 @@ def test_p7_the_same_start_twice_at_once_is_refused_and_disturbs_nothing(jobs: J
     assert first.end() == [0, 0]
 
 
+@pytest.mark.integration
 def test_p7_state_of_other_settings_is_refused_on_all_ranks_until_it_is_accepted(jobs: Jobs) -> None:
     first = jobs.torchrun("one", "--steps", "3", world=2)
     assert [first.said(rank, "committed") for rank in range(2)] == [3, 3]

@@ -12,6 +12,8 @@ import pytest
 from tests.attack.jobs import launched, ranks
 from tests.prefork import ENV_PREFORK
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).with_name("inert_script.py")
 LEAST = {
     *("reft", "reft.env", "reft.naming"),

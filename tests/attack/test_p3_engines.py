@@ -8,6 +8,8 @@ import pytest
 
 from tests.hook.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 JOB = Path(__file__).with_name("engines_job.py")
 
 

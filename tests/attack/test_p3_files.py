@@ -7,6 +7,8 @@ import pytest
 from tests.attack.file_scenarios import ATTACKS, files, swap, swapped_before
 from tests.attack.workers import Results
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:

@@ -9,6 +9,8 @@ import pytest
 from tests.attack.loads_job import FIRST_LIFE, STEPS
 from tests.hook.ranks import run_ranks
 
+pytestmark = pytest.mark.integration
+
 JOB = Path(__file__).with_name("loads_job.py")
 
 

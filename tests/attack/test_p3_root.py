@@ -12,6 +12,7 @@ from tests.attack.jobs import remove_all
 from tests.elastic.cluster import cluster
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("what", ["job", "root"])
 def test_p3_a_launcher_whose_memory_was_removed_starts_its_trainers_again(tmp_path: Path, what: str) -> None:
     options = ("--max-restarts", "3")

@@ -13,6 +13,7 @@ from tests.machine import free_port
 SCRIPT = Path(__file__).with_name("identity_job.py")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("declared", [False, True])
 def test_p4_launchers_on_one_host_are_one_node_unless_declared(tmp_path: Path, declared: bool) -> None:
     endpoint = f"127.0.0.1:{free_port()}"

@@ -59,6 +59,7 @@ def test_p6_a_store_that_fails_is_no_error_of_training() -> None:
         _failing_record().newest_commit()
 
 
+@pytest.mark.process
 def test_p6_a_store_that_fails_in_a_load_is_told_to_all_ranks(tmp_path: Path) -> None:
     found: list[dict[str, Any]] = Results(tmp_path, noted).of(noted)
     for result in found:
@@ -115,6 +116,7 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
         server.close()
 
 
+@pytest.mark.integration
 def test_p6_a_store_that_stands_still_is_asked_only_so_long(caplog: pytest.LogCaptureFixture) -> None:
     """Before it has answered once, and after that: then it is a process, which is stopped."""
     listener = listen("127.0.0.1", 0)
@@ -182,6 +184,7 @@ def rates_fail(rank: int, root: Path) -> dict[str, Any]:
     return {"committed": committed, "log": lines}
 
 
+@pytest.mark.process
 def test_p6_peers_hear_with_the_next_vote_what_has_failed_on_a_rank(tmp_path: Path) -> None:
     """Rank 1's rates raise when a version is committed: nothing of it is due there, and rank 0 knows why."""
     found: list[dict[str, Any]] = Results(tmp_path, rates_fail).of(rates_fail)

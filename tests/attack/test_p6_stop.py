@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.machine import free_port
 from tests.prefork import Popen
 
@@ -16,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_SECS = 240.0
 
 
+@pytest.mark.integration
 def test_p6_trainers_with_a_dead_worker_end_when_told_to(tmp_path: Path) -> None:
     common = {
         **os.environ,

@@ -18,6 +18,8 @@ from tests.attack.workers import (
     went_back,
 )
 
+pytestmark = pytest.mark.integration
+
 # Places where the version is good, whatever fails there.
 _COMMITTED = {
     "look at free memory",

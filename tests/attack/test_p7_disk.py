@@ -19,6 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return run_ranks(JOB, tmp_path_factory.mktemp("disk"))
 
 
+@pytest.mark.process
 def test_p5_a_damaged_checkpoint_is_refused_and_an_older_one_loaded(results: list[dict]) -> None:
     for r in results:
         assert r["damaged"]["step"] == 4
@@ -26,6 +27,7 @@ def test_p5_a_damaged_checkpoint_is_refused_and_an_older_one_loaded(results: lis
         assert r["damaged"]["incarnation"] == 2
 
 
+@pytest.mark.process
 def test_p5_where_all_are_damaged_every_rank_refuses(results: list[dict]) -> None:
     for r in results:
         kind, text = r["damaged"]["all_damaged"]
@@ -34,6 +36,7 @@ def test_p5_where_all_are_damaged_every_rank_refuses(results: list[dict]) -> Non
         assert "global_step4: reft_host-pp0.dp1.tp0.msgpack: checksum" in text
 
 
+@pytest.mark.process
 def test_p7_jobs_that_share_a_persist_directory_share_nothing(results: list[dict]) -> None:
     for r in results:
         assert r["shared"]["fresh"] == [0, None]
@@ -41,6 +44,7 @@ def test_p7_jobs_that_share_a_persist_directory_share_nothing(results: list[dict
         assert r["shared"]["equal"]
 
 
+@pytest.mark.process
 def test_p3_a_checkpoint_that_the_job_went_back_behind_is_not_newer(results: list[dict]) -> None:
     for r in results:
         assert r["went_back"]["back"][0] == 4
@@ -49,12 +53,14 @@ def test_p3_a_checkpoint_that_the_job_went_back_behind_is_not_newer(results: lis
         assert r["went_back"]["resumed again"] == 7
 
 
+@pytest.mark.process
 def test_p3_what_was_committed_after_an_older_checkpoint_is_newer(results: list[dict]) -> None:
     for r in results:
         assert r["outlived"]["found"] == [5, 9]
         assert r["outlived"]["by tag"] == [5, 9]
 
 
+@pytest.mark.process
 def test_p8_client_state_comes_back_from_disk(results: list[dict]) -> None:
     for rank, r in enumerate(results):
         assert r["damaged"]["client"] == {"step": 4, "rank": rank, "epoch": None, "given": None}
@@ -62,6 +68,7 @@ def test_p8_client_state_comes_back_from_disk(results: list[dict]) -> None:
         assert (r["own"]["step"], r["own"]["equal"]) == (4, True)
 
 
+@pytest.mark.process
 def test_p8_random_state_is_saved_beside_client_state_that_only_deepspeed_can_hold(
     results: list[dict],
 ) -> None:
@@ -70,11 +77,13 @@ def test_p8_random_state_is_saved_beside_client_state_that_only_deepspeed_can_ho
         assert r["arguments"]["equal"]
 
 
+@pytest.mark.process
 def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(results: list[dict]) -> None:
     for r in results:
         assert "escaped" not in r["arguments"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["torn", "empty", "outside"])
 def test_p6_a_torn_latest_is_an_error_on_every_rank(results: list[dict], how: str) -> None:
     for r in results:

@@ -10,6 +10,8 @@ import pytest
 from tests.attack.data_job import GAS, MICRO_BATCH, SCRIPTS, STOPS
 from tests.hook.ranks import run_ranks
 
+pytestmark = pytest.mark.integration
+
 JOB = Path(__file__).with_name("data_job.py")
 NAMES = [script.__name__ for script in SCRIPTS]
 

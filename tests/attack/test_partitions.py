@@ -32,7 +32,7 @@ SECS = 240.0
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
-    return Scratch(tmp_path_factory.mktemp("partitions"))
+    return Scratch.of_the_run(tmp_path_factory, "partitions")
 
 
 class Partitioned(FaultJob):

@@ -263,6 +263,7 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
     return silent
 
 
+@pytest.mark.integration
 def test_p11_every_socket_is_listed_and_no_stranger_harms_the_job(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     block = {"enabled": True, "metrics": {"port": METRICS_PORT}}

@@ -97,7 +97,7 @@ def test_a_loss_that_nothing_can_be_compared_with_is_seen(written: Written) -> N
 
 def test_every_kind_comes_before_any_comes_twice(tmp_path: Path) -> None:
     kinds = list(ATTACKS.values())
-    storm = Storm(Scratch(tmp_path), Random(1), kinds, steps=1, most=1)
+    storm = Storm(Scratch(tmp_path, tmp_path), Random(1), kinds, steps=1, most=1)
     drawn = [storm.draw(SETUPS[0], True).name for _ in kinds]
     assert sorted(drawn) == sorted(ATTACKS)
 
@@ -111,6 +111,7 @@ def test_setups_differ_and_their_schemes_are_possible() -> None:
         assert setup.shape.degrees.world_size == setup.shape.nodes * setup.shape.procs_per_node
 
 
+@pytest.mark.process
 def test_a_node_of_the_storm_comes_back_as_the_job_that_it_was(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     cluster = StormCluster(
@@ -132,6 +133,7 @@ def test_a_node_of_the_storm_comes_back_as_the_job_that_it_was(tmp_path: Path) -
         assert cluster.log(0).count("reft [local/launcher node0] round 1, start") == 2
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(1500)
 def test_p3_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
     target = tmp_path / "storm.json"

@@ -140,7 +140,7 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
     server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for whoever knows the secret, on a machine that has other things to do.
-    monkeypatch.setattr("reft.store.door.HANDSHAKE_SECS", 5.0)
+    monkeypatch.setattr("reft.store.door.HANDSHAKE_SECS", 2.0)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     try:
         assert KeyValueStore(endpoint(server), SECRET).check(["secret plan"])
@@ -247,6 +247,7 @@ def launcher_descendants(node: LocalNode) -> list[psutil.Process]:
     return [launcher, *launcher.children(recursive=True)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "given",
     [
@@ -307,6 +308,7 @@ def assert_doors_are_on_loopback(job: WatchedCluster) -> None:
     assert {address for pid in pids for address in listening(pid)} == {"127.0.0.1"}
 
 
+@pytest.mark.integration
 def test_p11_a_node_with_another_secret_is_told_so(tmp_path: Path) -> None:
     server = RendezvousServer("127.0.0.1", 0, SECRET)
     try:
@@ -329,6 +331,7 @@ def test_p11_a_node_with_another_secret_is_told_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_p11_one_node_needs_no_set_up(tmp_path: Path) -> None:
     """`reft launch script.py`, nothing else said: a secret is made, and nothing listens beyond loopback."""
     home = tmp_path / "home"
@@ -359,6 +362,7 @@ def test_p11_one_node_needs_no_set_up(tmp_path: Path) -> None:
         launch.wait()
 
 
+@pytest.mark.integration
 def test_p11_a_static_rendezvous_asks_for_the_secret_too(tmp_path: Path) -> None:
     """torchrun's --master-addr: two nodes, a restart, and the same closed doors."""
     port = free_port()

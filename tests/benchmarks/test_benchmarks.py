@@ -82,6 +82,7 @@ def check_estimate(found: dict[str, Any]) -> None:
     assert found["samples"] >= 1
 
 
+@pytest.mark.integration
 def test_host_copies_compares_every_way_of_one_core(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "host_copies.py"), "--quick", "--json"]
     made = subprocess.run(
@@ -97,6 +98,7 @@ def test_host_copies_compares_every_way_of_one_core(tmp_path: Path) -> None:
         check_estimate(way["secs_to_plain"])
 
 
+@pytest.mark.process
 def test_watching_says_what_a_note_and_a_look_cost(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "watching.py"), "--quick", "--json"]
     made = subprocess.run(
@@ -108,6 +110,7 @@ def test_watching_says_what_a_note_and_a_look_cost(tmp_path: Path) -> None:
         check_estimate(one)
 
 
+@pytest.mark.integration
 def test_memory_copy_compares_the_same_bytes_in_pairs(tmp_path: Path) -> None:
     result = run("memory_copy.py", "--stages", folder=tmp_path)
     check_head(result, "memory_copy")
@@ -193,6 +196,7 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     assert lost["local"] + lost["peer"] + lost["copy"] == local["local"]
 
 
+@pytest.mark.integration
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path) -> None:
     process = start("save_stall.py", "--quick", "--steps", "100000", folder=tmp_path)
     try:
@@ -220,6 +224,7 @@ def processes_mentioning(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.integration
 def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
     sizes = ["--ranks", "4", "9", "--gloo-ranks", "3", "--per-node", "4", "--rounds", "2", "--plans", "0"]
     process = subprocess.run(
@@ -248,6 +253,7 @@ def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
     assert largest["most_connections_of_the_tree"] <= 64
 
 
+@pytest.mark.integration
 def test_to_resume_at_any_sample_one_batch_is_read(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "resume_data.py"), "--quick", "--json"],

@@ -10,6 +10,8 @@ import pytest
 
 from tests.benchmarks.test_benchmarks import ROOT, TIMEOUT_SECS
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def result() -> dict:

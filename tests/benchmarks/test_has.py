@@ -45,6 +45,7 @@ def test_has_compares_every_variant_within_one_run(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("pairs", "samples"),
     [([], 0), ([(100.0, 90.0, 0.0)], 0), ([(100.0, 90.0, 0.0), (100.0, 80.0, 1e6), (90.0, 0.5, 2e6)], 2)],

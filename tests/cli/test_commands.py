@@ -23,6 +23,7 @@ print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 EVERY = [[name] for name in COMMANDS] + [["simulate", "has"], ["simulate", "pipeline"]]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["plan", "--version"]])
 def test_help_and_version_import_no_more_than_the_parser(arguments: list[str]) -> None:
     done = subprocess.run(

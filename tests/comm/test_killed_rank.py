@@ -15,6 +15,8 @@ import pytest
 from reft.store.door import listen
 from reft.store.keyvalue import KeyValueServer
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 RANKS, PER_NODE = 6, 2
 DEADLINE_SECS = 120

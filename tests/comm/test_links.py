@@ -50,6 +50,7 @@ def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
         knock(reception.endpoint.local, SECRET, "control plane", DEADLINE_SECS)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
 def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Overlay]) -> None:
     told, tell = os.pipe()
@@ -68,6 +69,7 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
         os.waitpid(child, 0)
 
 
+@pytest.mark.integration
 def test_p6_a_child_forked_during_a_handshake_does_not_keep_the_connection() -> None:
     caller = Reception(0, "a", SECRET)
 
@@ -130,6 +132,7 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
     nobody.close()
 
 
+@pytest.mark.process
 def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> None:
     at, told = os.pipe()
     rank = os.fork()

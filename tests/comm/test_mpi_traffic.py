@@ -64,6 +64,7 @@ def monitored(place: Path, what: str) -> tuple[list[int], Counter[int]]:
     return said, found
 
 
+@pytest.mark.process
 def test_each_rank_sends_its_bytes_once(tmp_path: Path) -> None:
     said, found = monitored(tmp_path, "streams")
     assert said == [TIMES * SENT_BYTES] * SIZE
@@ -72,6 +73,7 @@ def test_each_rank_sends_its_bytes_once(tmp_path: Path) -> None:
         assert TIMES * SENT_BYTES <= nbytes <= TIMES * SENT_BYTES + A_FEW, f"rank {rank}: {nbytes}"
 
 
+@pytest.mark.process
 def test_a_sum_takes_a_row_less_than_there_are_ranks_or_one_more(tmp_path: Path) -> None:
     """Where pairs exchange, each rank sends the R - 1 rows of the others. Open MPI 5.0.11 adds the whole up along a tree
     and deals it out again when it must not wait: R rows from each rank but the first."""
@@ -83,6 +85,7 @@ def test_a_sum_takes_a_row_less_than_there_are_ranks_or_one_more(tmp_path: Path)
         assert least <= nbytes <= most + A_FEW, f"rank {rank}: {nbytes}"
 
 
+@pytest.mark.process
 def test_a_vote_is_one_all_reduce_of_eighteen_numbers(tmp_path: Path) -> None:
     """2 (R - 1) messages along a tree, or R log R where pairs exchange."""
     _, found = monitored(tmp_path, "votes")
@@ -90,6 +93,7 @@ def test_a_vote_is_one_all_reduce_of_eighteen_numbers(tmp_path: Path) -> None:
     assert VOTES * 2 * (SIZE - 1) * word <= found.total() <= VOTES * 2 * SIZE * word + SIZE * A_FEW
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
 @pytest.mark.parametrize("what", ["streams", "sums"])
 def test_the_kernel_counts_the_same_on_the_wire(name: str, what: str) -> None:
@@ -106,6 +110,7 @@ def test_the_kernel_counts_the_same_on_the_wire(name: str, what: str) -> None:
     assert least <= said[0]["loopback"] <= 1.05 * most + A_FEW
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
 def test_p9_what_a_receiver_has_no_room_for_is_kept_by_nobody(name: str) -> None:
     """Nor do short pieces pile up at the sender; and every byte is handed to MPI once, and taken once."""

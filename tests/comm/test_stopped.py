@@ -23,6 +23,8 @@ from reft.store.wire import Channel
 
 from .stopped_job import DEADLINE_SECS, LONG_BYTES, RANKS, SECRET
 
+pytestmark = pytest.mark.integration
+
 NAME = "rank 1 on node a"
 NAMED_SECS = 60.0
 

@@ -41,6 +41,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[s
     return defaultdict(dict)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
 def test_contract_over_mpi(
@@ -67,6 +68,7 @@ def test_an_mpi_that_several_threads_may_not_call_is_refused() -> None:
         require_threads(30, levels)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
 def test_ranks_that_mpi_counts_otherwise_are_refused(name: str) -> None:
     """As under reft launch, where every process is an MPI job of its own; and with fewer threads than needed."""
@@ -85,6 +87,7 @@ def test_ranks_that_mpi_counts_otherwise_are_refused(name: str) -> None:
         assert said in done.stderr
 
 
+@pytest.mark.process
 def test_p6_an_mpi_that_makes_no_communicator_any_more_is_a_failure_to_connect() -> None:
     """MPICH has 2,048. The snapshot worker takes it as any other such failure, and tries again later."""
     library = mpi.require("mpich")

@@ -218,7 +218,7 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
         (LOAD, "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()"),
         (PASSES, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
         (OWN, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
-        (f"{LOAD}\nloader = reft.data.stream('*.tar')\nevaluation = DataLoader(data)", LOOP),
+        (f"{LOAD}\nloader = reft.data.loader(data)\nevaluation = DataLoader(data)", LOOP),
         (PASSES, "while loader.epoch < 3:\n  for x in loader:"),
         (PASSES, "for epoch in range(3):\n  if epoch < loader.epoch: continue\n  for x in loader:"),
         (PASSES, "for x in loader:"),

@@ -12,6 +12,8 @@ import pytest
 
 from tests.elastic.cluster import cluster
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOBODY_HAS = 2**50
 

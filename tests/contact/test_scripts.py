@@ -65,14 +65,18 @@ def run(tmp_path: Path) -> Callable[[str], Run]:
     return lambda script: Run(tmp_path, script)
 
 
+@pytest.mark.integration
 def test_p3_a_plain_loop_goes_on_with_resume(run: Callable[[str], Run], undisturbed: list[str]) -> None:
     job = run("resumes.py")
     code, log = job.start(KILL)
     assert code == 0, log
     assert f"resumed at step {KILLED_AT} from memory" in log
+    assert "s after the failure (" in log
+    assert log.count("the job is protected: PP1xDP1xTP1 on 1 node(s)") == 2, "a line at each start"
     assert job.losses() == undisturbed
 
 
+@pytest.mark.integration
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "told"),
@@ -105,6 +109,7 @@ def test_p12_a_script_that_does_not_load_is_told_and_stopped_at_its_restart(
         assert job.losses() == undisturbed, "the script's own test has found what was written"
 
 
+@pytest.mark.process
 def test_p12_strict_stops_before_the_first_step(run: Callable[[str], Run]) -> None:
     job = run("never_loads.py")
     code, log = job.start({"strict": True})
@@ -113,6 +118,7 @@ def test_p12_strict_stops_before_the_first_step(run: Callable[[str], Run]) -> No
     assert not (job.out / "losses").exists()
 
 
+@pytest.mark.integration
 def test_a_dry_run_says_what_is_kept_and_trains_nothing(run: Callable[[str], Run]) -> None:
     job = run("resumes.py")
     code, log = job.start({}, "--dry-run")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.hook.ranks import run_ranks
 
+pytestmark = pytest.mark.integration
+
 JOB = Path(__file__).with_name("setups_job.py")
 START, STEP_1 = 0, 1
 

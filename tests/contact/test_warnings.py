@@ -43,6 +43,7 @@ WITHOUT_STRICT = {
     "hook/joining.py:_newest_on_disk": CHECKED,  # persist.dir
     "hook/memory.py:_note": LATER,
     "hook/memory_rung.py:protect": RESTART,
+    "hook/memory_rung.py:refuse_silent_restart": RESTART,
     "hook/memory_rung.py:report": NO_FAULT,
     "hook/memory_rung.py:restore": RESTART,
     "hook/on_import.py:_install": "whether there is a block is not known yet",
@@ -61,7 +62,7 @@ WITHOUT_STRICT = {
     "hook/restore.py:_load_by_tag": CHECKED,  # at the first step
     "hook/save.py:save_with_host_state": LATER,
     "hook/start_checks.py:check_start": "time-outs: recovery is not affected",
-    "hook/start_checks.py:_say_what_is_survived": NO_FAULT,  # declared nodes, allow_unprotected
+    "hook/start_checks.py:_say_what_is_survived": NO_FAULT,  # what is, declared nodes, allow_unprotected
     "hook/start_checks.py:_warn_at_start": RESTART,
     "hook/start_checks.py:warn": "the place where strict is asked",
     "hook/stopping.py:stop_alone": LATER,

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import reft
 from reft.data import batches, loading, place
-from reft.data.order import SampleOrder
+from reft.data.order import Order
 from reft.errors import ConfigError
 from reft.hook.data import DataPosition
 from tests.data.test_watch import Engine
@@ -71,6 +71,7 @@ def rest_of_step(loader: Any, reading: Any) -> list[int]:
 # -- a slow replica takes fewer -----------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("workers", "held"), [(0, 2), (1, 3), (2, 4)])
 def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held: int) -> None:
     """It trains on one micro-batch while the others train on all that they can have of the step; it holds one more
@@ -91,6 +92,7 @@ def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held
     assert taken[0] <= held
 
 
+@pytest.mark.process
 def test_a_loader_whose_replicas_hold_a_whole_step_says_so(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +159,7 @@ class Failing:
         return self._store.compare_set(*args)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_p8_a_store_that_fails_is_no_error_of_the_data_set(
     job: Job, workers: int, caplog: pytest.LogCaptureFixture
@@ -382,13 +385,14 @@ class Attacked:
             one.step, one.waits = [], False
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", range(16))
 def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(job: Job, seed: int) -> None:
     workers = int(seed == 0)  # which are slow to begin
     attacked = Attacked(job, random.Random(seed), workers)
     for _ in range(300 if workers else 600):
         attacked.act()
-    order = SampleOrder(SIZE, 5, shuffle=True)
+    order = Order(SIZE, 5, shuffle=True)
     for number, samples in enumerate(attacked.history):
         wanted = [sample for _, sample in order.part(number * STEP, STEP, slice(None))]
         assert samples == sorted(wanted), f"step {number}"

@@ -90,6 +90,7 @@ def whole(loader: Any, life: Life, train: Callable[[Any], Any], *, stop: int | N
             saved = life.data.state(), capture_rng()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("made", [static, dynamic, resumable, read_again])
 def test_p8_a_batch_that_could_not_be_read_is_left_out_after_a_failure_too(
@@ -117,6 +118,7 @@ class Late(Damaged):
         return index
 
 
+@pytest.mark.integration
 def test_p8_a_batch_that_is_late_is_not_left_out() -> None:
     one = reft.data.loader(Late(), BATCH, num_workers=1, timeout=1, name="late")
     reading, seen, late = iter(one), list[int](), 0

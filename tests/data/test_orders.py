@@ -13,11 +13,10 @@ from tests.data.orders_job import CASES
 from tests.hook.ranks import run_ranks
 
 JOB = Path(__file__).with_name("orders_job.py")
-MADE = ["alike", "alike_stages", "alike_shards", "one_rank_reads", "parts_of_nodes"]
+MADE = ["alike", "alike_stages", "one_rank_reads", "parts_of_nodes"]
 FOUND = {
     "seed": "the loader 'data'.*seed 0 on rank 0; seed 1 on rank 1.*give every rank the same seed",
     "length": "samples 16 on rank 0; samples 17 on rank 1.*the same data set",
-    "shards": "2 shards .* on rank 0; .*2 shards .* on rank 1.*every node the same files in the same order",
     "batch_size": "batch_size 2 on rank 0; batch_size 3 on rank 1.*the same batch_size",
     "seed_of_stages": "seed 0 on rank 0; seed 1 on rank 1",
     "resumable_length": "the loader 'data'.*samples 16 on rank 0; samples 18 on rank 1",
@@ -35,6 +34,7 @@ def test_every_case_is_looked_at() -> None:
     assert {*MADE, *FOUND} == CASES.keys()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", MADE)
 def test_ranks_that_read_alike_or_different_things_make_their_step(
     results: list[dict[str, Any]], case: str
@@ -42,6 +42,7 @@ def test_ranks_that_read_alike_or_different_things_make_their_step(
     assert [result[case] for result in results] == ["", ""]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", FOUND)
 def test_p12_every_rank_refuses_its_first_step_where_the_orders_differ(
     results: list[dict[str, Any]], case: str
@@ -65,5 +66,5 @@ def test_the_ranks_that_differ_are_named_and_those_without_a_loader_say_nothing(
 
 
 def test_an_order_of_another_kind_differs_too() -> None:
-    said = str(difference([{"x": {"samples": 8, "shards": "2 shards"}}, {"x": {"samples": 8}}]))
-    assert "shards '2 shards' on rank 0; shards None on rank 1" in said
+    said = str(difference([{"x": {"samples": 8, "step_samples": 4}}, {"x": {"samples": 8}}]))
+    assert "step_samples 4 on rank 0; step_samples None on rank 1" in said

@@ -128,6 +128,7 @@ def undisturbed(name: str, batches: int) -> list[tuple[list[float], bytes, dict[
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", LOADERS)
 def test_p8_from_any_batch_on_the_pass_and_the_next_are_the_same(name: str) -> None:
     found = undisturbed(name, 24)

@@ -327,6 +327,7 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
     assert list(copy.copy(loader).batch_sampler.sampler) != []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("most", [2, None])
 @pytest.mark.parametrize("order", ["plain", "shuffled", "own generator"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])

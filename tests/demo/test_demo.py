@@ -146,6 +146,7 @@ def test_a_lost_shard_is_decoded_from_parity_and_not_a_bit_of_any_loss_changes(
     assert session.left() == []
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_ctrl_c_leaves_nothing_behind(session: Session):
     demo = session.start("--kill", "none")

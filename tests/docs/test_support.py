@@ -13,6 +13,7 @@ from tests.docs.support import LAUNCHERS, LOADERS, PAGE, ROOT
 from tests.old_deepspeed import VERSION
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(
     VERSION < (0, 19), reason="the page is of DeepSpeed 0.19: older releases have other wrappers"
 )

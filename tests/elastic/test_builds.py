@@ -48,6 +48,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
 
 
+@pytest.mark.integration
 def test_a_lock_is_abandoned_when_its_builder_is_gone(lock: Path) -> None:
     with building(lock):
         assert abandoned_locks() == []
@@ -70,6 +71,7 @@ def test_it_is_looked_for_where_torch_builds_by_default(
         monkeypatch.delenv(home)
 
 
+@pytest.mark.integration
 def test_the_launcher_names_it_and_leaves_it_there(lock: Path, tmp_path: Path) -> None:
     with building(lock), cluster(tmp_path / "built", "light.py", "end", nodes=1) as job:
         assert set(job.wait(240).values()) == {0}
@@ -82,6 +84,7 @@ def test_the_launcher_names_it_and_leaves_it_there(lock: Path, tmp_path: Path) -
     assert lock.exists()
 
 
+@pytest.mark.integration
 def test_import_reft_names_it_under_another_launcher(lock: Path, tmp_path: Path) -> None:
     with building(lock):
         pass

@@ -29,6 +29,7 @@ from tests.elastic.daemons import ROOT, answers, commit, log_path, spawn, wait_f
 # -- who may talk to it ----------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_the_socket_is_private_and_the_secret_is_asked_for(
     job_dir: JobDir, process: subprocess.Popen[bytes]
 ) -> None:
@@ -42,6 +43,7 @@ def test_the_socket_is_private_and_the_secret_is_asked_for(
     assert process.poll() is None
 
 
+@pytest.mark.process
 def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
     silent, noisy = (socket.socket(socket.AF_UNIX) for _ in range(2))
     with ShortPath(job_dir.path) as path:  # the directory of the tests may be a deep one
@@ -57,6 +59,7 @@ def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subproc
     assert answers(job_dir)
 
 
+@pytest.mark.process
 def test_the_socket_works_in_a_deep_directory(tmp_path: Path) -> None:
     deep = JobDir.open_or_create(tmp_path / ("d" * 60) / ("e" * 60), "job", "node0", secret=b"s" * 32)
     process = spawn(deep)
@@ -70,6 +73,7 @@ def test_the_socket_works_in_a_deep_directory(tmp_path: Path) -> None:
 # -- what it knows ---------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_it_finds_commits_without_being_told(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
     commit(job_dir, 0, Label(1, 4))
     commit(job_dir, 1, Label(1, 5), ArenaState.SEALED)
@@ -103,6 +107,7 @@ def test_stale_since_the_first_skipped_step_until_the_next_commit(
 # -- nobody depends on it --------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
     job_dir: JobDir, process: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +153,7 @@ def test_a_client_without_any_daemon_closes_at_once(job_dir: JobDir) -> None:
     assert client.persist_now(Label(1, 1), 0.5) is None
 
 
+@pytest.mark.process
 def test_it_ends_with_its_launcher_and_leaves_the_memory(job_dir: JobDir) -> None:
     commit(job_dir, 0, Label(1, 4))
     launcher = subprocess.Popen(
@@ -185,6 +191,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.process
 def test_ctrl_c_is_not_for_it_and_sigterm_is(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
     assert answers(job_dir)
@@ -193,6 +200,7 @@ def test_ctrl_c_is_not_for_it_and_sigterm_is(job_dir: JobDir, process: subproces
     assert job_dir.path.is_dir()
 
 
+@pytest.mark.process
 def test_the_sigterm_of_a_batch_system_is_for_its_launcher_alone(job_dir: JobDir) -> None:
     """Slurm signals every process of a job; the launcher's last flush needs the daemon."""
     daemon = spawn(job_dir, "--launcher-pid", str(os.getpid()))

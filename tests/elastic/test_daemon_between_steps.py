@@ -34,6 +34,7 @@ def started(job_dir: JobDir) -> Iterator[list[subprocess.Popen[bytes]]]:
         daemon.wait()
 
 
+@pytest.mark.integration
 def test_p6_it_stays_while_a_step_runs_and_ends_when_none_comes(
     job_dir: JobDir, started: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -50,6 +51,7 @@ def test_p6_it_stays_while_a_step_runs_and_ends_when_none_comes(
     assert job_dir.path.is_dir(), "the memory stays"
 
 
+@pytest.mark.integration
 def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
     """Slurm without cgroups, MPI's launchers and others end the descendants of the processes of a step."""
     keep_daemon(job_dir, 3600.0)
@@ -65,6 +67,7 @@ def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
     assert not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.process
 def test_it_ends_when_the_memory_is_removed(job_dir: JobDir, started: list[subprocess.Popen[bytes]]) -> None:
     daemon = spawn(job_dir, "--linger-secs", "3600")
     started.append(daemon)
@@ -73,6 +76,7 @@ def test_it_ends_when_the_memory_is_removed(job_dir: JobDir, started: list[subpr
     assert daemon.wait(END_SECS) == 0
 
 
+@pytest.mark.integration
 def test_it_ends_when_it_is_told_to(job_dir: JobDir, started: list[subprocess.Popen[bytes]]) -> None:
     for tell in (
         lambda daemon: request(job_dir.path, job_dir.secret, "shutdown"),
@@ -85,6 +89,7 @@ def test_it_ends_when_it_is_told_to(job_dir: JobDir, started: list[subprocess.Po
         assert daemon.wait(END_SECS) == 0
 
 
+@pytest.mark.process
 def test_p3_when_a_step_has_ended_the_newest_version_goes_to_storage(
     job_dir: JobDir, run_here, tmp_path: Path
 ) -> None:

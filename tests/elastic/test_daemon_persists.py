@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -49,6 +50,7 @@ def persist_config(directory: Path, interval: int, patience: float = 10.0) -> Re
     return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
 
 
+@pytest.mark.process
 def test_due_versions_are_written_and_others_are_not(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:
@@ -71,6 +73,7 @@ def test_due_versions_are_written_and_others_are_not(
     client.close()
 
 
+@pytest.mark.process
 def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     client.close()
 
 
+@pytest.mark.process
 def test_a_version_that_memory_overtook_is_named_to_the_trainers(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:
@@ -147,6 +151,7 @@ class SlowWriter(FileWriter):
         return super().__call__(job_dir, label, config, **options)
 
 
+@pytest.mark.process
 def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_turn(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +183,7 @@ def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_
     wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 8, "the second in a row")
 
 
+@pytest.mark.process
 def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:
@@ -209,6 +215,7 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     client.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "block",
     [{"variant": "blocking"}, {"protection": "rs:2"}, {"has": {"separate_links": True}}, {"copies": 2}],
@@ -229,6 +236,7 @@ def test_every_block_reaches_the_daemon_and_the_one_after_it(
     client.close()
 
 
+@pytest.mark.integration
 def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,6 +291,7 @@ class MemoryWriter(FileWriter):
         return super().__call__(job_dir, label, config, **options)
 
 
+@pytest.mark.process
 def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,6 +322,7 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     client.close()
 
 
+@pytest.mark.process
 def test_p3_what_memory_cannot_keep_is_tried_until_it_is_written(
     job_dir: JobDir, run_here: Callable, tmp_path: Path
 ) -> None:
@@ -342,6 +352,7 @@ def test_p3_what_memory_cannot_keep_is_tried_until_it_is_written(
     client.close()
 
 
+@pytest.mark.process
 def test_p6_how_far_storage_is_behind_is_told(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,6 +371,7 @@ def test_p6_how_far_storage_is_behind_is_told(
     wait_for(lambda: persist_status(job_dir)["lag_steps"] == 0, "no lag")
 
 
+@pytest.mark.process
 def test_p6_a_file_system_that_hangs_is_told(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +399,29 @@ def test_p6_a_file_system_that_hangs_is_told(
     assert float(told[1]) < 6
     writer.go.set()
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+
+
+@pytest.mark.process
+def test_what_is_being_written_when_the_job_ends_is_not_said_to_be_tried_again(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = threading.Event()
+
+    def write(*_: object, stop: threading.Event, **__: object) -> Path:
+        begun.set()
+        stop.wait(60)
+        raise PersistError("it was told to stop")
+
+    caplog.set_level(logging.INFO)
+    daemon = run_here(persist=write)
+    daemon.persister.configure(persist_config(tmp_path, 1))
+    commit(job_dir, 0, Label(1, 1))
+    daemon.persister.offer(Label(1, 1))
+    assert begun.wait(60)
+    daemon.persister.close()
+    assert persist_status(job_dir)["writing"] is None
+    said = [r.getMessage() for r in caplog.records if str(tmp_path) in r.getMessage()]
+    assert said == [f"the job ends before step 1 (incarnation 1) is in {tmp_path}"]
 
 
 def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:

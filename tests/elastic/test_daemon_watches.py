@@ -55,6 +55,7 @@ def look(daemon: Daemon, times: int) -> None:
         daemon.rouse_launcher(LOOK_SECS)
 
 
+@pytest.mark.process
 def test_a_launcher_that_is_stopped_is_continued_and_not_fought(
     job_dir: JobDir, launcher: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_launcher_that_is_stopped_is_continued_and_not_fought(
         assert caplog.text.count(CONTINUED) == time
 
 
+@pytest.mark.integration
 def test_what_cannot_be_looked_at_hides_nothing_else_and_is_said_once(
     launcher: subprocess.Popen[bytes],
     run_here: Callable[..., Daemon],
@@ -115,6 +117,7 @@ def test_only_what_is_not_written_at_all_hangs(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.process
 def test_the_word_of_a_daemon_that_has_died_accuses_nobody(
     job_dir: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
         yield made
 
 
+@pytest.mark.integration
 def test_a_node_and_the_leader_of_etcd_die_at_once(tmp_path: Path, etcd: EtcdCluster) -> None:
     with cluster(
         tmp_path / "job", "allreduce.py", "100000", nodes=2, etcd=etcd.endpoint, options=QUICK

@@ -116,6 +116,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         yield cluster
 
 
+@pytest.mark.integration
 def test_p11_a_user_of_etcd_trains_and_the_trainer_does_not_see_the_password(
     tmp_path: Path, etcd: EtcdCluster
 ) -> None:
@@ -125,6 +126,7 @@ def test_p11_a_user_of_etcd_trains_and_the_trainer_does_not_see_the_password(
     assert "in the clear" in done.stderr
 
 
+@pytest.mark.integration
 def test_users_are_asked_for_and_checked(tmp_path: Path, etcd: EtcdCluster) -> None:
     assert_refused(launch(tmp_path, etcd.endpoint), "asks for a user", "REFT_ETCD_USER")
     wrong = launch(tmp_path, etcd.endpoint, env={**USER, "REFT_ETCD_PASSWORD": "guessed"})
@@ -134,6 +136,7 @@ def test_users_are_asked_for_and_checked(tmp_path: Path, etcd: EtcdCluster) -> N
     assert_refused(other, "may not read and write", "grant-permission")
 
 
+@pytest.mark.process
 def test_a_token_that_etcd_has_forgotten_is_asked_for_again(etcd: EtcdCluster) -> None:
     store = EtcdStore.of(EtcdSettings.of(etcd.endpoint, {}, USER), SECRET, "run")
     store.set("a", "1")
@@ -143,6 +146,7 @@ def test_a_token_that_etcd_has_forgotten_is_asked_for_again(etcd: EtcdCluster) -
     store.close()
 
 
+@pytest.mark.process
 def test_a_user_where_etcd_knows_none_is_refused(tmp_path: Path) -> None:
     with EtcdCluster(tmp_path / "etcd", size=1) as cluster:
         assert_refused(launch(tmp_path, cluster.endpoint, env=USER), "auth enable")
@@ -160,6 +164,7 @@ def test_nobody_there_no_majority_and_strangers(tmp_path: Path) -> None:
         assert_refused(done, f"{cluster.members[2]} has no leader", "cannot be reached", code=1)
 
 
+@pytest.mark.integration
 def test_what_is_no_etcd_is_said_at_once(tmp_path: Path) -> None:
     from tests.etcd import require
 
@@ -219,6 +224,7 @@ def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: P
         assert_refused(stranger, "is not to be trusted")
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_tls_towards_a_cluster_without_it(tmp_path: Path, etcd: EtcdCluster, certificates: Path) -> None:
     done = launch(tmp_path, etcd.endpoint, "--rdzv-conf", f"cacert={certificates}/ca.pem")

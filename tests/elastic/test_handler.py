@@ -250,6 +250,20 @@ def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[Sto
     handler._stop_heartbeats()
 
 
+def test_a_job_ends_with_a_node_that_was_told_to_stop(joined: list[StoreRendezvous]) -> None:
+    assert joined[0].goes_on_without(0)
+    assert not joined[0].goes_on_without(1)
+
+
+def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits(
+    joined: list[StoreRendezvous], spare: StoreRendezvous
+) -> None:
+    beat(joined[0])
+    assert joined[0].goes_on_without(1)
+    assert not joined[0].goes_on_without(2)
+    joined[0].shutdown()
+
+
 def test_p3_a_spare_takes_no_place_of_a_node_that_lives(
     joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
 ) -> None:

@@ -91,6 +91,7 @@ def logs(made: WatchedCluster) -> str:
     return "".join(made.log(index) for index in made.current)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -116,6 +117,7 @@ def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_l
         assert "a stopped process cannot write its stacks" in told
 
 
+@pytest.mark.integration
 @pytest.mark.nightly
 def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]) -> None:
     """A slow first step, an evaluation, a pause that one rank has asked for, and what the script does itself."""
@@ -188,6 +190,7 @@ def goes_on(made: WatchedCluster) -> bool:
     return (made.events_dir / "losses-0").stat().st_size > before
 
 
+@pytest.mark.integration
 def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp_path: Path) -> None:
     """Told by how long earlier writes paused; without any, it would be told after 36 s."""
     disk = tmp_path / "disk"
@@ -232,6 +235,7 @@ def test_a_thousand_steps_with_an_evaluation_of_60_s_raise_no_alarm(tmp_path: Pa
         assert rounds(made) == 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("who", ["daemon", "launcher"])
 def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(who: str, tmp_path: Path) -> None:
     with cluster(tmp_path, "allreduce.py", "100000", nodes=1) as made:

@@ -66,6 +66,7 @@ def test_place_and_counts_are_the_hostfiles(tmp_path: Path) -> None:
         parse_options(["--num-gpus", "0", "train.py"])
 
 
+@pytest.mark.process
 def test_a_job_of_one_host_runs_by_its_hostfile(tmp_path: Path) -> None:
     options = ("--hostfile", str(write(tmp_path, "localhost slots=2\n")))
     with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
@@ -110,6 +111,7 @@ def test_a_filter_that_fits_nothing_is_said(tmp_path: Path, given: tuple[str, ..
     assert says in str(caught.value)
 
 
+@pytest.mark.process
 def test_without_a_hostfile_the_devices_of_this_host_are_filtered() -> None:
     from deepspeed.accelerator import get_accelerator
 
@@ -139,6 +141,7 @@ def test_hip_sees_the_devices_that_are_left_where_its_own_variable_says_others()
     assert "HIP_VISIBLE_DEVICES" not in environ
 
 
+@pytest.mark.process
 def test_trainers_see_the_devices_that_are_left(tmp_path: Path) -> None:
     options = ("--hostfile", str(write(tmp_path, "localhost slots=3\n")), "--include", "localhost:0,2")
     with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:

@@ -23,6 +23,7 @@ from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.shared_state import Scaling, set_scaling
+from reft.elastic.trainers import Trainers
 from reft.errors import ConfigError
 from reft.naming import safe_name
 from reft.store.keyvalue import KeyValueStore
@@ -294,6 +295,7 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
         assert not memory.exists()
 
 
+@pytest.mark.process
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from reft.cli import main; code = main(['launch', '--help']); "
@@ -321,6 +323,7 @@ def test_spares_never_make_a_job_larger() -> None:
 # -- one node ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
     with single(tmp_path, "end", procs_per_node=2) as job:
         assert job.wait(240) == {0: 0}
@@ -335,6 +338,7 @@ def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
     assert first["REFT_ROUND"] == "1"
 
 
+@pytest.mark.process
 def test_errors_are_shown_restarts_counted_and_no_memory_without_a_version_is_left(tmp_path: Path) -> None:
     with single(tmp_path, "raise", options=("--max-restarts", "1")) as job:
         assert job.wait(240) == {0: 1}
@@ -350,12 +354,14 @@ def test_errors_are_shown_restarts_counted_and_no_memory_without_a_version_is_le
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 
+@pytest.mark.process
 def test_exit_codes_propagate(tmp_path: Path) -> None:
     options = ("--no-daemon", "--keep-memory", "--max-restarts", "0")
     with single(tmp_path, "exit", "3", options=options) as job:
         assert job.wait(240) == {0: 3}
 
 
+@pytest.mark.process
 def test_a_job_that_gives_up_does_not_end_as_one_that_was_told_to_stop(tmp_path: Path) -> None:
     """A scheduler starts the latter again: 143 is a launcher's own end by SIGTERM alone."""
     options = ("--no-daemon", "--max-restarts", "0", "--max-peer-restarts", "0")
@@ -365,6 +371,7 @@ def test_a_job_that_gives_up_does_not_end_as_one_that_was_told_to_stop(tmp_path:
         assert "the job ends" in job.log(0)
 
 
+@pytest.mark.process
 def test_free_restarts_are_bounded(tmp_path: Path) -> None:
     """Lost peers are free, but not for ever: 1 + 2 free + 1 counted round."""
     options = ("--max-peer-restarts", "2", "--max-restarts", "1", "--no-daemon")
@@ -376,6 +383,7 @@ def test_free_restarts_are_bounded(tmp_path: Path) -> None:
     assert "after 2 free restarts without progress" in log
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     with single(tmp_path, "wait", "graceful", procs_per_node=2) as job:
@@ -389,6 +397,50 @@ def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 
+_WITH_A_WORKER = """
+import signal, subprocess, sys
+def stop(number, frame):
+    worker.communicate(b"batch")
+    sys.exit(143)
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGTERM, stop)
+code = "import sys; print('ready', flush=True); print(sys.stdin.read(), flush=True)"
+worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("handles", "code", "loaded"), [("handles", 143, b"batch\n"), ("leaves", -15, b"")])
+def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
+    tmp_path: Path, handles: str, code: int, loaded: bytes
+) -> None:
+    """It finishes a step after the signal, for which its DataLoader's workers have to live."""
+    command = [sys.executable, "-c", _WITH_A_WORKER, handles]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        Trainers(lambda: {0: process}, tmp_path).end(signal.SIGTERM, 60)
+        assert process.stdout.read() == loaded  # to its end: the worker has ended as well
+        assert process.poll() == code
+
+
+@pytest.mark.integration
+def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
+    """Its trainers stop those of its peers; no node takes its place, for which they would wait."""
+    with cluster(tmp_path, "light.py", "wait", "graceful", nodes=2) as job:
+        job.wait_for("ready", 2)
+        (peers,) = job.trainers(1)
+        job.signal_node(0, signal.SIGTERM)
+        job.wait_for("flushed")
+        peers.terminate()
+        assert job.wait(240) == {0: 143, 1: 143}
+        assert "node node0 was told to stop by SIGTERM, and no other takes its place" in job.log(1)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.integration
 def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     """A second Ctrl-C does not wait for the grace to pass."""
     with single(tmp_path, "wait", "stubborn", options=("--grace-secs", "100")) as job:
@@ -404,6 +456,7 @@ def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 
+@pytest.mark.process
 def test_a_killed_launcher_leaves_memory_but_no_process(tmp_path: Path) -> None:
     with single(tmp_path, "wait", "stubborn", procs_per_node=2) as job:
         job.wait_for("ready", 2)
@@ -418,6 +471,7 @@ def wait_until_daemon_knows_the_trainers(job: WatchedCluster) -> None:
     job.wait_until(lambda: len((job.status(0) or {}).get("workers", [])) == 2, 240, "the daemon's list")
 
 
+@pytest.mark.integration
 def test_no_replacement_is_a_clear_message(tmp_path: Path) -> None:
     server = RendezvousServer("127.0.0.1", 0)
     done = subprocess.run(

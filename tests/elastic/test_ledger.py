@@ -121,6 +121,7 @@ def run(
     return books
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(max(7200, 300 * KILLS))
 @pytest.mark.parametrize(
     ("tier", "workers", "kills"),

@@ -132,6 +132,7 @@ def test_p8_the_next_step_goes_on_from_memory_bit_for_bit(nodes: Nodes, transpor
     assert not alive
 
 
+@pytest.mark.process
 def test_a_wrong_job_id_ends_all_processes_with_one_line_each(nodes: Nodes) -> None:
     commands = [
         [sys.executable, "-m", "reft.elastic.mpi_run", "--memory-dir", str(nodes.root / f"m{i}"), "--job-id", f"job{i}", "x.py"]
@@ -142,6 +143,7 @@ def test_a_wrong_job_id_ends_all_processes_with_one_line_each(nodes: Nodes) -> N
     assert "give it different names: job0, job1" in output
 
 
+@pytest.mark.integration
 def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(nodes: Nodes) -> None:
     script = nodes.root / "script.py"
     script.write_text(
@@ -178,6 +180,7 @@ def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(n
         assert not list(nodes.root.glob("m0/*")), "nothing was protected, and yet memory is left"
 
 
+@pytest.mark.integration
 def test_p6_a_script_that_fails_in_one_process_ends_the_job(nodes: Nodes) -> None:
     """The others wait for it, for longer than this test does."""
     script = nodes.root / "script.py"
@@ -196,6 +199,7 @@ def test_p6_a_script_that_fails_in_one_process_ends_the_job(nodes: Nodes) -> Non
     assert "ValueError: no such batch" in output
 
 
+@pytest.mark.process
 def test_without_mpi_it_says_what_to_install(tmp_path: Path) -> None:
     environ = {**os.environ, "MPI4PY_LIBMPI": str(tmp_path / "none.so"), "HOME": str(tmp_path)}
     done = subprocess.run(

@@ -36,6 +36,7 @@ def trains(job: WatchedCluster, attempt: int, nodes: int) -> None:
     )
 
 
+@pytest.mark.integration
 def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
     """--max-restarts is 0 throughout: the node of rank 0 dies, then another hangs, is replaced, comes back and
     ends itself, a daemon is killed, and the job ends well."""
@@ -79,6 +80,7 @@ def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
         assert {e["restarts_used"] for e in job.launcher_events("round")} == {0}
 
 
+@pytest.mark.integration
 def test_only_own_failures_use_up_restarts(tmp_path: Path) -> None:
     """Rank 1 raises, then a trainer of rank 0 is killed: one restart is allowed, the second failure ends
     the job on both nodes."""
@@ -101,6 +103,7 @@ def test_only_own_failures_use_up_restarts(tmp_path: Path) -> None:
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 
+@pytest.mark.integration
 def test_a_store_on_a_worker_node_dies_with_it_and_comes_back_with_it(tmp_path: Path) -> None:
     """torchrun's default: without `reft rendezvous` the job waits until the endpoint is served again."""
     with cluster(
@@ -124,6 +127,7 @@ def test_a_store_on_a_worker_node_dies_with_it_and_comes_back_with_it(tmp_path: 
         assert "answers again" in job.log(1 - host)
 
 
+@pytest.mark.process
 def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> None:
     with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=QUICK) as job:
         trains(job, 0, 2)

@@ -24,6 +24,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_SECRET": SECRET.hex()}
 COMMAND = [sys.executable, "-m", "reft.elastic.rendezvous", "--json"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
     here = ["--host", "127.0.0.1", "--port", "0"]
@@ -55,6 +56,7 @@ def test_a_taken_port_is_said() -> None:
         RendezvousServer(None, 70_000, SECRET)
 
 
+@pytest.mark.process
 def test_the_command_line_says_it_without_a_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

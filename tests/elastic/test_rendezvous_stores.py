@@ -76,6 +76,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         server.close()
 
 
+@pytest.mark.process
 def test_values_are_written_and_read(backend: Backend) -> None:
     store, other = backend.store(), backend.store()
     assert store.peek("a") is None
@@ -95,6 +96,7 @@ def test_values_are_written_and_read(backend: Backend) -> None:
     assert other.peek("a") is None
 
 
+@pytest.mark.integration
 def test_of_those_that_write_at_once_one_wins(backend: Backend) -> None:
     stores = [backend.store() for _ in range(4)]
     assert stores[0].compare_set("k", b"old", b"new") == (False, None)
@@ -116,6 +118,7 @@ def test_of_those_that_write_at_once_one_wins(backend: Backend) -> None:
     assert (stores[0].get("k"), stores[0].get("sum")) == (b"100", b"100")
 
 
+@pytest.mark.process
 def test_p6_a_key_is_waited_for_until_it_comes_or_the_time_is_over(backend: Backend) -> None:
     store, other = backend.store(), backend.store()
     with pytest.raises(TimeoutError, match="late"):
@@ -127,6 +130,7 @@ def test_p6_a_key_is_waited_for_until_it_comes_or_the_time_is_over(backend: Back
     assert store.get("late") == b"now"
 
 
+@pytest.mark.process
 def test_who_holds_a_name_and_does_so_no_more_is_known(
     backend: Backend, request: pytest.FixtureRequest
 ) -> None:
@@ -147,6 +151,7 @@ def test_who_holds_a_name_and_does_so_no_more_is_known(
     assert looks.left("elsewhere/") == {}
 
 
+@pytest.mark.process
 def test_p11_who_has_another_secret_reads_nothing(backend: Backend) -> None:
     backend.store().set("a", "b")
     stranger = backend.store(ANOTHER)
@@ -213,6 +218,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.integration
 def test_nodes_meet_and_a_spare_takes_the_place_of_a_dead_one(nodes: list[Node]) -> None:
     first, second, spare = nodes
     together(first, second)
@@ -226,6 +232,7 @@ def test_nodes_meet_and_a_spare_takes_the_place_of_a_dead_one(nodes: list[Node])
     assert sorted(first.joined[1:] + spare.joined) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.process
 def test_who_comes_after_the_end_is_told(nodes: list[Node]) -> None:
     first, second, late = nodes
     together(first, second)
@@ -237,6 +244,7 @@ def test_who_comes_after_the_end_is_told(nodes: list[Node]) -> None:
 # -- etcd alone ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_p11_what_lies_in_etcd_is_checked_and_holds_no_secret(etcd: EtcdCluster) -> None:
     etcd.ctl("del", "--prefix", "reft/")
     store = etcd_store(etcd)
@@ -269,6 +277,7 @@ def store_line(cluster: EtcdCluster) -> Any:
     return EtcdLine(EtcdSettings.of(cluster.endpoint, {}, {}))
 
 
+@pytest.mark.process
 def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd: EtcdCluster) -> None:
     etcd.ctl("del", "--prefix", "reft/")
     first, second = etcd_store(etcd), etcd_store(etcd)
@@ -295,6 +304,7 @@ def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd:
     second.close()
 
 
+@pytest.mark.integration
 def test_heartbeats_are_leases_and_write_nothing(etcd: EtcdCluster) -> None:
     etcd.ctl("del", "--prefix", "reft/")
     nodes = [Node(Backend(lambda secret, run: etcd_store(etcd, secret, run))) for _ in range(2)]
@@ -314,6 +324,7 @@ def test_heartbeats_are_leases_and_write_nothing(etcd: EtcdCluster) -> None:
         node.die()
 
 
+@pytest.mark.integration
 @pytest.mark.nightly
 def test_p6_a_member_that_dies_or_stands_still_is_passed_by_and_a_lost_majority_is_said(
     etcd: EtcdCluster,
@@ -347,6 +358,7 @@ def test_p6_a_member_that_dies_or_stands_still_is_passed_by_and_a_lost_majority_
     store.close()
 
 
+@pytest.mark.integration
 def test_the_client_is_said_to_be_missing(etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

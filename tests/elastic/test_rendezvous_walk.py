@@ -61,6 +61,23 @@ def test_nodes_gather_and_spares_wait(store: type[Connection]) -> None:
 
 
 @STORES
+def test_nodes_that_are_left_say_what_they_wait_for(
+    store: type[Connection], caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, 3, 3, store)
+    with world.patched():
+        for _ in range(3):
+            world.start()
+        world.run(30.0)
+        settled(world, 3)
+        world.kill(world.alive[0])
+        world.run(30.0)
+    said = [r.getMessage() for r in caplog.records if "nodes are here; waiting" in r.getMessage()]
+    assert len(said) == 2, "once on each of those that are left"
+    assert all("2 of 3 nodes are here" in line and "`reft launch` on another node" in line for line in said)
+
+
+@STORES
 @pytest.mark.parametrize("seed", range(6))
 def test_p3_a_store_that_has_lost_all_restarts_nobody(seed: int, store: type[Connection]) -> None:
     """Also where spares, who look more often than others beat, are as many as make a round."""

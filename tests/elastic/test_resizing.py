@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from .cluster import WatchedCluster, cluster
 
 CONFIG = {
@@ -38,6 +40,7 @@ def trains(job: WatchedCluster, replicas: int, beyond: int, lives: int) -> int:
     return max(e["step"] for e in job.events("begins", replicas=replicas))
 
 
+@pytest.mark.integration
 def test_p3_a_job_goes_on_with_fewer_nodes_and_grows_back(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(CONFIG))

@@ -351,6 +351,7 @@ def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
     assert (scaling.nodes, scaling.without) == (2, ("b",))
 
 
+@pytest.mark.integration
 def test_a_signal_to_leave_ends_no_launcher_that_cannot_leave() -> None:
     """As it does where nobody has asked for it."""
     told = (

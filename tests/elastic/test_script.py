@@ -43,6 +43,7 @@ def run(*args: str, cwd: Path, auto: bool = True, **env: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["script", "module", "package", "directory"])
 def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str) -> None:
     work = tmp_path / "work"
@@ -64,6 +65,7 @@ def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str
     assert seen == expected
 
 
+@pytest.mark.process
 def test_tracebacks_and_exit_codes_are_pythons(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def f():\n    raise ValueError('wrong')\n\nf()\n")
     (tmp_path / "syntax.py").write_text("x = = 1\n")
@@ -77,6 +79,7 @@ def test_tracebacks_and_exit_codes_are_pythons(tmp_path: Path) -> None:
         assert ours.stderr.replace(str(tmp_path) + "/", "") == theirs.stderr.replace(str(tmp_path) + "/", "")
 
 
+@pytest.mark.process
 def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
     for args in (["absent.py"], ["-m", "absent.module"], ["-m"], []):
         done = run(*args, cwd=tmp_path)
@@ -85,6 +88,7 @@ def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
         assert len(done.stderr) > 20
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "exit_code", "cause"),
     [
@@ -146,6 +150,7 @@ def fake_packages(directory: Path, install: str) -> str:
 INSTALL = "def install():\n import deepspeed\n deepspeed.initialize = 'wrapped'\n print('reft installed')\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "statement", ["import deepspeed", "from deepspeed import pipe", "import deepspeed.pipe"]
 )
@@ -193,6 +198,7 @@ def test_a_module_that_is_looked_for_first_is_hooked_when_it_is_imported(
     assert finder not in sys.meta_path
 
 
+@pytest.mark.process
 def test_a_hook_that_cannot_be_installed_does_not_stop_the_script(tmp_path: Path) -> None:
     """P10: the script may not even ask for reft."""
     path = fake_packages(tmp_path, "def install():\n raise AttributeError('unknown DeepSpeed')\n")
@@ -203,6 +209,7 @@ def test_a_hook_that_cannot_be_installed_does_not_stop_the_script(tmp_path: Path
     assert "unknown DeepSpeed" in done.stderr
 
 
+@pytest.mark.process
 def test_spawned_children_and_exit_handlers_find_main(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(
         "import atexit, multiprocessing, pickle, sys\n"
@@ -218,12 +225,14 @@ def test_spawned_children_and_exit_handlers_find_main(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[1, 4, 9]\nTrue\n"), done.stderr
 
 
+@pytest.mark.process
 def test_a_trainer_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
     done = run("t.py", cwd=tmp_path, REFT_LAUNCHER_PID="1")  # the launcher is gone already
     assert (done.returncode, done.stdout) == (1, "")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("message", "torn_down"), [("Connection reset by peer", False), ("mine", True)])
 def test_who_lost_a_peer_ends_in_good_order_but_does_not_take_the_interpreter_apart(
     tmp_path: Path, message: str, torn_down: bool

@@ -21,6 +21,7 @@ def options(nodes: str, join_secs: int, last_call_secs: int = 1) -> tuple[str, .
     return ("--no-daemon", "--nnodes", nodes, "--max-restarts", "0", "--rdzv-conf", conf)
 
 
+@pytest.mark.integration
 def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp_path: Path) -> None:
     with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:3", 200)) as job:
         refused = "SizeError: 2 replicas cannot share the batch; 3 can; another number of nodes may do"
@@ -32,6 +33,7 @@ def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp
         assert "restarts used: 0 of 0" in job.log(2)
 
 
+@pytest.mark.process
 def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured(tmp_path: Path) -> None:
     with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:2", 200)) as job:
         assert job.wait(240) == {0: EX_REFUSED, 1: EX_REFUSED}
@@ -60,6 +62,7 @@ def test_p3_below_the_least_number_that_fits_the_job_gives_up_with_the_numbers_a
         assert not job.events("begins", replicas=2)
 
 
+@pytest.mark.integration
 def test_a_node_that_has_waited_long_enough_ends_alone(tmp_path: Path) -> None:
     """It never took part; those that wait longer meet without it."""
     patient = options("3:3", 200)

@@ -188,6 +188,7 @@ def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("config", "script", "environ", "named"),
     [
@@ -209,6 +210,7 @@ def test_p12_settings_that_end_the_survivors_are_named_with_what_to_write(
         assert words in warning
 
 
+@pytest.mark.process
 def test_a_slurm_that_does_not_answer_costs_nothing_but_the_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
     assert all(a != b for a, b in zip(one["random"], other["random"], strict=True))
 
 
+@pytest.mark.integration
 def test_what_imports_ahead_is_started_again_and_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
     job = Job(tmp_path, after="time.sleep(3600)")
     first = job.found()
@@ -159,6 +160,7 @@ def test_what_imports_ahead_is_started_again_and_a_killed_launcher_takes_all_alo
     _wait_for(lambda: not any(_lives(trainer) for trainer in trainers), DEADLINE_SECS)
 
 
+@pytest.mark.integration
 def test_forked_trainers_and_their_server_end_with_the_launcher(tmp_path: Path) -> None:
     job = Job(tmp_path, after="time.sleep(3600)")
     trainers = [psutil.Process(found["pid"]) for found in job.found()]
@@ -167,6 +169,7 @@ def test_forked_trainers_and_their_server_end_with_the_launcher(tmp_path: Path) 
     _wait_for(lambda: not any(_lives(process) for process in [server, *trainers]), DEADLINE_SECS)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     tmp_path: Path, number: signal.Signals
@@ -234,6 +237,26 @@ os.environ["SETS_OWN"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["REA
     assert "the script sets READS_LATE before it imports reads_late, which reads it; it has no effect" in log
 
 
+@pytest.mark.process
+def test_threads_that_end_before_a_fork_keep_no_module_out(tmp_path: Path) -> None:
+    """OpenBLAS starts as many as there are cores behind `import numpy`, and ends them before a fork."""
+    (tmp_path / "starts_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
+    )
+    program = (
+        "from reft.elastic.warm_server import import_ahead\n"
+        "print(list(import_ahead(['numpy.random', 'starts_thread'], {})))"
+    )
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "4", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout
+        == str([("numpy.random", ""), ("starts_thread", "starts 1 threads while it is imported")]) + "\n"
+    )
+
+
 def _wait_for(condition: Callable[[], bool], limit_secs: float) -> None:
     deadline = time.monotonic() + limit_secs
     while not condition():
@@ -287,6 +310,7 @@ def test_installed_packages_of_a_module_are_imported_ahead(
         assert set(parse_options(["--standalone", "-m", module]).preload) - alone == packages
 
 
+@pytest.mark.integration
 def test_forked_trainers_of_a_local_cluster_are_told_apart_and_killed(tmp_path: Path) -> None:
     with cluster(tmp_path, "allreduce.py", "1000", nodes=1, procs_per_node=2, env={"REFT_WARM": "1"}) as made:
         made.wait_for("start", 2)

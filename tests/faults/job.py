@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import pytest
 
 from reft.env import ENV_EVENTS
 from reft.tools.demo.history import History, Incarnation
@@ -46,10 +50,22 @@ def write_corpus(directory: Path) -> Path:
 
 @dataclass
 class Scratch:
-    """Where jobs are run: text, logs and what undisturbed runs have shown."""
+    """Where jobs are run: text and logs.
+
+    Attributes:
+        root: of everything.
+        shared: where undisturbed runs are kept, and found by other suites and workers of this run.
+    """
 
     root: Path
-    _references: dict[str, Losses] = field(default_factory=dict)
+    shared: Path
+
+    @classmethod
+    def of_the_run(cls, factory: pytest.TempPathFactory, name: str) -> Scratch:
+        """A new directory, with the undisturbed runs of all suites and workers."""
+        base = factory.getbasetemp()
+        shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+        return cls(factory.mktemp(name), shared)
 
     def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
         """The training command, without a ``reft`` block."""
@@ -60,36 +76,44 @@ class Scratch:
         ]
 
     def reference(self, shape: Shape, optimizer: Optimizer, steps: int) -> Losses:
-        """Losses of the undisturbed run without reft, as ``float.hex`` by step; kept for the next time.
+        """Losses of the undisturbed run without reft, as ``float.hex`` by step: trained once, by whoever asks first.
 
         Raises:
             LocalClusterError: it did not finish.
         """
         key = f"{shape.name}-{optimizer.name}"
-        known = self._references.get(key, {})
-        if len(known) < steps:
-            directory = self.root / f"reference-{key}-{steps}"
-            cluster = LocalCluster(
-                command=self.arguments(shape, optimizer, steps, directory / "checkpoints"),
-                directory=directory,
-                procs_per_node=shape.degrees.world_size,
-                nodes=1,
-                env={ENV_EVENTS: str(directory / "events")},
-                options=("--no-daemon",),
-                job_id=f"reference-{key}",
-                external_rendezvous=False,
-            )
-            with cluster:
-                cluster.start()
-                codes = wait_while_it_trains(cluster, directory / "events", SECS_PER_LIFE)
-                if any(codes.values()):
-                    raise LocalClusterError(f"the undisturbed run failed:\n{cluster.log(0)[-4000:]}")
-            history = History.of(directory / "events")
-            if any(life.nodes for life in history.incarnations.values()):
-                raise LocalClusterError("reft was attached without a reft block (P10)")
-            known = self._references[key] = {step: found[-1] for step, found in history.losses.items()}
-            assert sorted(known) == list(range(1, steps + 1)), f"steps {sorted(known)} of {steps}"
+        self.shared.mkdir(parents=True, exist_ok=True)
+        kept = self.shared / f"{key}.json"
+        with (self.shared / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = {int(k): v for k, v in json.loads(kept.read_text()).items()} if kept.exists() else {}
+            if len(known) < steps:
+                known = self._train(shape, optimizer, steps, self.root / f"reference-{key}-{steps}")
+                kept.write_text(json.dumps(known))
         return known
+
+    def _train(self, shape: Shape, optimizer: Optimizer, steps: int, directory: Path) -> Losses:
+        cluster = LocalCluster(
+            command=self.arguments(shape, optimizer, steps, directory / "checkpoints"),
+            directory=directory,
+            procs_per_node=shape.degrees.world_size,
+            nodes=1,
+            env={ENV_EVENTS: str(directory / "events")},
+            options=("--no-daemon",),
+            job_id=directory.name,
+            external_rendezvous=False,
+        )
+        with cluster:
+            cluster.start()
+            codes = wait_while_it_trains(cluster, directory / "events", SECS_PER_LIFE)
+            if any(codes.values()):
+                raise LocalClusterError(f"the undisturbed run failed:\n{cluster.log(0)[-4000:]}")
+        history = History.of(directory / "events")
+        if any(life.nodes for life in history.incarnations.values()):
+            raise LocalClusterError("reft was attached without a reft block (P10)")
+        losses = {step: found[-1] for step, found in history.losses.items()}
+        assert sorted(losses) == list(range(1, steps + 1)), f"steps {sorted(losses)} of {steps}"
+        return losses
 
 
 def wait_while_it_trains(cluster: LocalCluster, events_dir: Path, still_secs: float) -> dict[int, int]:

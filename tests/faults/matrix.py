@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-faults-"))
     root.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    outcomes = run_jobs(Scratch(root), wanted)
+    outcomes = run_jobs(Scratch(root, root / "references"), wanted)
     summary = summarise(outcomes, full=args.full, left_out=reason, secs=time.monotonic() - began)
     console.print(table(outcomes))
     verdict = "[green]all as promised[/]" if summary["good"] else "[bold red]NOT as promised[/]"

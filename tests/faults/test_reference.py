@@ -44,6 +44,7 @@ def test_a_run_that_takes_longer_than_the_limit_of_standing_still_is_waited_for(
         assert wait_while_it_trains(cluster, tmp_path / "events", STILL_SECS) == {0: 0}
 
 
+@pytest.mark.integration
 def test_a_run_that_stands_still_is_an_error(tmp_path: Path) -> None:
     with start(tmp_path, steps=1, secs=10_000.0) as cluster:
         cluster.start()

@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-write-hole-"))
     root.mkdir(parents=True, exist_ok=True)
-    good, scratch = True, Scratch(root)
+    good, scratch = True, Scratch(root, root / "references")
     for hole in HOLES:
         print(f"{hole.protection}, {hole.shape.name}, {hole.losses} other node(s) lost each time", flush=True)
         found, problems = run_hole(scratch, hole, POINTS)

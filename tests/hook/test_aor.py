@@ -38,6 +38,7 @@ def sent_partitions(run: dict[str, Any]) -> dict[int, int]:
 LONG = [*CASES, *([EXACT] if CASES else [])]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", LONG)
 def test_partitions_equal_their_owners_after_many_steps(ranks: Ranks, case: str) -> None:
     for member, r in enumerate(ranks):
@@ -49,6 +50,7 @@ def test_partitions_equal_their_owners_after_many_steps(ranks: Ranks, case: str)
             assert digest == ranks[int(owner)]["long"][case]["partitions"][owner]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", LONG)
 def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ranks, case: str) -> None:
     for r in ranks:
@@ -61,6 +63,7 @@ def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ran
         assert run["recomputed"] == kept * (STEPS - started)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(
     "fp16" not in CASES, reason=FP16_MISSING or "this DeepSpeed does not average these gradients on a CPU"
 )
@@ -74,6 +77,7 @@ def test_overflows_were_among_the_steps(ranks: Ranks) -> None:
 WIDTHS = {BF16_OPTIMIZER: 4, "bf16": 2, "fp32": 4}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("case", "width"), [(c, w) for c, w in WIDTHS.items() if c in CASES])
 def test_a_gradient_takes_4_or_2_bytes_instead_of_12(ranks: Ranks, case: str, width: int) -> None:
     for r in ranks:
@@ -84,12 +88,14 @@ def test_a_gradient_takes_4_or_2_bytes_instead_of_12(ranks: Ranks, case: str, wi
         assert 0 <= nbytes - kept * max(run["owned"]) * width // 12 <= kept * 64 * 3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", LONG)
 def test_p1_losses_are_equal_to_the_bit(ranks: Ranks, case: str) -> None:
     for r in ranks:
         assert r["long"][case]["losses"] == r["long"][case]["plain"]
 
 
+@pytest.mark.integration
 @shared
 def test_p5_a_dropped_gradient_is_noticed_and_the_partition_sent_anew(ranks: Ranks) -> None:
     assert ranks[0]["dropped"]["resynced"] == {
@@ -101,6 +107,7 @@ def test_p5_a_dropped_gradient_is_noticed_and_the_partition_sent_anew(ranks: Ran
     assert_whole(ranks, "dropped", SHORT_STEPS)
 
 
+@pytest.mark.integration
 @shared
 def test_p5_a_version_that_was_missed_is_noticed_and_partitions_are_sent_anew(ranks: Ranks) -> None:
     for r in ranks:
@@ -110,6 +117,7 @@ def test_p5_a_version_that_was_missed_is_noticed_and_partitions_are_sent_anew(ra
     assert_whole(ranks, "missed", SHORT_STEPS - 1)
 
 
+@pytest.mark.integration
 @shared
 def test_p5_a_corrupted_replica_is_noticed_and_its_block_sent_anew(ranks: Ranks) -> None:
     assert ranks[0]["corrupted"]["resynced"] == {FIRST: 1, "it is not what its owner has": 1}
@@ -119,6 +127,7 @@ def test_p5_a_corrupted_replica_is_noticed_and_its_block_sent_anew(ranks: Ranks)
     assert_whole(ranks, "corrupted", SHORT_STEPS)
 
 
+@pytest.mark.integration
 @shared
 def test_p6_a_mistake_on_one_rank_costs_that_partition_only_and_nobody_waits(ranks: Ranks) -> None:
     """Peers are in the exchange already; the job would wait a minute for a version and fail."""
@@ -133,6 +142,7 @@ def test_p6_a_mistake_on_one_rank_costs_that_partition_only_and_nobody_waits(ran
     assert_whole(ranks, "missing", SHORT_STEPS)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: str) -> None:
     for r in ranks:
@@ -146,6 +156,7 @@ def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: st
         assert run["losses"] == run["plain"]
 
 
+@pytest.mark.integration
 @shared
 def test_after_a_switch_the_new_peers_partitions_are_recomputed_too(ranks: Ranks) -> None:
     assert_whole(ranks, "switched", 2 * SHORT_STEPS)
@@ -157,6 +168,7 @@ def test_after_a_switch_the_new_peers_partitions_are_recomputed_too(ranks: Ranks
         assert run["to_host"][-1]["gradients"] == 2 * run["to_host"][0]["gradients"]
 
 
+@pytest.mark.integration
 @shared
 def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_said(ranks: Ranks) -> None:
     assert_whole(ranks, "exact", 3 * SHORT_STEPS)
@@ -168,6 +180,7 @@ def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_sai
         assert "reft.aor.drift_ulps" in warning
 
 
+@pytest.mark.integration
 @shared
 def test_within_a_bound_it_is_accepted_and_renewed_in_time(ranks: Ranks) -> None:
     for r in ranks:
@@ -183,11 +196,13 @@ def assert_whole(ranks: Ranks, name: str, committed: int) -> None:
             assert digest == ranks[int(owner)][name]["partitions"][owner]
 
 
+@pytest.mark.integration
 def test_what_aor_needs_is_checked_at_the_start(ranks: Ranks) -> None:
     for r in ranks:
         assert '"reduce_scatter": false, "contiguous_gradients": false' in r["refused"]
 
 
+@pytest.mark.integration
 @shared
 def test_an_optimizer_that_cannot_be_repeated_is_refused_at_the_start(ranks: Ranks) -> None:
     for r in ranks:
@@ -195,6 +210,7 @@ def test_an_optimizer_that_cannot_be_repeated_is_refused_at_the_start(ranks: Ran
         assert "protect the partition by copies" in r["refused_optimizer"]
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not IMPOSSIBLE, reason="this DeepSpeed gives its ranks equal gradients")
 def test_a_deepspeed_whose_ranks_have_other_gradients_is_refused_at_the_start(ranks: Ranks) -> None:
     for r in ranks:

@@ -10,6 +10,8 @@ import pytest
 from tests.hook.ranks import run_ranks
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
 
+pytestmark = pytest.mark.integration
+
 JOB = Path(__file__).with_name("auto_job.py")
 recomputing = pytest.mark.skipif(
     GRADIENTS_ARE_NOT_AVERAGED, reason="this DeepSpeed averages no gradients that could be captured"

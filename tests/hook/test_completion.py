@@ -20,6 +20,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(JOB, tmp_path_factory.mktemp("completion"), world=3)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("protection", PROTECTIONS)
 def test_p3_node_after_node_is_lost_before_a_step_is_trained(
     ranks: list[dict[str, Any]], protection: str
@@ -30,6 +31,7 @@ def test_p3_node_after_node_is_lost_before_a_step_is_trained(
         assert {life["digest"] for life in found["restored"]} == {found["trained"]}
 
 
+@pytest.mark.integration
 def test_p3_a_version_in_copies_is_completed_and_not_taken_again(ranks: list[dict[str, Any]]) -> None:
     """It keeps its label, on the new nodes too."""
     for rank in ranks:

@@ -22,6 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(Path(__file__).with_name("dualpipev_job.py"), tmp_path_factory.mktemp("dualpipev"))
 
 
+@pytest.mark.integration
 def test_p1_p3_losses_are_equal_and_resume_bit_for_bit(results: list[dict[str, Any]]) -> None:
     for r in results:
         assert r["losses"] == r["reference"][: len(r["losses"])]
@@ -40,6 +41,7 @@ def training_step(traces: list[StepTrace]) -> dict[int, InstructionRecord]:
     return found
 
 
+@pytest.mark.integration
 def test_copies_run_in_the_commits_that_wait(results: list[dict[str, Any]]) -> None:
     copied = 0
     for r in results:

@@ -18,6 +18,7 @@ from tests.hook.ranks import run_ranks
 JOB = Path(__file__).with_name("due_job.py")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("wishes", "faults", "killed_at", "goes_on_at"),
     [

@@ -8,6 +8,8 @@ import pytest
 
 from tests.hook.ranks import run_ranks
 
+pytestmark = pytest.mark.integration
+
 JOB = Path(__file__).with_name("engine_job.py")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ JOB = Path(__file__).with_name("model_size_job.py")
 LINEAR = WIDTH * WIDTH + WIDTH
 
 
+@pytest.mark.process
 def test_every_rank_tells_of_the_whole_model_and_counts_a_tied_weight_once(tmp_path: Path) -> None:
     ranks = run_ranks(JOB, tmp_path)
     for rank in ranks:

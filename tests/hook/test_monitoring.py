@@ -125,6 +125,7 @@ def test_an_offline_run_of_wandb_has_what_the_csv_files_have(tmp_path: Path) -> 
     assert by_wandb(run) == wanted
 
 
+@pytest.mark.integration
 def test_p6_training_goes_on_where_a_writer_fails_and_it_is_said_once(tmp_path: Path) -> None:
     # DeepSpeed's writer of CSV files finds a directory where one of reft's is to be.
     (tmp_path / "csv" / "run" / "Reft_tolerance_left.csv").mkdir(parents=True)

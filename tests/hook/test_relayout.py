@@ -96,6 +96,7 @@ def test_p1_so_it_does_with_other_replicas_that_each_have_the_whole_state(
         assert "model.pp0.tp0: was" in rank["zero0"]["refused"]
 
 
+@pytest.mark.integration
 def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:
     """No storage: two nodes keep what PP2xDP2 committed."""
     lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2)

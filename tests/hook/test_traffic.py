@@ -11,6 +11,8 @@ import pytest
 from tests.hook.ranks import run_ranks
 from tests.hook.traffic_job import GRAIN_BYTES, PROTECTIONS, STEPS
 
+pytestmark = pytest.mark.integration
+
 JOB = Path(__file__).with_name("traffic_job.py")
 MEMBERS = (3, pytest.param(4, marks=pytest.mark.nightly))
 

@@ -113,6 +113,7 @@ def test_windows_open_where_queued_transfers_are_carried_out_and_nowhere_else() 
 # -- under the engine -------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_p1_losses_are_equal_to_the_bit_with_every_variant(results: list[dict[str, Any]]) -> None:
     for r in results:
         reference = r["reference"][:STEPS]
@@ -122,10 +123,12 @@ def test_p1_losses_are_equal_to_the_bit_with_every_variant(results: list[dict[st
         assert r["gpipe"]["losses"] == r["gpipe_reference"]
 
 
+@pytest.mark.process
 def test_p10_the_class_and_other_engines_stay_as_they_are(results: list[dict[str, Any]]) -> None:
     assert all(r["class_map"] and r["inert"] for r in results)
 
 
+@pytest.mark.process
 def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: list[dict[str, Any]]) -> None:
     for r in results:
         for name in VARIANTS:
@@ -135,6 +138,7 @@ def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: list[
         assert r["none"]["stats"]["taken"] == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
 def test_the_engine_executes_exactly_the_unwoven_schedule(results: list[dict[str, Any]], run: str) -> None:
     for r in results:
@@ -147,6 +151,7 @@ def test_the_engine_executes_exactly_the_unwoven_schedule(results: list[dict[str
             assert [i.position for i in trace.instructions] == list(range(len(trace.instructions)))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
 def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
     results: list[dict[str, Any]], run: str
@@ -167,6 +172,7 @@ def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
     assert sum(c.nbytes for t in traces(last) for c in t.chunks if c.tier == 1) > 0
 
 
+@pytest.mark.process
 def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_in_for(
     results: list[dict[str, Any]],
 ) -> None:
@@ -187,6 +193,7 @@ def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_
             assert all(i.name.startswith(("Send", "Reduce")) for i in beside), (chunk, beside)
 
 
+@pytest.mark.process
 def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: list[dict[str, Any]]) -> None:
     for r in results:
         shared = r["linked"]["False"]
@@ -195,6 +202,7 @@ def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: li
         assert all(run["stats"]["tier_bytes"]["3"] == 0 for run in r["variants"].values())
 
 
+@pytest.mark.process
 def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, Any]]) -> None:
     for r in results:
         runs = {**r["variants"], "gpipe": r["gpipe"], **{f"linked {k}": v for k, v in r["linked"].items()}}
@@ -206,6 +214,7 @@ def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, A
                 assert not [c for c in chunks if c[0] < end and begin < c[1]], name
 
 
+@pytest.mark.process
 def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, Any]]) -> None:
     for r in results:
         has, host = r["variants"]["has"], r["variants"]["host"]
@@ -221,12 +230,14 @@ def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, A
         assert blocking["0"] == sum(blocking.values())
 
 
+@pytest.mark.process
 def test_nothing_is_planned_beside_the_optimizer_step(results: list[dict[str, Any]]) -> None:
     for r in results:
         found = r["variants"]["has"]
         assert found["without_copies_secs"] >= min(end - begin for begin, end in found["updates"])
 
 
+@pytest.mark.process
 def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: list[dict[str, Any]]) -> None:
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
@@ -242,6 +253,7 @@ def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: 
         assert r["staged_resumed"]["losses"] == r["long_reference"][stats["committed_step"] :]
 
 
+@pytest.mark.process
 def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict[str, Any]]) -> None:
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
@@ -257,6 +269,7 @@ def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
     assert 0 <= beyond <= stats["skipped"].get("a peer skipped it", 0) * nbytes, stats
 
 
+@pytest.mark.process
 def test_an_evaluation_in_between_changes_nothing(results: list[dict[str, Any]]) -> None:
     for r in results:
         assert len({run["evaluated"] for run in r["variants"].values()}) == 1

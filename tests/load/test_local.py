@@ -111,6 +111,7 @@ def test_offline_topology_names_what_is_missing(memory):
         offline_topology(found, "job-z")
 
 
+@pytest.mark.process
 def test_planning_and_local_reading_need_no_torch():
     code = "import sys, reft.load.local, reft.load.moves; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -22,6 +22,8 @@ from tests.prefork import Popen
 from .fleet import JOB, NEW, OLD, SECRET, without
 from .scenarios import DEAD, MORE, RING, SCENARIOS, WORLD_SIZE, prepare_memory
 
+pytestmark = pytest.mark.integration
+
 TESTS = Path(__file__).parents[1]
 ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
 

@@ -10,6 +10,7 @@ from tests.megatron import runs
 from tests.megatron.command import run_cases
 
 
+@pytest.mark.process
 def test_a_case_that_does_not_end_in_time_is_reported_and_the_next_ones_are_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

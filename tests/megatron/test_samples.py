@@ -122,6 +122,7 @@ def lose_one_of_three(directory: Path, *arguments: str) -> tuple[Book, str]:
         return Book.read(job.events("trained")), log
 
 
+@pytest.mark.integration
 def test_p8_every_sample_once_where_the_degree_changes(tmp_path: Path) -> None:
     book, log = lose_one_of_three(tmp_path / "job")
     trained = book.of_job()

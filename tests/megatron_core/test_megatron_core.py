@@ -108,6 +108,7 @@ def differences(wanted: State, found: State) -> list[str]:
     return lines
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -39,6 +39,7 @@ def write(memory: Memory, step: int, directory: Path, assembler: Assembler) -> P
     return persist_label(memory.job_dir("n0"), label, memory.config(directory), assembler=assembler)
 
 
+@pytest.mark.integration
 def test_p6_many_versions_are_written_by_one_process(
     memory: Memory, tmp_path: Path, assembler: Assembler
 ) -> None:
@@ -63,6 +64,7 @@ def test_p6_many_versions_are_written_by_one_process(
     assert verify_persisted(directory / JOB) == []
 
 
+@pytest.mark.process
 def test_p6_a_process_that_dies_or_does_nothing_is_an_error(tmp_path: Path, assembler: Assembler) -> None:
     ask_for_nothing(assembler, tmp_path)  # it is ready
     stopped = threading.Event()

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_at_any_operation_the_older_start_changes_nothing(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case

@@ -58,6 +58,7 @@ def result(results: Path, world: int, kind: str, rank: int) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("world", "kind", "ranks"), CASES)
 def test_the_rebuilt_checkpoint_is_deepspeeds_own(results: Path, world: int, kind: str, ranks: int) -> None:
     """Captured at step 2, filled in with the bytes of step 4: every file, key, type, value and bit."""
@@ -72,6 +73,7 @@ def test_the_rebuilt_checkpoint_is_deepspeeds_own(results: Path, world: int, kin
     assert [r["scripts"] for r in found] == [bool("zero1" in kind)] + [False] * (ranks - 1)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("world", "kind", "ranks"), CASES)
 def test_plain_deepspeed_goes_on_from_it_with_equal_losses(
     results: Path, world: int, kind: str, ranks: int

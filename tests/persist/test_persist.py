@@ -98,6 +98,7 @@ def flip(memory: Memory, node: str, arena: str, section: Section, owner: bool) -
         found.data[entry.arena_offset + entry.nbytes // 2] ^= 4
 
 
+@pytest.mark.process
 def test_two_nodes_write_one_checkpoint_and_keep_the_newest(
     memory: Memory, step_4: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_two_nodes_write_one_checkpoint_and_keep_the_newest(
         persist_label(memory.job_dir("n0"), V4, config)
 
 
+@pytest.mark.integration
 def test_killed_while_writing_the_previous_checkpoint_stays(
     memory: Memory, step_4: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_killed_while_writing_the_previous_checkpoint_stays(
     assert no_debris(directory)
 
 
+@pytest.mark.integration
 def test_the_assembling_process_dies_with_the_daemon(memory: Memory, tmp_path: Path) -> None:
     alone = Memory(tmp_path / "alone", nodes=dict.fromkeys(DEGREES.coordinates(), "n0"))
     alone.write(V4, made_up_images(DEGREES, 4))
@@ -231,6 +234,7 @@ def test_a_version_that_is_gone_is_a_clear_error(memory: Memory, tmp_path: Path)
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("missing", NODES)
 def test_p6_a_node_whose_memory_went_on_tells_the_others(
     memory: Memory, tmp_path: Path, missing: str
@@ -293,6 +297,7 @@ def small_disk(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.integration
 def test_a_full_disk_is_an_error_without_debris_and_goes_on_when_there_is_room(
     memory: Memory, tmp_path: Path
 ) -> None:
@@ -318,6 +323,7 @@ def leader_cleans_up(memory: Memory, config: ReftConfig) -> None:
             persist_label(memory.job_dir("n0"), V8, config)
 
 
+@pytest.mark.process
 def test_a_read_only_or_missing_directory_is_an_error(memory: Memory, tmp_path: Path) -> None:
     with pytest.raises(PersistError, match="No such file or directory; make room"):
         persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "not" / "there"))
@@ -330,6 +336,7 @@ def test_a_read_only_or_missing_directory_is_an_error(memory: Memory, tmp_path: 
                 persist_label(memory.job_dir("n0"), V4, memory.config(directory))
 
 
+@pytest.mark.process
 def test_a_file_size_limit_is_an_error(memory: Memory, tmp_path: Path) -> None:
     """Stands in for a full disk where none can be mounted."""
     directory = tmp_path / "checkpoints"
@@ -357,6 +364,7 @@ def test_records_of_another_job_are_refused(memory: Memory, tmp_path: Path) -> N
 # --- without the job's processes --------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     memory: Memory, tmp_path: Path
 ) -> None:
@@ -373,6 +381,7 @@ def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     assert list(dict.fromkeys(seen)) == ["staging", "staged", "assembled", "renaming", "renamed", "latest"]
 
 
+@pytest.mark.process
 def test_offline_a_corrupt_block_is_replaced_by_its_copy(memory: Memory, tmp_path: Path) -> None:
     flip(memory, "n0", "rank0-slot0.arena", Section.REPLICATED, owner=True)
     flip(memory, "n1", "rank1-slot0.arena", Section.HOST, owner=True)
@@ -395,6 +404,7 @@ def test_offline_beyond_tolerance_says_what_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.process
 def test_a_version_without_a_template_says_so(memory: Memory, tmp_path: Path) -> None:
     from reft.state import codec
 

@@ -107,6 +107,7 @@ def test_a_pointer_of_the_program_names_what_latest_names(tmp_path: Path) -> Non
         assert (tmp_path / "newest.txt").read_text() == str(step)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
 def test_killed_at_any_point_a_checkpoint_is_left_that_latest_names(tmp_path: Path, phase: str) -> None:
     write(tmp_path, Label(1, 4), keep=1)
@@ -123,6 +124,7 @@ def test_killed_at_any_point_a_checkpoint_is_left_that_latest_names(tmp_path: Pa
     assert names(tmp_path) == ["global_step12", "latest", "zero_to_fp32.py"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("phase", ["renaming", "renamed", "latest"])
 def test_killed_while_a_later_incarnation_replaces_the_same_step(tmp_path: Path, phase: str) -> None:
     write(tmp_path, Label(1, 4), keep=1)

@@ -139,6 +139,7 @@ def test_a_plan_is_read_at_80_columns(
             assert all(any(map(str.isdigit, row)) for row in rows)
 
 
+@pytest.mark.process
 def test_none_is_possible_and_protects_nothing(run: Run, tmp_path: Path) -> None:
     figure = tmp_path / "plan.svg"
     found = run(FP16, *SMALL, *QUICK, "--figure", str(figure)).json["alternatives"]

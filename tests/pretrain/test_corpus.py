@@ -88,6 +88,7 @@ def test_cache_is_keyed_by_content_and_tokenizer(tmp_path: Path) -> None:
     assert corpus_digest(changed) != corpus_digest(IndexedDataset(prefix))
 
 
+@pytest.mark.process
 def test_four_processes_race_and_one_tokenises(tmp_path: Path, text_folder: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()

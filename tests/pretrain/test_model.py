@@ -109,6 +109,7 @@ def test_published_shapes() -> None:
     assert f"{billions['1.3b']:.1f}" == "1.3"
 
 
+@pytest.mark.process
 def test_parameters_of_34b_are_printed_without_torch() -> None:
     code = (
         "import sys; from reft.tools.pretrain.__main__ import main; code = main(['--model', '34b', '--print-params']);"

@@ -23,6 +23,7 @@ def events(folder: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.integration
 def test_loss_goes_down_is_shown_and_a_checkpoint_resumes_it(tmp_path: Path, text_folder: Path) -> None:
     common = (*SMALL, "--data", text_folder, "--cache-dir", tmp_path / "cache", "--steps", 30, "--lr", 0.01)
     common = (*common, "--save-interval", 20, "--log-interval", 10)
@@ -63,6 +64,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path) -> None
     assert (inputs + 1).equal(labels)
 
 
+@pytest.mark.process
 def test_wrong_use_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
     for argv, says in (
         (("--pp", 2), "found 1 processes; --pp 2 x --tp 1 needs a multiple of 2"),

@@ -20,6 +20,8 @@ from tests.pretrain.conftest import run_bounded
 from tests.profile.test_outputs import check_trace
 from tests.spawn import spawn
 
+pytestmark = pytest.mark.integration
+
 STEPS = 14
 MICRO_BATCHES = 4
 JOB = [

@@ -122,6 +122,7 @@ def test_the_figure_is_drawn(tmp_path, suffix):
         draw(result, path, step=99)
 
 
+@pytest.mark.integration
 def test_the_picture_of_the_guide_can_be_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     root = Path(__file__).resolve().parents[2]
@@ -138,6 +139,7 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypat
         draw(a_profile(), tmp_path / "figure.png")
 
 
+@pytest.mark.process
 def test_a_job_leaves_profile_trace_and_figure(tmp_path, caplog):
     pytest.importorskip("matplotlib")
     result = a_profile({0: IN_MID})
@@ -148,6 +150,7 @@ def test_a_job_leaves_profile_trace_and_figure(tmp_path, caplog):
     assert "could not be drawn" not in caplog.text
 
 
+@pytest.mark.process
 def test_a_profile_that_cannot_be_drawn_is_kept(tmp_path, caplog):
     (tmp_path / "trace.json").mkdir()
     write(a_profile(), tmp_path)

@@ -52,17 +52,20 @@ def check(case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[i
         assert np.array_equal(case.get(put), source), "sources are only read"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 15, 16, 17, 127, 4097, 300_001, 2 * CELL_BYTES + 13])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_xor_of_any_number_of_sources_and_any_size(case: Case, nbytes: int, count: int) -> None:
     check(case, [(1,) * count], nbytes)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("offsets", [(1,), (2,), (4,), (8,), (0, 8), (0, 1, 2), (4, 8, 12)])
 def test_xor_at_any_alignment(case: Case, offsets: tuple[int, ...]) -> None:
     check(case, [(1, 1, 1)], 5003, offsets)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "nbytes", [0, GRAIN_BYTES, 3 * GRAIN_BYTES, CELL_BYTES, 3 * CELL_BYTES + 37 * GRAIN_BYTES]
 )
@@ -70,11 +73,13 @@ def test_reed_solomon_encoding_of_whole_and_partial_cells(case: Case, nbytes: in
     check(case, list(parity_rows(3, 5)), nbytes)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("offsets", [(8,), (4,), (2,), (1,), (0, 4)])
 def test_reed_solomon_at_any_alignment(case: Case, offsets: tuple[int, ...]) -> None:
     check(case, list(parity_rows(2, 3)), CELL_BYTES + GRAIN_BYTES, offsets)
 
 
+@pytest.mark.process
 def test_every_coefficient(case: Case) -> None:
     # Kernels are compiled for their coefficients: a sample has to do, their bit matrices are tested alone.
     every = 1 if isinstance(case.make(), ChunkedBackend) else 9
@@ -83,6 +88,7 @@ def test_every_coefficient(case: Case) -> None:
     check(case, [(c, 255 - c) for c in range(8)], 2 * GRAIN_BYTES)
 
 
+@pytest.mark.process
 def test_zero_rows_and_unused_sources(case: Case) -> None:
     check(case, [(0, 0, 0), (0, 1, 0), (0, 1, 1)], 1001)
     check(case, [(0, 0, 0), (0, 7, 0), (0, 1, 1)], CELL_BYTES + GRAIN_BYTES)
@@ -110,6 +116,7 @@ def test_bit_patterns_survive(case: Case, dtype: torch.dtype) -> None:
     assert case.get(back).tobytes() == values.tobytes()
 
 
+@pytest.mark.process
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_short_sources_count_as_padded_with_zeros(case: Case, data: st.DataObject) -> None:

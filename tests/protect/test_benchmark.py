@@ -14,6 +14,7 @@ from reft.protect.packets import compiled_run
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "protect.py"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("members", [3, 8])
 def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--json", "--members", str(members)]
@@ -42,6 +43,7 @@ def test_every_backend_and_case_is_measured_against_the_bound(members: int, tmp_
     assert encoded == pytest.approx(result["image_bytes"] * members / (members - 1), rel=1e-3)
 
 
+@pytest.mark.process
 def test_the_table_is_for_people(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--quick"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
@@ -50,6 +52,7 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
     assert "decode rs:2, 2 lost" in done.stdout
 
 
+@pytest.mark.process
 def test_decoders_are_compared_with_the_libraries_that_are_installed(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from reft.protect.table import schemes_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "protection.md"
 
 
+@pytest.mark.process
 def test_the_documented_table_is_the_computed_one() -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "reft.protect.table"], capture_output=True, text=True, check=True

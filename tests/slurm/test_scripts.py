@@ -115,6 +115,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", sorted(p.name for p in SLURM.iterdir()))
 def test_shellcheck_has_nothing_to_say(name: str) -> None:
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -124,6 +125,7 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_job_of_n_and_s_nodes_trains_on_n_and_survives_what_slurm_can(dry: Dry, script: str) -> None:
     code, out = dry.run(script, "train.py", "--lr", "1")
@@ -142,6 +144,7 @@ def test_a_job_of_n_and_s_nodes_trains_on_n_and_survives_what_slurm_can(dry: Dry
     assert dry.called("requeue") == []
 
 
+@pytest.mark.process
 def test_a_task_of_an_array_has_memory_of_its_own_and_a_chain_the_name_that_it_is_given(dry: Dry) -> None:
     dry.run("h100.sbatch", "train.py", SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="2")
     assert dry.environ()["REFT_JOB_ID"] == "slurm-4700_2"
@@ -149,12 +152,14 @@ def test_a_task_of_an_array_has_memory_of_its_own_and_a_chain_the_name_that_it_i
     assert dry.environ()["REFT_JOB_ID"] == "llama"
 
 
+@pytest.mark.process
 def test_the_code_of_the_training_script_is_the_jobs(dry: Dry) -> None:
     dry.steps("exit 3")
     code, out = dry.run("h100.sbatch", "train.py")
     assert (code, len(dry.called("srun")), dry.called("requeue")) == (3, 1, []), out
 
 
+@pytest.mark.process
 def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry: Dry) -> None:
     dry.says(nodes=1)
     dry.steps("exit 1")
@@ -169,6 +174,7 @@ def test_where_more_nodes_are_lost_than_there_are_spares_the_job_is_requeued(dry
     assert dry.run("h100.sbatch", "train.py")[0] == 1
 
 
+@pytest.mark.integration
 def test_a_rendezvous_that_dies_alone_is_served_again_where_it_was(dry: Dry) -> None:
     dry.steps("while [ $(grep -c rendezvous reft.calls) -lt 3 ]; do sleep 0.02; done; exit 0")
     process = psutil.Process(dry.start("h100.sbatch", "train.py", TMPDIR=str(dry.directory)).pid)
@@ -189,6 +195,7 @@ def test_a_rendezvous_that_dies_alone_is_served_again_where_it_was(dry: Dry) -> 
     )
 
 
+@pytest.mark.process
 def test_where_there_is_no_room_for_its_state_a_rendezvous_is_served_without(dry: Dry) -> None:
     dry.steps("while [ ! -e reft.calls ]; do sleep 0.02; done")
     code, out = dry.run("h100.sbatch", "train.py", TMPDIR=str(dry.directory / "absent"))
@@ -207,6 +214,7 @@ def serving(script: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", ["0", "2"])
 def test_a_rendezvous_that_ended_well_or_is_refused_is_not_served_again(dry: Dry, code: str) -> None:
     dry.write("reft", f"#!/bin/bash\ncd {dry.directory}\necho $* >> reft.calls; exit {code}\n")
@@ -225,6 +233,7 @@ def is_fork(process: psutil.Process, script: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.process
 def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> None:
     dry.steps("while [ ! -e scancel.calls ]; do sleep 0.02; done; exit 75")
     process = dry.start("h100.sbatch", "train.py", REFT_REQUEUE="0")
@@ -236,6 +245,7 @@ def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> Non
     assert dry.called("requeue") == []
 
 
+@pytest.mark.process
 def test_cancelled_it_is_left_to_slurm(dry: Dry) -> None:
     dry.steps("while [ ! -e gone ]; do sleep 0.02; done; exit 75")
     process = dry.start("h100.sbatch", "train.py")
@@ -247,6 +257,7 @@ def test_cancelled_it_is_left_to_slurm(dry: Dry) -> None:
     assert (code, dry.called("scancel"), dry.called("requeue")) == (75, [], [])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("state", "cleaned"), [("COMPLETING", True), ("RUNNING", False)])
 def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: str, cleaned: bool) -> None:
     dry.write(
@@ -264,6 +275,7 @@ def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: 
     assert ("clean --job slurm-4711" in dry.called("reft")) == cleaned
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("launcher", "task"), [("0", 0), ("3", 3), ("137", 1)])
 def test_a_launcher_that_failed_is_told_from_a_step_that_was_killed(
     dry: Dry, launcher: str, task: int
@@ -277,6 +289,7 @@ def test_a_launcher_that_failed_is_told_from_a_step_that_was_killed(
     assert "clean --job a" not in dry.called("reft")
 
 
+@pytest.mark.process
 def test_a_node_that_is_left_without_its_batch_host_requeues_the_job(dry: Dry) -> None:
     """Slurm keeps such a job, without its script, until the time limit."""
     dry.write("launch.code", "1")
@@ -288,6 +301,7 @@ def test_a_node_that_is_left_without_its_batch_host_requeues_the_job(dry: Dry) -
     assert dry.called("scancel") == ["4711"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "text"), [("job.facts", "NodeList=n[1-3]\n"), ("hosts", ""), ("job.facts", "")]
 )
@@ -302,6 +316,7 @@ def test_a_controller_that_does_not_answer_has_not_lost_nodes(dry: Dry, name: st
     assert "syntax error" not in out
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "environ", "says"),
     [
@@ -331,6 +346,7 @@ def mpi_nodes(dry: Dry) -> Iterator[dict[str, str]]:
             yield {"REFT_MPI": "pmix", "SLURM_NTASKS_PER_NODE": "2"}
 
 
+@pytest.mark.process
 def test_under_mpi_a_spare_takes_the_place_of_a_node_that_does_not_answer(
     dry: Dry, mpi_nodes: dict[str, str]
 ) -> None:
@@ -350,6 +366,7 @@ def test_under_mpi_a_spare_takes_the_place_of_a_node_that_does_not_answer(
     assert not Path(dry.environ()["SLURM_HOSTFILE"]).exists()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("ends", "steps"), [("2", 1), ("3", 3)])
 def test_under_mpi_what_is_refused_is_not_tried_again_and_the_rest_so_often(
     dry: Dry, mpi_nodes: dict[str, str], ends: str, steps: int
@@ -359,12 +376,14 @@ def test_under_mpi_what_is_refused_is_not_tried_again_and_the_rest_so_often(
     assert (code, len(dry.called("srun")), dry.called("requeue")) == (int(ends), steps, []), out
 
 
+@pytest.mark.process
 def test_under_mpi_too_few_nodes_are_told(dry: Dry, mpi_nodes: dict[str, str]) -> None:
     code, out = dry.run("h100.sbatch", "train.py", REFT_SPARES="0", REFT_REQUEUE="0", **mpi_nodes)
     assert (code, dry.called("srun")) == (75, []), out
     assert "2 nodes answer, 3 are needed" in out
 
 
+@pytest.mark.process
 def test_under_mpi_told_to_stop_it_commits_and_can_be_resumed(dry: Dry, mpi_nodes: dict[str, str]) -> None:
     dry.steps("while [ ! -e scancel.calls ]; do sleep 0.02; done; exit 143")
     process = dry.start("h100.sbatch", "train.py", REFT_REQUEUE="0", **mpi_nodes)
@@ -374,6 +393,7 @@ def test_under_mpi_told_to_stop_it_commits_and_can_be_resumed(dry: Dry, mpi_node
     assert (code, dry.called("scancel"), dry.called("requeue")) == (75, ["--signal=TERM 4711"], []), out
 
 
+@pytest.mark.process
 def test_a_trainer_is_bound_to_the_processors_of_its_rank_or_says_that_it_is_not(dry: Dry) -> None:
     mine = min(os.sched_getaffinity(0))
     look = ("-c", "import os; print(sorted(os.sched_getaffinity(0)))")
@@ -384,6 +404,7 @@ def test_a_trainer_is_bound_to_the_processors_of_its_rank_or_says_that_it_is_not
     assert "local rank 1 is not bound: no processors 9998" in out
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("visible", "gpu"), [("", "1"), ("2,5", "5"), ("GPU-1f,GPU-2e", "GPU-2e")])
 def test_the_gpu_of_a_trainer_is_among_those_that_are_visible(dry: Dry, visible: str, gpu: str) -> None:
     dry.write("nvidia-smi", f'#!/bin/bash\necho "$*" >> {dry.directory}/nvidia-smi.calls\n').chmod(0o755)

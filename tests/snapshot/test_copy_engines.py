@@ -392,6 +392,7 @@ engine.copy([(live, torch.frombuffer(memory, dtype=torch.uint8))])
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_a_process_that_ends_in_the_middle_ends_cleanly(name: str) -> None:
     if name == "cuda" and not torch.cuda.is_available():

@@ -29,6 +29,7 @@ from tests.snapshot.worker_job import SECRET, TOPOLOGY, run
 from tests.spawn import RankError, spawn
 
 
+@pytest.mark.process
 def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(tmp_path: Path) -> None:
     results = launch(tmp_path, "switch")
     assert all(result["records"] == results[0]["records"] for result in results)
@@ -67,6 +68,7 @@ def _check_content_of_parity(root: Path, rank: int) -> None:
     assert all(arena.verify(entry) for entry in header.entries)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fault", ["during_switch 3", "during_copy 4", "before_commit 4"])
 def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme(
     tmp_path: Path, fault: str
@@ -129,6 +131,7 @@ def test_the_block_counts_again_once_it_is_edited() -> None:
     assert resume([chosen, by_hand], "auto:1", "aec").scheme == "rs:2"
 
 
+@pytest.mark.process
 def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_path: Path) -> None:
     results = launch(tmp_path, "pressure")
     assert all(result["records"] == results[0]["records"] for result in results)
@@ -156,6 +159,7 @@ def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_
         assert [(step, scheme) for step, scheme, _ in found[40]] == [(n, "arc") for n in (38, 39, 40)]
 
 
+@pytest.mark.process
 def test_p9_nodes_that_leave_different_margins_free_decide_alike(tmp_path: Path) -> None:
     results = launch(tmp_path, "margins")
     assert all(result == results[0] for result in results)

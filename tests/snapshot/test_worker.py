@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from reft.blocks import STATE_SECTIONS, Section
 from reft.store.arena import Arena, ArenaState
@@ -13,6 +14,8 @@ from reft.store.arena_files import scan
 from tests.machine import free_port
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, host_blob, run
 from tests.spawn import spawn
+
+pytestmark = pytest.mark.process
 
 
 def launch(root: Path, scenario: str) -> list[dict]:

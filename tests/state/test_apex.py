@@ -33,6 +33,7 @@ if BF16_OPTIMIZER_IS_NEVER_MADE:
     del CASES["apex_bf16_z1"]
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(LIMIT_SECS + 20)
 def test_p8_a_resumed_run_with_apexs_adam_equals_the_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -236,6 +236,7 @@ def test_p11_hostile_bytes_are_refused(data: bytes) -> None:
     assert not Path("/tmp/reft-test-evil").exists()
 
 
+@pytest.mark.process
 def test_plain_state_needs_no_torch() -> None:
     data = encode({"step": 3, "nested": [(1, 2.5)], "big": 2**90})
     code = (

@@ -19,6 +19,8 @@ from tests.machine import FP16_MISSING, free_port
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 from tests.prefork import Popen
 
+pytestmark = pytest.mark.process
+
 WORLD = 4
 SCRIPT = Path(__file__).with_name("engine_job.py")
 LIMIT_SECS = 500  # for a crowded machine; an idle one needs a tenth

@@ -7,12 +7,15 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.machine import free_port
 from tests.prefork import Popen
 
 LIMIT_SECS = 300.0
 
 
+@pytest.mark.integration
 def test_what_reft_says_of_checkpoints_is_what_deepspeed_does(tmp_path: Path) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     job = Popen(

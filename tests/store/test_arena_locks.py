@@ -66,6 +66,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_a_writer_keeps_readers_out_until_it_dies(path: Path) -> None:
     with Arena.open(path, SECRET) as reader, holder(path, "arena.try_lock_exclusive()") as process:
         assert answer(process) == "True"
@@ -76,6 +77,7 @@ def test_a_writer_keeps_readers_out_until_it_dies(path: Path) -> None:
         assert reader.lock_shared()
 
 
+@pytest.mark.process
 def test_a_reader_keeps_writers_out_until_it_dies(path: Path) -> None:
     with Arena.open(path, SECRET, writable=True) as writer, holder(path, "arena.lock_shared()") as process:
         assert answer(process) == "True"
@@ -89,6 +91,7 @@ def test_a_reader_keeps_writers_out_until_it_dies(path: Path) -> None:
         assert writer.state is ArenaState.WRITING
 
 
+@pytest.mark.process
 def test_a_blocking_reader_gets_its_turn(path: Path) -> None:
     with Arena.open(path, SECRET, writable=True) as writer:
         assert writer.try_lock_exclusive()
@@ -114,6 +117,7 @@ def test_begin_locks_and_seal_unlocks_unless_the_caller_holds_the_lock(path: Pat
         assert reader.lock_shared()
 
 
+@pytest.mark.process
 def test_forked_children_do_not_keep_the_lock_of_a_dead_writer(path: Path) -> None:
     """Data loader workers are forked and may outlive the trainer by seconds."""
     how = "(arena.begin(header(2)), __import__('os').fork() or (__import__('time').sleep(60), None))[1]"
@@ -133,6 +137,7 @@ def test_forked_children_do_not_keep_the_lock_of_a_dead_writer(path: Path) -> No
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.process
 def test_a_child_forked_while_an_arena_is_closed_keeps_files_that_were_given_its_numbers(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +160,7 @@ def test_a_child_forked_while_an_arena_is_closed_keeps_files_that_were_given_its
     assert found == [0]
 
 
+@pytest.mark.process
 def test_an_arena_that_is_being_written_cannot_be_replaced(path: Path) -> None:
     with holder(path, "arena.begin(header(2))") as process:
         answer(process)

@@ -154,6 +154,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
+@pytest.mark.process
 def test_p6_a_full_tmpfs_is_a_typed_error_and_leaves_no_file(small_tmpfs: Path) -> None:
     kept = small_tmpfs / "rank0-slot0.arena"
     with Arena.create(kept, 2**20, 4, SECRET) as arena:
@@ -194,6 +195,7 @@ def test_p9_memory_comes_as_blocks_are_written_and_the_rest_of_it_when_all_have(
         np.testing.assert_array_equal(np.frombuffer(arena.data, np.uint8), expected)
 
 
+@pytest.mark.process
 def test_p6_where_memory_ends_while_an_arena_is_filled_its_header_is_still_read(small_tmpfs: Path) -> None:
     path = small_tmpfs / "rank0-slot0.arena"
     with Arena.create(path, 3 * 2**19, 4, SECRET, touch=False) as arena:
@@ -207,6 +209,7 @@ def test_p6_where_memory_ends_while_an_arena_is_filled_its_header_is_still_read(
         assert arena.lost() is None
 
 
+@pytest.mark.process
 def test_p6_an_arena_that_was_left_without_its_memory_is_refused_where_there_is_none(
     small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

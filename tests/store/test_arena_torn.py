@@ -174,6 +174,7 @@ def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=30)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(60)
 def test_sigkill_in_the_middle_of_writing_leaves_the_older_version_readable(tmp_path: Path) -> None:
     paths = [tmp_path / f"rank0-slot{i}.arena" for i in range(3)]

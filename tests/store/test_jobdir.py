@@ -190,6 +190,7 @@ def test_status_is_replaced_in_one_step(tmp_path: Path) -> None:
     assert job.read_status() is None
 
 
+@pytest.mark.process
 def test_a_process_is_told_from_a_later_one_with_its_pid(tmp_path: Path) -> None:
     me = process_identity()
     assert is_running(me)
@@ -221,6 +222,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("role", "why"), [("trainer", "open for writing"), ("daemon", "daemon runs")])
 def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, role: str, why: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

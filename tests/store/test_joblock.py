@@ -44,6 +44,7 @@ def test_p7_trainers_of_one_start_hold_it_together_and_the_last_releases_it(tmp_
     JobLock(tmp_path, "job").close()
 
 
+@pytest.mark.process
 def test_p7_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -84,6 +85,7 @@ def test_p7_held_memory_counts_as_alive_and_is_not_cleaned(tmp_path: Path) -> No
     remove_job(directory.path)
 
 
+@pytest.mark.process
 def test_p7_a_forked_child_does_not_hold_the_lock_beyond_its_parent(tmp_path: Path) -> None:
     lock = JobLock(tmp_path, "job")
     context = multiprocessing.get_context("fork")

@@ -95,6 +95,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.process
 def test_p6_a_disk_that_takes_a_part_of_a_record_ends_the_journal(tmp_path: Path) -> None:
     """What came after it could not be read."""
     done = subprocess.run(

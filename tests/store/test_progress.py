@@ -39,6 +39,7 @@ def test_a_page_tells_what_its_trainer_is_at(tmp_path: Path) -> None:
     assert read_pages(tmp_path) == []
 
 
+@pytest.mark.process
 def test_what_has_limits_of_its_own_does_not_count_as_the_steps(tmp_path: Path) -> None:
     page = ProgressPage(tmp_path, 0, 0, 10.0)
     page.begin_step()
@@ -82,6 +83,7 @@ def test_more_names_than_the_page_holds_are_left_out(tmp_path: Path) -> None:
     page.close()
 
 
+@pytest.mark.process
 def test_the_state_of_a_process_is_a_letter() -> None:
     assert process_state(os.getpid()) == "R"
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
