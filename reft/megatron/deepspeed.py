@@ -122,6 +122,7 @@ class MegatronProgram:
         consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()
+        session.stopping.at_next_step = True
         replace(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)

@@ -46,6 +46,7 @@ def program(*arguments: str, zero: int = 0, **more: Any) -> DeepSpeedProgram:
     return DeepSpeedProgram(script=script, arguments=arguments, config=config, nodes=2, env=env)
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.nightly)])
 def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path) -> None:
@@ -75,6 +76,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
     assert "from here on its losses" not in disturbed.log, "its place in the data is the program's (P12)"
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     trained = program()
@@ -171,6 +173,7 @@ def arguments_of(engine: str) -> tuple[str, ...]:
     return ("--no-pipeline-parallel",) if engine == "plain" else ()
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
@@ -183,6 +186,7 @@ def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine:
     assert resumed.iterations == found.lines_to_come
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
@@ -217,6 +221,18 @@ def test_p3_a_checkpoint_that_was_written_without_reft_is_a_version_before_the_f
     disturbed = alone.run(block, "--load", saved)
     assert disturbed.resumed == [(KILLED_AT, "memory")], disturbed.log[-4000:]
     assert (disturbed.iterations, disturbed.validations) == (undisturbed.iterations, undisturbed.validations)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("engine", ["pipeline", "plain"])
+def test_the_line_of_the_step_that_a_job_stops_after_is_printed(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_STOP_AT", "3")
+    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(tmp_path / "memory")}
+    stopped = Alone(tmp_path, arguments_of(engine)).run(block, ends_with=128 + signal.SIGTERM)
+    assert f"stopping as told: step {max(stopped.iterations)} is committed" in stopped.log
+    assert max(stopped.iterations) < ITERATIONS
 
 
 # -- what is captured -----------------------------------------------------------------------------------
@@ -273,6 +289,7 @@ def session_of(capture: Any = None, *, is_rank_zero: bool = False) -> Any:
         coordinate=SimpleNamespace(tp=0, pp=0),
         topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
         memory=SimpleNamespace(job_dir=SimpleNamespace(path=Path("/memory/gpt"))),
+        stopping=SimpleNamespace(),
         is_rank_zero=is_rank_zero,
     )
 
