@@ -20,13 +20,13 @@ from reft.env import ENV_ERROR_FILE
 EX_REFUSED = 2
 """Exit code of a trainer that reft refused: wrong use, as of every command."""
 
-_REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "NotResumedError"})
+_REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "UnrecoverableError"})
 _IN_USE = "JobInUseError"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether reft raised ``error`` because of what the script or its block says: a restart changes nothing.
-    A memory that another job holds may be free later."""
+    """Whether reft raised ``error`` because of what the script or its block says, or of what is left of the
+    job: a restart changes nothing. A memory that another job holds may be free later."""
     names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
     return bool(names & _REFUSALS) and _IN_USE not in names
 

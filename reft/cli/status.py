@@ -18,7 +18,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from reft.cli.advise import advice_now
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
@@ -138,7 +138,6 @@ class _Looker:
         told["warnings"] = [*said, *told["warnings"]]
         here = [node_status(path) for path in self.paths]
         told["advice"] = [a.to_json() for a in advice_now(self.paths, board)] if running else []
-        told["followed"] = max(map(_followed, self.paths), key=len)
         ended = None if running else _end(self.paths)
         told |= {"state": "runs" if running else "ended", "ended": ended}
         told["well"] = running and is_well(told) and all(map(node_is_well, here))
@@ -164,12 +163,6 @@ class _Looker:
         )
         said = ["no launcher of reft tells of other nodes: this is what is known here"] if running else []
         return Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, rows=rows), said
-
-
-def _followed(path: Path) -> list[dict[str, Any]]:
-    """Advice that was carried out, as a node saw it."""
-    rounds = (r for r in read_history(path) if r.followed)
-    return [{"round": r.round, "unix_secs": r.unix_secs, "advice": r.followed} for r in rounds]
 
 
 def _has_daemon(path: Path) -> bool:
@@ -297,21 +290,18 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "last recovery", f"{_clock(last['unix_secs'])}, {why}{resumed}"
         yield "its seconds", f"{total:.1f}: {parts}" if parts else "not known yet"
     yield "restarts", str(told["restarts"])
-    if told["followed"]:
-        last_followed = told["followed"][-1]
-        yield "advice followed", f"{_clock(last_followed['unix_secs'])}, {last_followed['advice']}"
 
 
 def _since_start(counts: dict[str, Any]) -> str:
     speed = counts["samples_per_sec"]
     made = counts["newest_step"] - counts["first_step"]
-    lost = (f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
+    lost = ", ".join(f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5)
     parts = (
         f"{made} steps in {counts['elapsed_secs']:.0f} s",
         "" if speed is None else f"{speed:.3g} samples/s",
         _tflops(counts),
         f"{counts['effective_ratio']:.1%} effective",
-        ", ".join(lost) and f"lost to {', '.join(lost)}",
+        lost and f"lost to {lost}",
     )
     return "; ".join(filter(None, parts))
 
@@ -333,7 +323,7 @@ def _losses(told: dict[str, Any]) -> str:
 
 
 def _nodes(told: dict[str, Any]) -> Table:
-    table = Table("node", "signal", "since", "step", "shards", "what it does")
+    table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
     for node in told["nodes"]:
         signal = Signal(node["signal"])
         since = node["since_unix_secs"]
@@ -352,7 +342,9 @@ def _speeds(told: dict[str, Any]) -> Table:
     """Of the ranks that compute longest."""
     longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
     left_out = len(longest) - _MOST_RANKS
-    table = Table("rank", "node", "step", *STEP_PARTS, title="what a step consists of, in ms")
+    table = Table(
+        "rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title="what a step consists of, in ms"
+    )
     slow = {rank for s in told["slow"] for rank in s["ranks"]}
     for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
         style = _STYLES[Signal.UNHEALTHY] if speed["rank"] in slow else ""

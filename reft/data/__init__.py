@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reft.data.loading import loader
     from reft.data.sample_rng import sample_seed
-    from reft.data.sharing import share_out
-    from reft.data.streaming import stream
 
-__all__ = ["loader", "sample_seed", "share_out", "stream"]
+__all__ = ["loader", "sample_seed"]
 
-_ELSEWHERE = {
-    "loader": "reft.data.loading",
-    "sample_seed": "reft.data.sample_rng",
-    "share_out": "reft.data.sharing",
-    "stream": "reft.data.streaming",
-}
+_ELSEWHERE = {"loader": "reft.data.loading", "sample_seed": "reft.data.sample_rng"}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from reft.data import place
 from reft.data.batches import Batches, Reached, SharedBatches, StaticBatches
-from reft.data.order import Deal, JobPosition, Order, SampleOrder, decode, encode
+from reft.data.order import Deal, JobPosition, Order, decode, encode
 from reft.data.orders import Facts
 from reft.data.passes import raw_iterator
 from reft.data.reading import Progress, Reading
@@ -42,7 +42,7 @@ _DECIDED = {
 
 
 class Loader:
-    """Made by :func:`loader` and :func:`reft.data.stream`.
+    """Made by :func:`loader`.
 
     Attributes:
         dataset: what is read.
@@ -328,9 +328,10 @@ def loader(
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"found {type(dataset).__module__}.{type(dataset).__qualname__}; expected a data set with a "
-            f"length and indices. Files of samples are read by reft.data.stream(paths, ...)"
+            f"length and indices. Streams are read by a loader that knows its position, such as torchdata's "
+            f"StatefulDataLoader or mosaicml-streaming's StreamingDataLoader (docs/data.md)"
         )
-    samples = SampleOrder(len(dataset), seed, shuffle=shuffle)
+    samples = Order(len(dataset), seed, shuffle=shuffle)
     if order == "dynamic" and options.get("num_workers") and options.get("prefetch_factor") is None:
         # What a worker reads ahead is taken, and no other replica can train on it.
         options["prefetch_factor"] = 1
@@ -350,7 +351,7 @@ def loader(
 
 
 def _batches(
-    samples: SampleOrder,
+    samples: Order,
     order: str,
     step_samples: int | None,
     batch_size: int,

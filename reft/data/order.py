@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +35,22 @@ class JobPosition:
     consumed: int = 0
 
 
-class Order(Protocol):
-    """The order of the samples in every epoch.
+class Order:
+    """Samples of a data set, in their order or in one that is chosen by (seed, epoch).
+
+    Args:
+        size: samples of the data set.
+        seed: chooses the order.
+        shuffle: whether there is another order than the data set's.
 
     Attributes:
         size: samples of an epoch.
     """
 
-    size: int
+    def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
+        self.size = size
+        self._seed = seed
+        self._shuffle = shuffle
 
     def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
         """What one replica gets of a micro-batch.
@@ -55,26 +63,6 @@ class Order(Protocol):
         Returns:
             (epoch, sample) of each.
         """
-
-    def facts(self) -> dict[str, Any]:
-        """Plain values that must be equal for a position to mean the same."""
-
-
-class SampleOrder:
-    """Samples of a data set, in their order or in one that is chosen by (seed, epoch).
-
-    Args:
-        size: samples of the data set.
-        seed: chooses the order.
-        shuffle: whether there is another order than the data set's.
-    """
-
-    def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
-        self.size = size
-        self._seed = seed
-        self._shuffle = shuffle
-
-    def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
         positions = np.arange(first, first + count, dtype=np.int64)[part]
         epochs, places = np.divmod(positions, self.size)
         return list(zip(epochs.tolist(), self._samples(epochs, places).tolist(), strict=True))
@@ -89,6 +77,7 @@ class SampleOrder:
         return found
 
     def facts(self) -> dict[str, Any]:
+        """Plain values that must be equal for a position to mean the same."""
         return {"samples": self.size, "seed": self._seed, "shuffle": self._shuffle}
 
 

@@ -19,7 +19,6 @@ Orders = dict[str, Facts]
 
 _MENDS = {
     "samples": "give every rank the same data set",
-    "shards": "give every node the same files in the same order",
     "seed": "give every rank the same seed",
 }
 

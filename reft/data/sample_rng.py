@@ -41,7 +41,7 @@ def sample_seed() -> int:
     if not _current:
         raise RuntimeError(
             "reft.data.sample_seed() was called where no sample is read; call it in the data set's "
-            "__getitem__, in decode or in collate_fn of reft.data.loader or reft.data.stream"
+            "__getitem__ or in collate_fn of reft.data.loader"
         )
     return _current[-1]
 

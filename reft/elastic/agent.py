@@ -60,6 +60,8 @@ _FORM_ATTEMPTS = 10
 _PROGRESS_SECS = 600.0
 """Trainers that ran so long have made progress, also where nothing is committed."""
 _SEEN_SECS = 5.0
+_KILLED = 128
+"""From here on an exit code tells of a signal: another start may do better, as where memory was short."""
 _TELL_SECS = 1.0
 
 
@@ -116,6 +118,8 @@ class ReftAgent(LocalElasticAgent):
         self._store_lost = False
         self._joined = 0
         self._without_progress = 0
+        self._start_error = ""
+        """What ended the trainers last, before there was any version."""
         self.agreement: Agreement | None = None
         self.failure: Failure | None = None
         self.incarnations: IncarnationRecord | None = None
@@ -213,6 +217,14 @@ class ReftAgent(LocalElasticAgent):
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused alike", failure.reason)
             return False
+        starts = self._renews and self._observer.newest_step() < 0
+        if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
+            if failure.reason == self._start_error:
+                logger.error(
+                    "%s: the same error twice, and no version was committed: the job ends", failure.reason
+                )
+                return False
+            self._start_error = failure.reason
         used = 0 if self._renews and self._has_new_version() else self._info.restarts_used
         allowed = self._spec.max_restarts
         since = " since the last new version" if self._renews else ""

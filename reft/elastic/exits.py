@@ -42,7 +42,8 @@ class Cause(StrEnum):
     """What ended a trainer."""
 
     REFUSED = "refused"
-    """reft refused what the script asks for: the same in every life, so that the job ends at once."""
+    """reft refused what the script asks for or what is left of the job, or the script cannot run (exit code 2
+    of a command line): the same in every life, so that the job ends at once."""
     SIZE = "size"
     """Refused for the number of nodes: free, another number may do."""
     OWN = "own"
@@ -58,6 +59,8 @@ class Cause(StrEnum):
 
 EXIT_CODES = {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED, Cause.SIZE: EX_REFUSED}
 """Of a trainer that ended by an exception; any other: 1."""
+_OF_THE_SCRIPT = (SyntaxError, ModuleNotFoundError)
+"""Errors that every start of it ends with."""
 _ERROR_CHARS = 240
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
@@ -132,7 +135,7 @@ class ExitNote:
     @classmethod
     def of(cls, error: BaseException) -> ExitNote:
         other = Cause.PEER if is_peer_failure(error) else Cause.OWN
-        cause = Cause.REFUSED if is_refusal(error) else other
+        cause = Cause.REFUSED if is_refusal(error) or isinstance(error, _OF_THE_SCRIPT) else other
         if is_size_refusal(error):
             cause = Cause.SIZE
         lines = str(error).strip().splitlines()
@@ -174,6 +177,8 @@ class WorkerExit:
             return self.note.cause
         if self.exit_code == EX_PEER_FAILED:
             return Cause.PEER
+        if self.exit_code == EX_REFUSED:
+            return Cause.REFUSED
         if self.exit_code in STOPPED_CODES:
             return Cause.STOPPED
         if self.exit_code == -signal.SIGABRT:

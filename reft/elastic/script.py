@@ -132,7 +132,8 @@ def run_and_classify(run: Callable[[], None]) -> int:
     except BaseException as error:
         _show(error)
         write_error_file(error)
-        return EXIT_CODES.get(_note(error), 1)
+        cause = _note(error)
+        return 1 if cause is Cause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
     return 0
 
 

@@ -55,7 +55,7 @@ _LINES_PLAIN = """
     for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
 _LINES_OWN = """
-    loader = reft.data.loader(dataset, batch_size)    # or reft.data.stream(paths, batch_size)"""
+    loader = reft.data.loader(dataset, batch_size)"""
 _LINES_PIPELINE = """
     engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
 _LINES_STATE = """

@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 from reft.comm.control import ControlGroup
-from reft.errors import AuthenticationError, TransferError, UnrecoverableError
+from reft.errors import AuthenticationError, TransferError
 from reft.snapshot.complaints import Complaints
 from reft.store.keyvalue import KeyValueStore
 from reft.store.label import Label, committed_key
@@ -153,7 +153,7 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
     asked where neither memory nor disk holds a version.
 
     Raises:
-        UnrecoverableError: on all ranks, if the store does not say.
+        TransferError: on all ranks, if the store does not say.
     """
     told: dict[str, str] = {}
     if control.rank == 0:
@@ -163,7 +163,7 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
             told = {"error": str(error)}
     answer = json.loads(control.gather_bytes(json.dumps(told).encode())[0])
     if "error" in answer:
-        raise UnrecoverableError(
+        raise TransferError(
             f"no version of job {job_id} is in memory or on disk, and it is not known whether it had "
             f"committed any: {answer['error']}. Start it again when the store answers; a new job takes "
             f"another id"

@@ -161,7 +161,7 @@ class ScriptLook:
                 )
 
     def _no_load(self) -> Iterator[Finding]:
-        if any(self._named(*LOADS)):
+        if any(self._named(*LOADS)) or self._is_megatrons():
             return
         if self._has_trainer():
             if not any(self._named("resumable")):
@@ -200,7 +200,7 @@ class ScriptLook:
             )
 
     def _seed(self) -> Iterator[Finding]:
-        if not any(self._named(*_SEEDS)) and not self._has_trainer():
+        if not (any(self._named(*_SEEDS)) or self._has_trainer() or self._is_megatrons()):
             yield Finding(
                 0,
                 "no seed is set",
@@ -214,6 +214,17 @@ class ScriptLook:
         classes = (node for node in ast.walk(self._tree) if isinstance(node, ast.ClassDef))
         own = {c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)}
         return any(_name(call).endswith("Trainer") and _name(call) not in own for call in self._calls)
+
+    def _is_megatrons(self) -> bool:
+        """Whether it calls Megatron's ``pretrain``, which loads and seeds by itself."""
+        imported = (
+            alias.asname or alias.name
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("megatron.training.")
+            for alias in node.names
+            if alias.name == "pretrain"
+        )
+        return any(self._named(*imported))
 
     def _named(self, *names: str) -> Iterator[ast.Call]:
         return (call for call in self._calls if _name(call) in names)
@@ -263,7 +274,7 @@ def _key_read(node: ast.AST, states: Set[str]) -> str | None:
 
 def _is_resumable(call: ast.Call) -> bool:
     """Whether it makes a loader that knows its pass."""
-    return _name(call) == "resumable" or _text(call.func) in ("reft.data.loader", "reft.data.stream")
+    return _name(call) == "resumable" or _text(call.func) == "reft.data.loader"
 
 
 def _name(call: ast.Call) -> str:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+import torch
+
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.events import EventLog
@@ -30,6 +32,7 @@ from reft.hook.start_checks import check_start, warn
 from reft.hook.stopping import Stopping
 from reft.hook.tracing import Tracer
 from reft.hook.watching import open_page
+from reft.protect.backend import backend_for
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
@@ -125,6 +128,8 @@ class Session:
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
         self.protection = self._protect_as_configured()
+        if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
+            backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
         self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
         recomputing = Recomputing(
             self.config,

@@ -8,14 +8,18 @@ dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Protocol
 
 from reft.errors import ConfigError
 from reft.protect.gf256 import Row
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, PACKETS, needs_packets, packet_program
+
+logger = logging.getLogger(__name__)
 
 Buffer = Any
 """A one-dimensional contiguous buffer of bytes; which class is the backend's business."""
@@ -57,7 +61,8 @@ def numpy_backend() -> Backend:
 def backend_for(buffer: Buffer) -> Backend:
     """The fastest backend at hand for a buffer: by its class and device.
 
-    CUDA and ROCm tensors take CuPy where it is installed and sees the device, else torch.
+    CUDA and ROCm tensors take CuPy where it is installed and its kernel was seen to make torch's bytes on the
+    device, else torch. The first call for a device compiles that kernel.
 
     Raises:
         TypeError: for anything that is neither a NumPy array, a torch tensor nor a CuPy array.
@@ -70,16 +75,52 @@ def backend_for(buffer: Buffer) -> Backend:
 
         if buffer.device.type != "cuda":
             return TorchBackend()
-        try:
-            return cupy_backend()
-        except ConfigError:
-            return TorchBackend()
+        if buffer.device not in _tried:
+            _tried[buffer.device] = _tried_cupy(buffer) or TorchBackend()
+        return _tried[buffer.device]
     if kind == "cupy":
         return cupy_backend()
     raise TypeError(
         f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray, torch.Tensor or "
         f"cupy.ndarray of bytes"
     )
+
+
+_tried: dict[Any, Backend] = {}
+"""By device: CuPy's library may be there and not its compiler, or one that does not know the device."""
+
+
+def _tried_cupy(like: Buffer) -> Backend | None:
+    """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is installed."""
+    from reft.protect.xor_torch import TorchBackend
+
+    try:
+        fused = cupy_backend()
+    except ConfigError as error:
+        if find_spec("cupy") is not None:
+            logger.warning("torch encodes parities on %s: %s", like.device, error)
+        return None
+    plain, rows = TorchBackend(), [(1, 1), (1, 2)]
+    try:
+        sources = [like.new_zeros(CELL_BYTES) for _ in rows]
+        for first, source in enumerate(sources, start=1):
+            source[first::3] = 0x5A + first
+        made = [[like.new_zeros(CELL_BYTES) for _ in rows] for _ in range(2)]
+        for backend, targets in zip((plain, fused), made, strict=True):
+            backend.combine(rows, sources, targets)
+        if all(bool((a == b).all()) for a, b in zip(*made, strict=True)):
+            return fused
+        cause = "its kernel makes other bytes than torch"
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+    logger.warning(
+        "torch encodes parities on %s, more slowly: CuPy is installed and does not work there (%s). Install "
+        "the extra that fits the driver and the device, with its runtime compiler (NVRTC or hipRTC): "
+        "reft-ckpt[cuda12], reft-ckpt[cuda13] (no V100) or reft-ckpt[rocm7]",
+        like.device,
+        cause,
+    )
+    return None
 
 
 def cupy_backend() -> Backend:

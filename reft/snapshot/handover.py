@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 
+_POLL_SECS = 0.0005
+"""How often a host that is ahead of its device asks whether the device is at the write."""
+
 
 class Handover:
     """The versions of one rank, from the training thread to the worker thread.
@@ -123,23 +126,25 @@ class Handover:
     def approach(self) -> None:
         """The fence is near: copy what is left at once, beside what training still does before it writes.
 
-        No version begins to be copied any more.
+        On a CPU no version begins to be copied any more. A device is not there yet.
         """
-        self.apply(FenceNear())
-        if self._state.holds_training:
+        self.apply(FenceNear(ahead=self._copying.copier.engine.asynchronous))
+        if self._state.holds_training and not self._state.staged:  # what is drained keeps to the windows
             self._copying.hurry()
 
     def fence(self) -> float:
         """Wait until no copy reads the live tensors; called before they change (P2).
 
-        A copy that has not started is cancelled instead: a snapshot is the state after exactly one
-        step, or it is none.
+        A copy that has not started when the device is there is cancelled instead: a snapshot is the state
+        after exactly one step, or it is none.
 
         Returns:
-            Seconds waited.
+            Seconds waited, but for those in which the device had work.
         """
-        began = time.perf_counter()
         approached = self._state.fence_near
+        self.apply(FenceNear(ahead=True))
+        self._await_device()
+        began = time.perf_counter()
         self.apply(FenceNear())
         if approached or self._state.holds_training:
             with self._hurried(), self._changed:
@@ -151,6 +156,16 @@ class Handover:
         self.apply(TensorsChange())
         self._copying.copier.fence()
         return time.perf_counter() - began
+
+    def _await_device(self) -> None:
+        """Let versions begin until the device is at the write. The host is ahead of it, by up to a step or
+        more; what it waits here is not the device's time."""
+        if not self._state.may_begin:
+            return
+        mark, until = self._copying.copier.engine.mark(), time.perf_counter() + FENCE_SECS
+        with self._changed:
+            while self._state.may_begin and not mark.reached() and time.perf_counter() < until:
+                self._changed.wait(_POLL_SECS)
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:

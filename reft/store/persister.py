@@ -324,7 +324,10 @@ class Persister:
         if isinstance(error, FencedError):
             self._fenced = error.newest, str(error)
         gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(self._job_dir)
-        if isinstance(error, OvertakenError) and label != self._refused:
+        if self._closing:  # nobody tries again
+            logger.info("the job ends before %s is in %s", label, self._status.persist.dir)
+            self._status.update_persist(writing=None, phase=None)
+        elif isinstance(error, OvertakenError) and label != self._refused:
             self._overtaken(label, message, gone)
         else:  # storage failed, for as long as memory had it
             self._refused = label

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from reft.blocks import Section
 from reft.comm.control import ControlGroup
-from reft.errors import ArenaError, UnrecoverableError
+from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.hook.job import JobRecord, noted_commit
@@ -489,8 +489,8 @@ def noted(rank: int, root: Path) -> dict[str, Any]:
     error = ""
     try:
         noted_commit(record, control, "job")
-    except UnrecoverableError as refusal:
-        error = str(refusal)
+    except TransferError as lost:
+        error = str(lost)
     store.check.side_effect = None
     store.get.return_value = b"3:7"
     return {"error": error, "note": noted_commit(record, control, "job")}

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
+from reft.speed.effective import Counts
 from reft.store.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.store.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.store.label import Label
@@ -188,6 +189,28 @@ def test_the_whole_job_is_told_from_one_node(tmp_path: Path, capsys: pytest.Capt
     assert main(ask(tmp_path, "--json")) == EXIT_NOT_WELL
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
+
+
+def test_what_time_was_lost_to_and_names_of_nodes_are_not_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    counts = Counts(
+        began_unix_secs=0,
+        elapsed_secs=100,
+        first_step=0,
+        newest_step=9,
+        starting_secs=20,
+        recovering_secs=5,
+        snapshot_secs=0.1,
+    )
+    name = "node-0123456789.rack-7.cluster.example"
+    running(tmp_path, rows=(Row(report=NodeReport(node=name, domain=name, step=3, counts=counts)),))
+    main(ask(tmp_path))
+    out = capsys.readouterr().out
+    assert "lost to starting 20 s, recovering 5 s" in " ".join(out.replace("│", " ").split())
+    column = [line.split("│")[1].strip() for line in out.splitlines() if line.count("│") == 7]
+    assert "".join(column) == name
 
 
 def test_a_launcher_that_is_silent_or_cut_off_is_warned_of(

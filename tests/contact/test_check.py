@@ -218,7 +218,7 @@ def test_what_a_script_lacks_is_told_by_its_line(load: str, loop: str, said: str
         (LOAD, "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()"),
         (PASSES, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
         (OWN, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
-        (f"{LOAD}\nloader = reft.data.stream('*.tar')\nevaluation = DataLoader(data)", LOOP),
+        (f"{LOAD}\nloader = reft.data.loader(data)\nevaluation = DataLoader(data)", LOOP),
         (PASSES, "while loader.epoch < 3:\n  for x in loader:"),
         (PASSES, "for epoch in range(3):\n  if epoch < loader.epoch: continue\n  for x in loader:"),
         (PASSES, "for x in loader:"),
@@ -235,6 +235,12 @@ def test_what_is_right_is_not_found(load: str, loop: str) -> None:
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_the_examples_lack_nothing(example: Path) -> None:
     assert ScriptLook(example.read_text(), example.name).findings() == []
+
+
+def test_megatrons_training_loads_and_seeds_by_itself() -> None:
+    script = "from megatron.training import get_args, pretrain\npretrain(data, model, forward_step)"
+    assert ScriptLook(script, "pretrain_gpt.py").findings() == []
+    assert ScriptLook("from somewhere import pretrain\npretrain()", "train.py").findings() != []
 
 
 def test_a_trainer_that_is_not_resumable_is_told() -> None:

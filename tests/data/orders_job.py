@@ -37,16 +37,6 @@ def loader(count: int = 16, **options: Any) -> Any:
     return reft.data.loader(samples(count), MICRO, drop_last=True, **options)
 
 
-def of_shards(root: Path, names: list[str]) -> Any:
-    files = [root / f"{name}-{RANK}" / f"{name}.jsonl" for name in names]
-    for file in files:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("[1, 2, 3, 4]\n" * 8)
-    return reft.data.stream(
-        files, MICRO, drop_last=True, decode=lambda line: 2 * (torch.tensor(line).float(),)
-    )
-
-
 def dealt(count: int = 16, replicas: int = 2, **options: Any) -> Any:
     data = samples(count)
     return DataLoader(data, MICRO, sampler=DistributedSampler(data, replicas, RANK % replicas, **options))
@@ -59,12 +49,10 @@ def dynamic(step_samples: int) -> Any:
 CASES: dict[str, tuple[Loader, dict[str, Any]]] = {
     "alike": (lambda root: loader(shuffle=True, seed=3), REPLICAS),
     "alike_stages": (lambda root: loader(shuffle=True, seed=3), STAGES),
-    "alike_shards": (lambda root: of_shards(root, ["a", "b"]), REPLICAS),
     "one_rank_reads": (lambda root: loader(name=f"of rank {RANK}"), REPLICAS),
     "parts_of_nodes": (lambda root: dealt(16 + 2 * RANK, 1), REPLICAS),
     "seed": (lambda root: loader(shuffle=True, seed=RANK), REPLICAS),
     "length": (lambda root: loader(16 + RANK), REPLICAS),
-    "shards": (lambda root: of_shards(root, ["a", "b"] if RANK else ["b", "a"]), REPLICAS),
     "batch_size": (lambda root: reft.data.loader(samples(), MICRO + RANK, drop_last=True), REPLICAS),
     "seed_of_stages": (lambda root: loader(shuffle=True, seed=RANK), STAGES),
     "resumable_length": (lambda root: reft.resumable(dealt(16 + 2 * RANK)), REPLICAS),

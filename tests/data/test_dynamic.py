@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import reft
 from reft.data import batches, loading, place
-from reft.data.order import SampleOrder
+from reft.data.order import Order
 from reft.errors import ConfigError
 from reft.hook.data import DataPosition
 from tests.data.test_watch import Engine
@@ -392,7 +392,7 @@ def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(
     attacked = Attacked(job, random.Random(seed), workers)
     for _ in range(300 if workers else 600):
         attacked.act()
-    order = SampleOrder(SIZE, 5, shuffle=True)
+    order = Order(SIZE, 5, shuffle=True)
     for number, samples in enumerate(attacked.history):
         wanted = [sample for _, sample in order.part(number * STEP, STEP, slice(None))]
         assert samples == sorted(wanted), f"step {number}"

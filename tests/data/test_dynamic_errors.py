@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 import reft
 from reft.data import place
 from reft.data.batches import SharedBatches
-from reft.data.order import JobPosition, SampleOrder
+from reft.data.order import JobPosition, Order
 from reft.errors import ConfigError
 
 MICRO, STEP, STEPS = 2, 8, 3
@@ -100,7 +100,7 @@ def readers(replicas: int, store: HashStore, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(place, "readers", lambda replicas: replicas)
     found = []
     for replica in range(replicas):
-        order = SampleOrder(STEP * STEPS, 0, shuffle=False)
+        order = Order(STEP * STEPS, 0, shuffle=False)
         made = SharedBatches(order, MICRO, STEP, drop_last=False, name="read")
         reached = made.begin_at(JobPosition(), (replica, replicas), 0)
         found.append((iter(made), reached))

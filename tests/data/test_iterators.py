@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ def sampler() -> ResumableSampler:
 
 @pytest.fixture
 def begin() -> Iterator[Any]:
+    gc.collect()  # a loader of an earlier test, held by a traceback, would be taken for this script's
     followed: list[DataPosition] = []
 
     def make() -> DataPosition:

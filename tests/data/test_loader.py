@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import reft
 from reft.data.loading import LOADERS
-from reft.data.order import Deal, JobPosition, SampleOrder, decode, encode
+from reft.data.order import Deal, JobPosition, Order, decode, encode
 from reft.hook.data import DataPosition
 from reft.state.rng import capture_host_rng, capture_rng, restore_rng, same_host_rng
 from tests.data.test_watch import Engine, Life, Pipeline
@@ -65,7 +65,7 @@ def lives(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return draw(st.lists(one, min_size=1, max_size=6))
 
 
-def read(deal: Deal, order: SampleOrder, at: JobPosition) -> tuple[list[list[Key]], JobPosition]:
+def read(deal: Deal, order: Order, at: JobPosition) -> tuple[list[list[Key]], JobPosition]:
     """What each replica gets of the next micro-batch, of the next pass where one is over."""
     while not (count := deal.next(at)):
         at = deal.next_pass(at)
@@ -77,7 +77,7 @@ def read(deal: Deal, order: SampleOrder, at: JobPosition) -> tuple[list[list[Key
 def test_every_sample_once_per_epoch_over_interruptions_and_degrees(
     size: int, lived: list[tuple[int, int, int, int]], shuffle: bool, drop_last: bool
 ) -> None:
-    order = SampleOrder(size, 3, shuffle=shuffle)
+    order = Order(size, 3, shuffle=shuffle)
     at, seen = JobPosition(), Counter[Key]()
     for degree, batch_size, kept, lost in lived:
         deal = Deal(size, batch_size, degree, drop_last)
@@ -113,7 +113,7 @@ def test_a_pass_is_as_long_as_the_loader_says(size: int, dp: int, batch: int, dr
 
 def test_the_samples_of_a_step_are_those_of_every_degree() -> None:
     """Twelve samples a step: as 4 x 3, 3 x 4, 2 x 3 x 2 and so on."""
-    order = SampleOrder(600, 1, shuffle=True)
+    order = Order(600, 1, shuffle=True)
     found = set()
     for degree, batch, micro_batches in ((4, 3, 1), (3, 4, 1), (2, 3, 2), (1, 4, 3), (12, 1, 1)):
         deal, at, steps = Deal(600, batch, degree, True), JobPosition(), []
@@ -226,9 +226,9 @@ def test_nothing_is_read_or_drawn_on_the_way_to_a_sample(at: int) -> None:
     one = made(20_000_000, collate_fn=list)
     one.load_state_dict({**one.state_dict(), "consumed": at})
     asked: list[int] = []
-    order = SampleOrder.part
+    order = Order.part
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleOrder, "part", lambda *args: asked.append(args[1]) or order(*args))
+        patch.setattr(Order, "part", lambda *args: asked.append(args[1]) or order(*args))
         batch = next(iter(one))
     assert asked == [at]
     assert one.dataset.read == numbers(batch)
@@ -275,7 +275,7 @@ def test_what_data_loader_has_by_default_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: reft.data.loader(Endless(), 4), r"reft\.data\.stream"),
+        (lambda: reft.data.loader(Endless(), 4), r"StreamingDataLoader"),
         (lambda: reft.data.loader(range(9), 4, sampler=range(9)), r"takes no sampler.*reft\.resumable"),
         (lambda: reft.data.loader(range(9), 4, generator=torch.Generator()), "give seed="),
         (lambda: reft.data.loader(range(9), 4, num_workers=2, in_order=False), "takes no in_order=False"),

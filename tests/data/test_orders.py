@@ -13,11 +13,10 @@ from tests.data.orders_job import CASES
 from tests.hook.ranks import run_ranks
 
 JOB = Path(__file__).with_name("orders_job.py")
-MADE = ["alike", "alike_stages", "alike_shards", "one_rank_reads", "parts_of_nodes"]
+MADE = ["alike", "alike_stages", "one_rank_reads", "parts_of_nodes"]
 FOUND = {
     "seed": "the loader 'data'.*seed 0 on rank 0; seed 1 on rank 1.*give every rank the same seed",
     "length": "samples 16 on rank 0; samples 17 on rank 1.*the same data set",
-    "shards": "2 shards .* on rank 0; .*2 shards .* on rank 1.*every node the same files in the same order",
     "batch_size": "batch_size 2 on rank 0; batch_size 3 on rank 1.*the same batch_size",
     "seed_of_stages": "seed 0 on rank 0; seed 1 on rank 1",
     "resumable_length": "the loader 'data'.*samples 16 on rank 0; samples 18 on rank 1",
@@ -67,5 +66,5 @@ def test_the_ranks_that_differ_are_named_and_those_without_a_loader_say_nothing(
 
 
 def test_an_order_of_another_kind_differs_too() -> None:
-    said = str(difference([{"x": {"samples": 8, "shards": "2 shards"}}, {"x": {"samples": 8}}]))
-    assert "shards '2 shards' on rank 0; shards None on rank 1" in said
+    said = str(difference([{"x": {"samples": 8, "step_samples": 4}}, {"x": {"samples": 8}}]))
+    assert "step_samples 4 on rank 0; step_samples None on rank 1" in said

@@ -38,5 +38,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     api = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("attach", "resume", "resumable", "data.loader", "data.stream", "ExactAdam"):
+    for name in ("attach", "resume", "resumable", "data.loader", "ExactAdam"):
         assert f'id="reft.{name}"' in api

@@ -9,7 +9,14 @@ import pytest
 import torch.distributed as dist
 
 from reft.elastic.exits import Cause, ExitNote, Failure, WorkerExit, is_peer_failure, judge, shell_code
-from reft.errors import AuthenticationError, ConfigError, JobInUseError, SizeError, TransferError
+from reft.errors import (
+    AuthenticationError,
+    ConfigError,
+    JobInUseError,
+    SizeError,
+    TransferError,
+    UnrecoverableError,
+)
 
 PEER_ERRORS = [
     RuntimeError(
@@ -90,6 +97,10 @@ PEER = WorkerExit(75, ExitNote(Cause.PEER, "RuntimeError: Connection closed by p
         (WorkerExit(1, ExitNote(Cause.OWN, "ValueError: x")), Cause.OWN),
         (WorkerExit(1, None), Cause.OWN),
         (WorkerExit(2, ExitNote.of(ConfigError("write this"))), Cause.REFUSED),
+        (WorkerExit(2, ExitNote.of(UnrecoverableError("no version is left"))), Cause.REFUSED),
+        (WorkerExit(1, ExitNote.of(ModuleNotFoundError("No module named 'x'"))), Cause.REFUSED),
+        (WorkerExit(1, ExitNote.of(SyntaxError("invalid syntax"))), Cause.REFUSED),
+        (WorkerExit(2, None), Cause.REFUSED),  # argparse; no such script
         (WorkerExit(2, ExitNote.of(SizeError("other numbers do"))), Cause.SIZE),
         (
             WorkerExit(1, ExitNote.of(RuntimeError("num_stages (2) must divide distributed world size (3)"))),

@@ -76,15 +76,25 @@ def test_new_versions_count_without_a_daemon_too(tmp_path: Path) -> None:
     assert steps == sorted(set(steps)), "every life has brought a newer version"
 
 
+@pytest.mark.process
 @pytest.mark.integration
 def test_trainers_that_make_none_are_started_again_three_times(tmp_path: Path) -> None:
+    with one_node(tmp_path, "light.py", "exit", "137") as job:
+        assert job.wait(300) == {0: 137}
+        assert restarts_used(job) == [0, 1, 2, 3]
+        assert "restarts used since the last new version: 3 of 3 (--max-restarts): the job ends" in job.log(0)
+
+
+@pytest.mark.process
+@pytest.mark.integration
+def test_the_same_error_twice_before_the_first_version_ends_the_job(tmp_path: Path) -> None:
     with one_node(tmp_path, "light.py", "raise") as job:
         assert job.wait(300) == {0: 1}
-        assert restarts_used(job) == [0, 1, 2, 3]
+        assert restarts_used(job) == [0, 1]
         last = read_history(job.job_dir(0))[-1]
         assert last.failures == ["node0, rank 0, local rank 0: ValueError: a bad sample"]
         assert last.ended == "local rank 0: ValueError: a bad sample"
-        assert "restarts used since the last new version: 3 of 3 (--max-restarts): the job ends" in job.log(0)
+        assert "the same error twice, and no version was committed: the job ends" in job.log(0)
 
 
 def test_p6_a_history_that_is_torn_or_cannot_be_written_costs_a_line_at_most(

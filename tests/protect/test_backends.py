@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,56 @@ def test_the_backend_follows_the_buffer() -> None:
     assert isinstance(backend_for(torch.zeros(1, dtype=torch.uint8)), TorchBackend)
     with pytest.raises(TypeError, match="bytearray"):
         backend_for(bytearray(1))
+
+
+class OnDevice:
+    """As much of a tensor on a device as is asked where a backend is chosen."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def new_zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+OnDevice.__module__ = "torch"
+
+
+class Fused(TorchBackend):
+    """CuPy's part, where a device is."""
+
+    name = "cupy"
+
+
+class CannotCompile(Fused):
+    def combine(self, rows: Any, sources: Any, targets: Any) -> None:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12")
+
+
+class WrongBytes(Fused):
+    def combine(self, rows: Any, sources: Any, targets: Any) -> None:
+        super().combine(rows, sources, targets)
+        targets[-1][-1] ^= 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (100, Fused, "cupy", ""),
+        (101, CannotCompile, "torch", "failed to load libnvrtc"),
+        (102, WrongBytes, "torch", "other bytes than torch"),
+    ],
+)
+def test_p6_a_cupy_that_does_not_work_leaves_parities_to_torch_and_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: tuple[int, type[Fused], str, str]
+) -> None:
+    index, fused, name, said = case
+    monkeypatch.setattr("reft.protect.backend.cupy_backend", fused)
+    assert [backend_for(OnDevice(index)).name for _ in range(2)] == [name] * 2
+    assert len(caplog.messages) == bool(said)
+    if said:
+        assert said in caplog.text
+        assert "reft-ckpt[cuda12]" in caplog.text
 
 
 @pytest.mark.skipif(has_cupy(), reason="CuPy is installed")

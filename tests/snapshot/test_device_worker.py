@@ -215,6 +215,36 @@ def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     assert {record.window for record in in_windows} == {0}
 
 
+@pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST])
+def test_a_version_may_begin_until_the_device_is_at_the_write_however_far_ahead_the_host_is(
+    job: Job, variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every step the worker is busy until the host is at the fence, and free before the device is there."""
+    at_fence, fence = threading.Event(), job.worker.fence
+
+    def come_to_the_fence() -> float:
+        at_fence.set()
+        secs = fence()
+        at_fence.clear()
+        return secs
+
+    def commit(label: Label) -> None:
+        job.content[label.step] = job.committed()[label.step]
+        assert label.step == 1 or at_fence.wait(WAIT_SECS)
+
+    monkeypatch.setattr(job.worker, "fence", come_to_the_fence)
+    job.worker.watchers.on_commit = commit
+    for number in range(1, STEPS + 1):
+        request = job.step(number, variant)
+        # A kernel of the next step: the device is in the middle of it until the worker has turned to the version.
+        job.cuda.compute.put(lambda version=request: job.await_start(version))
+    job.worker.fence()
+    at_fence.set()
+    job.cuda.compute.put(lambda: job.state.fill_(-1.0))
+    assert job.worker.drain(WAIT_SECS)
+    assert job.content == {step: {float(step)} for step in range(1, STEPS + 1)}, job.stats.skipped
+
+
 STAGING = Limits(overflow=Overflow.STAGING, compute_share=0.0)
 
 

@@ -191,6 +191,14 @@ def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_
     assert (state.task, state.approves) == (Task.VOTE_COPIED, False)
 
 
+def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_device_is_at_the_fence() -> None:
+    state, _ = told(HandedOver(Version(FIRST)), FenceNear(ahead=True))
+    assert (state.may_begin, state.head.cause) == (True, None)
+    begun, _ = step(step(step(state, Turn())[0], Begin())[0], FenceNear())
+    assert (begun.may_begin, begun.holds_training, begun.head.cause) == (False, True, None)
+    assert step(state, FenceNear())[0].head.cause == NOT_STARTED
+
+
 def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_approved() -> None:
     state, _ = told(HandedOver(Version(FIRST, must=True)), FenceNear())
     assert state.holds_training

@@ -27,6 +27,7 @@ from reft.snapshot.committing.protocol import (
     Copied,
     CopyFailed,
     Event,
+    FenceNear,
     GiveUp,
     LeaveGate,
     Met,
@@ -68,6 +69,11 @@ def fence_skipped(state: State, event: Event) -> Next:
     if isinstance(event, TensorsChange):
         return replace(state, fence_near=False), ()
     return step(state, event)
+
+
+def host_decides(state: State, event: Event) -> Next:
+    """What has not begun when the host is at the fence is given up, wherever the device is."""
+    return step(state, FenceNear() if isinstance(event, FenceNear) else event)
 
 
 def silent_rank(state: State, event: Event) -> Next:
@@ -133,6 +139,9 @@ WRONG: dict[str, tuple[str, Rules]] = {
     "one arena fewer": ("P3", Rules(slots=OverwritingSlots.make(1), meetings=0)),
     "retire before commit": ("P3", Rules(step=retire_before_commit, meetings=0)),
     "fence skipped": ("P2", Rules(step=fence_skipped)),
+    "fence skipped, on a device": ("P2", Rules(step=fence_skipped, behind=True, meetings=0)),
+    "no fence on the stream": ("P2", Rules(behind=True, stream_fence=False, meetings=0)),
+    "host decides": ("P6", Rules(step=host_decides, behind=True, steps=2, meetings=0)),
     "silent rank": ("P6", Rules(step=silent_rank)),
     "stale parity": ("P2", Rules(step=stale_parity)),
     "vote lost": ("P3", Rules(step=vote_lost, meetings=1)),
@@ -165,6 +174,11 @@ def test_p2_p3_p6_hold_over_4_versions_and_further_ahead() -> None:
 def test_they_hold_with_three_arenas_and_with_steps_at_which_ranks_only_vote() -> None:
     assert explored(Rules(slots=Slots.make(3), meetings=0)).deepest_commit == 3
     assert explored(Rules(idle=frozenset({2}), meetings=1)).deepest_commit == 3
+
+
+def test_p2_holds_with_a_host_up_to_two_steps_ahead_of_its_device() -> None:
+    assert explored(Rules(behind=True, meetings=0)).deepest_commit == 3
+    assert explored(Rules(behind=True, errors=False)).deepest_commit == 3
 
 
 def test_p6_copies_in_windows_hold_their_permit_and_give_it_back() -> None:

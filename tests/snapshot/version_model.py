@@ -82,6 +82,9 @@ class Rules:
         ahead: most versions that are handed over and not over.
         idle: steps whose versions are only voted on.
         paced: whether copies keep to the windows.
+        behind: whether there is a device, up to two steps behind the host: it reads and writes in the order of
+            its two streams.
+        stream_fence: whether its writes wait for what was queued to be copied before them.
         errors: whether anything fails.
         meetings: most interruptions.
         slots: this rank's arenas at the start.
@@ -98,6 +101,8 @@ class Rules:
     ahead: int = 2
     idle: frozenset[int] = frozenset()
     paced: bool = False
+    behind: bool = False
+    stream_fence: bool = True
     errors: bool = True
     meetings: int = 2
     slots: Slots = field(default_factory=lambda: Slots.make(2))
@@ -135,7 +140,9 @@ class Rank:
     Attributes:
         state: of the transition system.
         files: what a reader finds in its arenas.
-        tensors: step after which the live tensors are as they are.
+        tensors: step after which the live tensors are as they are, to the host.
+        device: the same to the device, which may be behind; without one it follows the host at once.
+        queued: whether a copy of the first version is queued there and has not run.
         handed: whether that version was handed over.
         read: steps of which the version in the open slot has bytes.
         cast: its vote, of which it has not learned the result.
@@ -147,6 +154,8 @@ class Rank:
     state: State
     files: tuple[Held, ...]
     tensors: int = 1
+    device: int = 1
+    queued: bool = False
     handed: bool = False
     read: frozenset[int] = frozenset()
     cast: Ballot | None = None
@@ -189,6 +198,7 @@ class OneRank:
 
     def _moves(self, rank: Rank) -> Iterator[Move]:
         yield from self.training(rank)
+        yield from self._on_device(rank)
         if rank.cast is None:
             yield from self._working(rank)
         elif rank.result is not None:
@@ -244,6 +254,14 @@ class OneRank:
             raise PromiseError("P6", "nothing is left to copy, and the permit is kept")
         return replace(rank, state=_plain(after), gate=gate), effects
 
+    def _on_device(self, rank: Rank) -> Iterator[Move]:
+        """What the device does next on either stream. What is given up is waited for, and leaves nothing."""
+        copied = rank.state.head.label.step if rank.queued else None
+        if rank.device < rank.tensors and not (self.rules.stream_fence and copied == rank.device):
+            yield f"the device writes {rank.device + 1}", replace(rank, device=rank.device + 1)
+        if copied is not None and copied <= rank.device:
+            yield "the device copies", replace(rank, queued=False, read=frozenset({rank.device}))
+
     def training(self, rank: Rank) -> Iterator[Move]:
         state, rules = rank.state, self.rules
         if rank.tensors > rules.steps:
@@ -264,9 +282,25 @@ class OneRank:
                     yield f"cannot capture {rank.tensors}", self.tell(handed, unfit)
         elif not state.fence_near:
             yield "comes to the fence", self.tell(rank, FenceNear())
-        elif rules.errors or not state.holds_training:
+            if rules.behind:
+                ahead = self.tell(rank, FenceNear(ahead=True))
+                if rank.state.may_begin and not ahead.state.may_begin:
+                    raise PromiseError("P6", "a version is given up, and the device is not at the write")
+                yield "comes to the fence, ahead of the device", ahead
+        elif state.may_begin and rank.device == rank.tensors:
+            yield "waits until the device is at the fence", self.tell(rank, FenceNear())
+        elif (rules.errors or not state.holds_training) and rank.tensors - rank.device < 2:
             changed = self.tell(rank, TensorsChange())
-            yield "changes the tensors", replace(changed, tensors=rank.tensors + 1, handed=False)
+            after = rank.tensors + 1
+            yield (
+                "changes the tensors",
+                replace(
+                    changed,
+                    tensors=after,
+                    handed=False,
+                    device=rank.device if rules.behind else after,
+                ),
+            )
 
     def _working(self, rank: Rank) -> Iterator[Move]:
         state = rank.state
@@ -315,19 +349,23 @@ class OneRank:
             if free is None:
                 yield "has no slot", self.tell(rank, CopyFailed(SOME))
             else:
-                taken = replace(self.tell(rank, SlotTaken(free)), read=frozenset({rank.tensors}))
+                read = frozenset[int]() if self.rules.behind else frozenset({rank.tensors})
+                taken = replace(self.tell(rank, SlotTaken(free)), read=read)
                 text = f"begins {head.label} in slot {free}, over {describe(rank.files[free])}"
                 held = Held(head.label, ArenaState.WRITING, False, self.layout(rank))
                 yield text, write(taken, free, held)
         elif head.stage is Stage.COPYING:
-            read = replace(rank, read=rank.read | {rank.tensors})
+            if self.rules.behind:
+                read = replace(rank, queued=True)
+            else:
+                read = replace(rank, read=rank.read | {rank.tensors})
             yield f"has copied {head.label}", self.tell(read, Released())
             yield f"has copied and staged {head.label}", self.tell(read, Released(staged=True))
-        else:
+        elif not rank.queued:
             yield "has what it copied", self.tell(rank, Copied())
         if errors and head.stage in (Stage.QUEUED, Stage.COPYING):
             yield "needs another layout", self.tell(rank, Unfit())
-        if errors:
+        if errors and not rank.queued:
             yield f"fails to copy {head.label}", self.tell(rank, CopyFailed(SOME))
 
     def _sealing(self, rank: Rank) -> Iterator[Move]:
@@ -364,7 +402,7 @@ class OneRank:
 
     def interrupted(self, rank: Rank) -> Rank:
         """It, or a peer, cannot go on, wherever it is."""
-        return self.tell(replace(rank, cast=None, result=None), Broke("some"))
+        return self.tell(replace(rank, cast=None, result=None, queued=False), Broke("some"))
 
     def parted(self, rank: Rank) -> Rank:
         """The ranks do not come together again. Nothing is written any more."""

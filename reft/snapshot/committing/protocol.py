@@ -108,7 +108,10 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class FenceNear:
-    """The optimizer is about to write: what has not begun is not begun any more."""
+    """The optimizer is about to write: what has not begun is not begun any more; ``ahead``: the host has come
+    there, its device may not have, and versions may begin until it has."""
+
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ class State:
         task: what the worker does.
         newest: the last version that was handed over.
         after: versions up to this one were given up by all ranks when they met.
-        fence_near: the optimizer is about to write: no version begins to be copied, unless it must.
+        fence_near: the optimizer is about to write. Where the device is there too, no version begins to be
+            copied, unless it must.
         closing: no version is taken any more once those handed over are through.
         broken: why no version is taken any more; None while they are.
     """
@@ -123,6 +124,11 @@ class State:
     def holds_training(self) -> bool:
         """Whether some version still needs the live tensors as they are."""
         return any(version.holds_training for version in self.versions)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether some version is lost if it has not begun before the tensors change."""
+        return any(version.holds_training and _not_begun(version) for version in self.versions)
 
     @property
     def staged(self) -> bool:
@@ -244,8 +250,9 @@ def _handed_over(state: State, event: HandedOver) -> Next:
     return replace(state, versions=(*state.versions, version), newest=version.label), effects
 
 
-def _fence_near(state: State, _: FenceNear) -> Next:
-    return replace(_doom(state, _not_begun, NOT_STARTED), fence_near=True), ()
+def _fence_near(state: State, event: FenceNear) -> Next:
+    near = state if event.ahead else _doom(state, _not_begun, NOT_STARTED)
+    return replace(near, fence_near=True), ()
 
 
 def _tensors_change(state: State, _: TensorsChange) -> Next:
