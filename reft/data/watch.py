@@ -146,8 +146,8 @@ class Watch:
         self._shards: Any = None
         self.resuming: Resuming | None = None
         self.reopens = False
-        """Whether the program goes on behind what was taken of its loaders: the random states of the version
-        are behind the draws by which they were begun."""
+        """Whether the program begins its loaders behind what was taken of them: the random states that are
+        loaded, its own or a version's, are behind the draws by which they were begun."""
         self.openings: dict[int, Callable[[Any], Pass]] = {}
         """By the identity of loaders that others are about to iterate over: what makes their pass."""
 

@@ -129,7 +129,7 @@ class DataPosition:
 
     def leave_to_program(self) -> None:
         """The program makes its loaders at the position that it finds in its client state."""
-        self.left_to_program = True
+        self.left_to_program = WATCH.reopens = True
 
     def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
@@ -265,7 +265,6 @@ class DataPosition:
         self._batches = self._micro_batches = 0
         if rng is not None:
             WATCH.resuming = Resuming(position, rng, self.is_training)
-            WATCH.reopens = self.left_to_program
         self._saved, self._check = position, None
         if not self._pipeline:
             self._saved, self._check = None, position

@@ -168,9 +168,13 @@ def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(begin: Any, own
 
 
 @pytest.mark.parametrize("engine", [Pipeline, Engine])
+@pytest.mark.parametrize("source", ["version", "checkpoint"])
 @pytest.mark.parametrize("stop", range(1, 15))
-def test_p8_a_loader_that_is_begun_within_its_pass_draws_nothing(begin: Any, engine: Any, stop: int) -> None:
-    """It is begun when its first batch is asked for, when reft has restored the random states."""
+def test_p8_a_loader_that_is_begun_within_its_pass_draws_nothing(
+    begin: Any, engine: Any, source: str, stop: int
+) -> None:
+    """It is begun when its first batch is asked for, when reft has restored the random states, or the program that
+    has loaded a checkpoint of its own."""
 
     def made(steps: int) -> list[Iterator[Any]]:
         torch.manual_seed(4)
@@ -203,10 +207,13 @@ def test_p8_a_loader_that_is_begun_within_its_pass_draws_nothing(begin: Any, eng
 
     life = begin(engine())
     life.data.leave_to_program()
-    life.data.restore(state, rng)
     data, held_out = made(stop)
+    if source == "version":
+        life.data.restore(state, rng)
+    else:
+        restore_rng(rng)
     for step in range(stop + 1, 16):
-        train(life, data, rng if step == stop + 1 else None)
+        train(life, data, rng if step == stop + 1 and source == "version" else None)
         evaluate(step, held_out)
     assert life.seen == wanted[stop:]
 
