@@ -167,7 +167,6 @@ class MetricsConfig(Block):
 class ElasticConfig(Block):
     """What launchers change about the nodes of a running job by themselves."""
 
-    follow_advice: bool = Field(False, description="carry out what 'reft advise' says of nodes for long")
     wait_secs: float | None = Field(
         None,
         gt=0,
@@ -289,7 +288,7 @@ class ReftConfig(Block):
     persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="metrics, by each daemon")
-    elastic: ElasticConfig = Field(default_factory=ElasticConfig, description="following advice")
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig, description="changing nodes")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 
     @model_validator(mode="after")

@@ -20,6 +20,11 @@ from reft.naming import BLOCK_NAME, name_of_run
 
 logger = logging.getLogger(__name__)
 
+_GONE = {
+    "elastic.follow_advice": "this key is gone; remove it, and have 'reft scale' do what 'reft advise' says"
+}
+"""Keys of older releases, and what to write instead."""
+
 
 def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
     """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment.
@@ -86,7 +91,8 @@ def _explain_errors(error: ValidationError) -> str:
             known = _keys_at(item["loc"][:-1])
             near = get_close_matches(str(item["loc"][-1]), known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
-            lines.append(f"  {path}: unknown key; {hint}")
+            gone = _GONE.get(".".join(map(str, item["loc"])))
+            lines.append(f"  {path}: {gone}" if gone else f"  {path}: unknown key; {hint}")
         else:
             of_part = not item["loc"] or item["loc"][-1] in NESTED  # what was found is in the message
             found = "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"

@@ -92,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     result = yield
-    if _started and not item.get_closest_marker("process"):
+    if _started and not any(map(item.get_closest_marker, ("process", "nightly"))):
         pytest.fail(
             f"the test starts a process ({_started[0]}): mark it with pytest.mark.process", pytrace=False
         )

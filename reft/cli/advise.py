@@ -1,5 +1,4 @@
-"""``reft advise``: what to change about a job's nodes, from what its nodes tell. The launchers carry it out
-where the block says ``elastic.follow_advice``."""
+"""``reft advise``: what to change about a job's nodes, from what its nodes tell."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def advise_command(
     """What to change: nodes to replace or drop, another number of them, memory of a node.
 
     From named stragglers, lost nodes, speeds at other numbers of nodes, and the nodes' memory. It is advice:
-    launchers carry it out where the block says so ("elastic": {"follow_advice": true}).
+    'reft scale' carries it out.
     """
     paths = find_memory(memory_dir, job)
     seen = situation(paths, _newest_board(paths), max_nodes)

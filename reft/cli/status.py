@@ -138,7 +138,6 @@ class _Looker:
         told["warnings"] = [*said, *told["warnings"]]
         here = [node_status(path) for path in self.paths]
         told["advice"] = [a.to_json() for a in advice_now(self.paths, board)] if running else []
-        told["followed"] = max(map(_followed, self.paths), key=len)
         ended = None if running else _end(self.paths)
         told |= {"state": "runs" if running else "ended", "ended": ended}
         told["well"] = running and is_well(told) and all(map(node_is_well, here))
@@ -164,12 +163,6 @@ class _Looker:
         )
         said = ["no launcher of reft tells of other nodes: this is what is known here"] if running else []
         return Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, rows=rows), said
-
-
-def _followed(path: Path) -> list[dict[str, Any]]:
-    """Advice that was carried out, as a node saw it."""
-    rounds = (r for r in read_history(path) if r.followed)
-    return [{"round": r.round, "unix_secs": r.unix_secs, "advice": r.followed} for r in rounds]
 
 
 def _has_daemon(path: Path) -> bool:
@@ -297,9 +290,6 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "last recovery", f"{_clock(last['unix_secs'])}, {why}{resumed}"
         yield "its seconds", f"{total:.1f}: {parts}" if parts else "not known yet"
     yield "restarts", str(told["restarts"])
-    if told["followed"]:
-        last_followed = told["followed"][-1]
-        yield "advice followed", f"{_clock(last_followed['unix_secs'])}, {last_followed['advice']}"
 
 
 def _since_start(counts: dict[str, Any]) -> str:

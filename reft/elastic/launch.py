@@ -35,7 +35,6 @@ from reft.elastic.agent import JobEndedError, ReftAgent, new_agent_id
 from reft.elastic.agreement import Agreement, NodeInfo
 from reft.elastic.board import make_board
 from reft.elastic.exits import EX_FENCED, Cause, Failure
-from reft.elastic.following import Follower
 from reft.elastic.handler import LeftError, StoreRendezvous
 from reft.elastic.hostfile import show_devices
 from reft.elastic.hung import Hangs
@@ -44,7 +43,6 @@ from reft.elastic.observer import Observer
 from reft.elastic.options import LaunchOptions, parse_options
 from reft.elastic.rendezvous_client import RendezvousClient
 from reft.elastic.scaling import Scaler
-from reft.elastic.shared_state import scaling_of
 from reft.elastic.stop_signals import StopSignals
 from reft.elastic.warm import WarmTrainers, trainers_environ
 from reft.env import (
@@ -112,8 +110,6 @@ class Launcher(Observer):
         self._board = make_board(options, self._rendezvous, self._memory.path)
         self._end = End.UNFINISHED
         self._scaler: Scaler | None = None
-        self._follower: Follower | None = None
-        self._followed_order = 0
         self._before: Agreement | None = None
         self._failed_at: float | None = None
         self._over_at: float | None = None
@@ -163,7 +159,6 @@ class Launcher(Observer):
         gone = before.nodes_without(agreement.members)
         left = tuple(n for rank, n in enumerate(before.nodes) if rank in told.left and n in gone)
         lost = tuple(n for n in gone if n not in left)
-        followed = self.followed_advice(left, before, agreement)
         history.note(
             self._memory.path,
             history.STARTED,
@@ -172,7 +167,6 @@ class Launcher(Observer):
             failures=agreement.failures,
             lost=lost,
             left=left,
-            followed="" if lost else followed,
             joined=agreement.nodes_without(before.members),
             newest_step=agreement.known_step,
             gathering_secs=_between(self._over_at, time.time()),
@@ -180,18 +174,6 @@ class Launcher(Observer):
             failed_unix_secs=self._failed_at,
         )
         self._before, self._over_at, self._failed_at = agreement, None, None
-
-    def followed_advice(self, left: tuple[str, ...], before: Agreement, now: Agreement) -> str:
-        """Advice that this round follows; "" where it follows something else, or has followed it before."""
-        handler = self._rendezvous.handler
-        scaling = scaling_of(handler.state) if isinstance(handler, StoreRendezvous) else None
-        if scaling is None or scaling.number <= self._followed_order:
-            return ""
-        grown = len(now.nodes) > len(before.nodes) and not scaling.without
-        is_followed = grown or bool(set(left) & set(scaling.without))
-        if is_followed or self._before is None:
-            self._followed_order = scaling.number
-        return scaling.why if is_followed else ""
 
     def failure_seen(self) -> None:
         if self._failed_at is None:
@@ -217,9 +199,8 @@ class Launcher(Observer):
             self._daemon.workers = tuple(pids)
 
     def trainers_run(self, group_rank: int) -> None:
-        if self._scaler is not None and self._follower is not None and self._before is not None:
+        if self._scaler is not None and self._before is not None:
             self._scaler.look(self._before, group_rank)
-            self._follower.look(self._before, group_rank, self._options.config)
         elif self._signals.asked_to_leave:
             self._signals.asked_to_leave = False
             logger.warning("SIGUSR1 asks this node to leave; a job with a static rendezvous keeps its nodes")
@@ -314,7 +295,6 @@ class Launcher(Observer):
         agent.incarnations = self._rendezvous.incarnations
         if isinstance(handler, StoreRendezvous):
             self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
-            self._follower = Follower(handler, self._memory.path, self._board)
         self._signals.agent = agent
         try:
             return self.judge(agent, agent.run())

@@ -79,7 +79,6 @@ class Scaler:
         self._options = options
         self._path = path
         self._board = board
-        self._refused: tuple[int, tuple[str, ...], str] | None = None
         self._seen = self._stat()  # an order of an earlier run has been dealt with
         self._order: ScaleOrder | None = None
         self._signals = signals
@@ -167,10 +166,7 @@ class Scaler:
         self._seen, self._order = seen, order
         self._board.warn()
         if why:
-            told = (order.nodes, order.without, why)
-            if not order.why or told != self._refused:  # advice is ordered again for as long as it stands
-                logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
-            self._refused = told
+            logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
             self._answer(running, refused=why)
             return
         if replaces(order, agreement.nodes):
@@ -283,7 +279,7 @@ def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling |
         return None
     replaced = bool(order.without) and order.nodes == running
     most = max(order.nodes, running)
-    return Scaling(order.number, order.nodes, most, order.without, replaces=replaced, why=order.why)
+    return Scaling(order.number, order.nodes, most, order.without, replaces=replaced)
 
 
 def stays(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:

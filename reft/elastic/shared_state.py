@@ -120,7 +120,6 @@ class Scaling:
         without: ids of the nodes that leave first.
         round: in which those were told that are leaving; -1: nobody was.
         replaces: nodes that wait take the places of those that leave.
-        why: advice that is followed; "" where a person has asked.
     """
 
     number: int
@@ -129,7 +128,6 @@ class Scaling:
     without: tuple[str, ...] = ()
     round: int = -1
     replaces: bool = False
-    why: str = ""
 
 
 def scaling_of(state: _RendezvousState) -> Scaling | None:

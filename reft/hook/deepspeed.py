@@ -100,8 +100,6 @@ def attach(
     if program is not None and program.data_is_bound:
         seen.resizing.bind(program.data_is_bound)
     session = Session(seen, parsed, client_state if program is None else program.client_state)
-    if program is not None:
-        program.join(session)
     if (unloadable := why_not_loadable(engine)) is not None:
         warn(session, unloadable)
     session.progress.set_samples(int(engine.train_batch_size()))
@@ -111,6 +109,8 @@ def attach(
     _wrap(seen, session)
     report_untried(session)
     atexit.register(session.close)
+    if program is not None:
+        program.join(session)
     return session
 
 

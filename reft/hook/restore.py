@@ -85,7 +85,12 @@ class Restorer:
             warn(session, moved)
 
     def before_first_step(self, data_iter: Any = None) -> None:
-        """Called before every step; does its work once."""
+        """Called before every step; does its work once.
+
+        Raises:
+            SystemExit: the job was told to stop, and has.
+        """
+        self._session.stopping.end_if_stopped(self._session)
         if not self._trains:
             check_orders(self._session, self._engine.data.orders(data_iter))
             self._first_step = self._session.engine.global_steps

@@ -35,11 +35,16 @@ class Stopping:
     Args:
         grace_secs: from the wish to stop to the end.
         preemption: knows the wish.
+
+    Attributes:
+        at_next_step: where all ranks stop, the job ends where the next step would begin. The program prints
+            the line of the last step before, and saves where that is due.
     """
 
     def __init__(self, grace_secs: float, preemption: Preemption) -> None:
         self.preemption = preemption
         self._grace_secs = grace_secs
+        self.at_next_step = False
         self._stop: Callable[[Session, int], None] | None = None
 
     @property
@@ -81,12 +86,21 @@ class Stopping:
         if self._stop is not None:
             self._stop(session, step)
 
+    def end_if_stopped(self, session: Session) -> None:
+        """Called where a step begins.
+
+        Raises:
+            SystemExit: the job has stopped behind the step before.
+        """
+        if self.at_next_step and self._stop is not None:
+            _end(session)
+
 
 def stop_together(session: Session, step: int) -> None:
     """Told to stop, and all ranks know: one last version, committed and on disk, then exit.
 
     Raises:
-        SystemExit: always.
+        SystemExit: always, unless the job ends at its next step.
     """
     committed, persisted = _take_last_version(session, session.config.grace_secs)
     logger.warning(
@@ -96,6 +110,11 @@ def stop_together(session: Session, step: int) -> None:
         "" if persisted is None else f", persisted: {persisted}",
     )
     session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
+    if not session.stopping.at_next_step:
+        _end(session)
+
+
+def _end(session: Session) -> None:
     session.close()
     raise SystemExit(session.stopping.preemption.exit_code)
 

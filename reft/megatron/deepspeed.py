@@ -119,9 +119,10 @@ class MegatronProgram:
 
     def join(self, session: Session) -> None:
         """Leave the position in the data to the program, which derives it from the samples that it has
-        consumed, and see to it that it calls ``load_checkpoint``: it does so with ``--load`` only. The
-        memory's directory is no checkpoint: a job without memory starts as it would have."""
+        consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
+        is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()
+        session.stopping.at_next_step = True
         replace(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
@@ -133,10 +134,17 @@ class MegatronProgram:
                 "and tokens, arguments and random states are part of every version. Refused are %s",
                 *(commit_of(Path(self._checkpointing.__file__ or "")), ", ".join(map(_option, _refused()))),
             )
+        if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
+            logger.warning(
+                "with reft, --exit-signal-handler does nothing: told to stop (SIGTERM), the job commits its "
+                "step in memory and ends, and the program writes no checkpoint to --save. To have one "
+                'written then, write "persist": {"dir": ...} into the reft block'
+            )
         if self._args.load is None:
-            self._args.load = str(session.memory.job_dir.path)
             if session.is_rank_zero:
                 logger.info("Megatron was started without --load: it resumes from the job's memory only")
+            if self._engine.load_checkpoint(None)[0] is not None:
+                self._args.load = str(session.memory.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
         """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine counts.

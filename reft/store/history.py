@@ -70,7 +70,6 @@ class Round:
         lost: nodes that vanished since the round before.
         joined: nodes that are new.
         left: nodes that have left, as they were told to.
-        followed: advice that was carried out, for which the trainers were started anew; "": none.
         newest_step: newest committed step that a node knew of; -1: none.
         resumed_from: ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet.
         resumed_step: step that it went on from.
@@ -87,7 +86,6 @@ class Round:
     lost: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    followed: str = ""
     newest_step: int = -1
     resumed_from: str | None = None
     resumed_step: int | None = None
@@ -112,7 +110,6 @@ class _Started(_Event):
     lost: list[str]
     joined: list[str]
     left: list[str] = Field(default_factory=list)
-    followed: str = ""
     newest_step: int
     gathering_secs: _Secs | None = None
     ending_secs: _Secs | None = None
@@ -135,8 +132,6 @@ _EVENTS: dict[str, type[_Event]] = {STARTED: _Started, RESUMED: _Resumed, STEPPE
 
 def why(row: Round) -> str:
     """What the start followed."""
-    if row.followed:
-        return f"advice was followed: {row.followed}"
     said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
     if not said:
         said = [f"node {node} joined" for node in row.joined]

@@ -58,13 +58,11 @@ class ScaleOrder:
         number: milliseconds since the epoch.
         nodes: that the job is to have.
         without: ids of nodes that leave before any other.
-        why: advice that is followed; "" where a person has asked.
     """
 
     number: int
     nodes: int
     without: tuple[str, ...] = ()
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,11 @@ class ScaleAnswer:
     waits: str = ""
 
 
-def write_order(job_dir: Path, nodes: int, without: tuple[str, ...], why: str = "") -> ScaleOrder:
+def write_order(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleOrder:
     """Order it on this node. Raises OSError."""
     last = read_order(job_dir)
     number = max(time.time_ns() // 1_000_000, 0 if last is None else last.number + 1)
-    order = ScaleOrder(number, nodes, without, why)
+    order = ScaleOrder(number, nodes, without)
     write_json(job_dir / ORDER_FILE, asdict(order))
     return order
 
@@ -102,7 +100,7 @@ def read_order(job_dir: Path) -> ScaleOrder | None:
     found = read_json(job_dir / ORDER_FILE) or {}
     try:
         without = tuple(map(str, found["without"]))
-        return ScaleOrder(int(found["number"]), int(found["nodes"]), without, str(found.get("why", "")))
+        return ScaleOrder(int(found["number"]), int(found["nodes"]), without)
     except (KeyError, ValueError, TypeError):
         return None
 

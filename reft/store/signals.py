@@ -302,25 +302,6 @@ def tolerance_now(rows: Iterable[Row]) -> int | None:
         return None
 
 
-def tolerance_without(rows: Iterable[Row], node: str) -> int | None:
-    """Node losses that the job would survive without a node, whose replicas are gone: from the placement as
-    it is, each group with its members on the other nodes. None: not known; -1: a group would have none."""
-    known = list(rows)
-    degrees, holders = place(known)
-    scheme = scheme_of(known)
-    if degrees is None or not scheme:
-        return None
-    groups: dict[tuple[int, int], list[str]] = {}
-    for at, row in holders.items():
-        domains = groups.setdefault((at.pp, at.tp), [])
-        if row.report.node != node:
-            domains.append(row.report.domain)
-    try:
-        return min((_left(tuple(d), frozenset(), scheme) if d else -1 for d in groups.values()), default=None)
-    except ReftError:  # another release's scheme, or one that needs more members
-        return None
-
-
 @lru_cache(maxsize=1024)
 def _left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
     parsed = Scheme.parse(scheme)

@@ -189,8 +189,6 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     assert result["ways"]["plain_copy"]["times_of_a_plain_copy"]["ci95"] == [1.0, 1.0]
     local, lost = (result["ways"][n]["bytes_from"] for n in REFT_WAYS)
     assert {kind for kind, n in local.items() if n} == {"local"}
-    completing = [result["ways"][n]["core_secs_of_completing"]["median"] for n in REFT_WAYS]
-    assert completing[0] < completing[1], "it is the lost node's memory that is filled anew"
     # The lost node's half of the state and its own host bytes come from copies, all else from owners.
     assert lost["copy"] >= image_bytes // 2
     assert lost["local"] + lost["peer"] + lost["copy"] == local["local"]

@@ -38,7 +38,6 @@ def test_has_compares_every_variant_within_one_run(tmp_path: Path) -> None:
         assert plan["fits_bubbles"] == (plan["tier_bytes"]["1"] == sum(plan["tier_bytes"].values()))
     if result["neighbour"] is not None:
         check_estimate(result["neighbour"]["slowdown"])
-        assert result["neighbour"]["extra_secs"] < result["neighbour"]["copy_secs"]
     assert set(result["goals"]) == {
         "has_at_most_2_percent_where_the_state_fits",
         "has_less_than_half_of_host_where_it_does_not",

@@ -24,7 +24,6 @@ CHECKED = "checked at the start by other means, which strict makes an error"
 WITHOUT_STRICT = {
     "data/batches.py:_say_what_is_held": NO_FAULT,
     "data/loading.py:left_out": LATER,
-    "data/sharing.py:__next__": LATER,
     "hook/choosing.py:_say": CHECKED,  # the tolerance
     "hook/device_paths.py:report_untried": NO_FAULT,
     "hook/disk.py:_refuse": RESTART,
@@ -71,6 +70,7 @@ WITHOUT_STRICT = {
     "megatron/core/attach.py:load": RESTART,
     "megatron/core/local.py:settle": LATER,
     "megatron/core/program.py:_take_over_local_checkpoints": NO_FAULT,
+    "megatron/deepspeed.py:join": "a checkpoint of the program: recovery is not affected",
     "state/blob.py:_encoded": "strict takes no such version, and the first one is required",
 }
 

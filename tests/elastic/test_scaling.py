@@ -317,23 +317,6 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
     assert "set the clocks" in answer.refused
 
 
-def test_a_refusal_of_the_same_advice_is_said_once_and_that_of_a_person_each_time(
-    look: Callable[[], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(nodes: int, why: str) -> int:
-        caplog.clear()
-        order = write_order(tmp_path, nodes, (), why)
-        look()
-        answer = read_answer(tmp_path)
-        assert answer is not None
-        assert (answer.number, bool(answer.refused)) == (order.number, True)
-        return len(caplog.records)
-
-    assert [refused(9, "to 9 nodes: each is worth it") for _ in range(3)] == [1, 0, 0]
-    assert refused(8, "to 8 nodes: each is worth it") == 1
-    assert [refused(9, "") for _ in range(2)] == [1, 1]
-
-
 def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
     shared: Shared, look: Callable[[], None], signals: StopSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

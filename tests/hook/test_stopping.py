@@ -47,3 +47,19 @@ def test_p6_where_votes_do_not_answer_it_ends_within_the_grace() -> None:
     assert not session.daemon.persist_now.called
     (said,) = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
     assert "alone: the ranks' votes do not answer" in said
+
+
+def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> None:
+    """It prints, and saves where that is due, behind the step; the step is committed before."""
+    session = told_to_stop(waited_secs=0.0, committed=True)
+    session.worker.votes.stop_step = 7
+    session.stopping.at_next_step = True
+    session.stopping.end_if_stopped(session)
+    assert session.stopping.is_due(session.worker, 7, 0.1)
+    session.stopping.stop_if_due(session, 7)
+    session.submit.assert_called_once_with(must=True)
+    assert not session.close.called
+    with pytest.raises(SystemExit) as ended:
+        session.stopping.end_if_stopped(session)
+    assert ended.value.code == 143
+    session.close.assert_called_once_with()

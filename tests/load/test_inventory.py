@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -49,15 +48,13 @@ def test_another_version_of_the_format_is_a_typed_error():
         Inventory.unpack(b"\x93\x01\x02")
 
 
-def test_large_tables_stay_small_and_quick():
+def test_large_tables_stay_small():
     fleet = Fleet(place(Degrees(1, 2, 1), "single"), scale=500, block_bytes=64)
     inventory = inventories(fleet.records(NEW))[0]
     blocks = len(inventory.arenas[0].header.entries)
     assert blocks > 7000
-    began = time.process_time()
     message = inventory.pack()
     assert Inventory.unpack(message) == inventory
-    assert time.process_time() - began < 2
     assert len(message) < 16 * blocks
 
 

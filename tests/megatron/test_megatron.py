@@ -46,6 +46,7 @@ def program(*arguments: str, zero: int = 0, **more: Any) -> DeepSpeedProgram:
     return DeepSpeedProgram(script=script, arguments=arguments, config=config, nodes=2, env=env)
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", pytest.param("plain", marks=pytest.mark.nightly)])
 def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path) -> None:
@@ -75,6 +76,7 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
     assert "from here on its losses" not in disturbed.log, "its place in the data is the program's (P12)"
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     trained = program()
@@ -159,7 +161,9 @@ def persist(alone: Alone, tmp_path: Path) -> Persisted:
     assert sorted(undisturbed.iterations) == list(range(1, ITERATIONS + 1))
     fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
     block = {"enabled": True, "job_id": "gpt", "memory_dir": str(memory), "faults": [fault]}
-    alone.run(block, ends_with=-signal.SIGKILL)
+    began = alone.run(block, ends_with=-signal.SIGKILL)
+    assert "latest" not in began.log, "nothing was looked for"
+    assert "could not find the metadata file" not in began.log
     written = CliRunner().invoke(make_app(), ["persist", "--out", str(out), "--memory-dir", str(memory)])
     assert written.exit_code == 0, written.output
     return Persisted(alone, undisturbed, saved, out / "gpt", block)
@@ -169,6 +173,7 @@ def arguments_of(engine: str) -> tuple[str, ...]:
     return ("--no-pipeline-parallel",) if engine == "plain" else ()
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
@@ -181,6 +186,7 @@ def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine:
     assert resumed.iterations == found.lines_to_come
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
 def test_the_loop_goes_on_from_memory_and_without_reft_from_what_is_persisted(
@@ -217,6 +223,18 @@ def test_p3_a_checkpoint_that_was_written_without_reft_is_a_version_before_the_f
     assert (disturbed.iterations, disturbed.validations) == (undisturbed.iterations, undisturbed.validations)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("engine", ["pipeline", "plain"])
+def test_the_line_of_the_step_that_a_job_stops_after_is_printed(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_STOP_AT", "3")
+    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(tmp_path / "memory")}
+    stopped = Alone(tmp_path, arguments_of(engine)).run(block, ends_with=128 + signal.SIGTERM)
+    assert f"stopping as told: step {max(stopped.iterations)} is committed" in stopped.log
+    assert max(stopped.iterations) < ITERATIONS
+
+
 # -- what is captured -----------------------------------------------------------------------------------
 
 
@@ -236,7 +254,7 @@ def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Namespace:
     checkpointing = ModuleType("megatron.checkpointing")
     tracker = SimpleNamespace(get_states=dict)
     tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
-    vars(checkpointing).update(get_args=lambda: args, tensor_parallel=tensor_parallel)
+    vars(checkpointing).update(__file__=__file__, get_args=lambda: args, tensor_parallel=tensor_parallel)
     monkeypatch.setitem(sys.modules, "megatron.checkpointing", checkpointing)
     return args
 
@@ -263,6 +281,42 @@ def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.Mo
     assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (3, 24, 5)
 
 
+def session_of(capture: Any = None, *, is_rank_zero: bool = False) -> Any:
+    """As much of a session as the program asks for."""
+    return SimpleNamespace(
+        engine=SimpleNamespace(capture=capture),
+        state=SimpleNamespace(data=SimpleNamespace(leave_to_program=lambda: None)),
+        coordinate=SimpleNamespace(tp=0, pp=0),
+        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
+        memory=SimpleNamespace(job_dir=SimpleNamespace(path=Path("/memory/gpt"))),
+        stopping=SimpleNamespace(),
+        is_rank_zero=is_rank_zero,
+    )
+
+
+@pytest.mark.parametrize(("found", "load"), [(None, None), ("memory:gpt/5", "/memory/gpt")])
+def test_a_program_without_load_is_told_to_load_only_where_there_is_something(
+    found: str | None, load: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first start it would say that there is no checkpoint, in three lines."""
+    args = started(monkeypatch)
+    program = running_program(Engine(load_checkpoint=lambda directory: (found, {})))
+    assert program is not None
+    program.join(session_of())
+    assert args.load == load
+
+
+@pytest.mark.process
+def test_p12_it_is_said_that_the_programs_own_handler_of_signals_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(monkeypatch, load="somewhere", exit_signal_handler=True)
+    program = running_program(Engine())
+    assert program is not None
+    program.join(session_of(is_rank_zero=True))
+    assert "--exit-signal-handler" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kind", "evaluated", "draws"), [("cyclic", 0, 1), ("cyclic", 16, 0), ("single", 0, 0)]
 )
@@ -271,14 +325,7 @@ def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
 ) -> None:
     """``cyclic`` opens its loaders when their first batch is asked for, and a resumed job does not evaluate again."""
     started(monkeypatch, load="somewhere", dataloader_type=kind, consumed_valid_samples=evaluated)
-    data, at = SimpleNamespace(leave_to_program=lambda: None), SimpleNamespace(tp=0, pp=0)
-    session: Any = SimpleNamespace(
-        engine=SimpleNamespace(capture=lambda client: (client, torch.get_rng_state())),
-        state=SimpleNamespace(data=data),
-        coordinate=at,
-        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
-        is_rank_zero=False,
-    )
+    session = session_of(lambda client: (client, torch.get_rng_state()))
     program = running_program(Engine(global_steps=3))
     assert program is not None
     program.join(session)

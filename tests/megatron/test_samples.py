@@ -16,6 +16,8 @@ from tests.examples.runs import run_to_its_end
 from tests.megatron.runs import DeepSpeedProgram, Program, lost_node
 from tests.megatron.samplers import Book
 
+pytestmark = pytest.mark.process
+
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 CORE = HERE.parent / "megatron_core" / "standin" / "pretrain_gpt.py"
 ITERATIONS, KILLED_AT = 12, 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -66,6 +67,25 @@ def test_p7_a_lock_on_a_file_that_was_removed_is_worth_nothing(tmp_path: Path) -
     assert holder(tmp_path) is not None
     held.close()
     fresh.close()
+
+
+def test_p7_a_file_that_its_last_holder_removes_between_opening_and_locking_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, flock = [JobLock(tmp_path, "job")], fcntl.flock
+
+    def end_well_first(fd: int, operation: int) -> None:
+        if held:
+            (tmp_path / "job.lock").unlink()
+            held.pop().close()
+        flock(fd, operation)
+
+    monkeypatch.setattr("reft.store.joblock.fcntl.flock", end_well_first)
+    lock = JobLock(tmp_path, "job")
+    assert lock.lies_in(tmp_path)
+    with pytest.raises(JobInUseError):
+        JobLock(tmp_path, "job")
+    lock.close()
 
 
 def test_p7_a_planted_link_is_not_followed(tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Breaks promises P2, P3, P5 and P7 on purpose, one line at a time, and looks which tests notice.
+
+    python -m tests.mutations [NAME...]
+
+Each mutation is applied in a temporary copy of the tree. Prints a table, then the same as JSON. Exit code 1 if a
+mutation survives, 2 if one cannot be applied or its tests cannot be run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_SECS = 300.0
+_TESTS_FAILED = 1
+
+
+class Mutation(NamedTuple):
+    """What is changed in a file of ``reft/``, and the tests that should fail then, those without processes first."""
+
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+HANDOVER, VERSION = "snapshot/handover.py", "snapshot/committing/version.py"
+SLOTS = "snapshot/committing/slots.py"
+MODEL = ("tests/snapshot/test_version.py", "tests/snapshot/test_version_model.py")
+KEPT = "frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})"
+LOCAL = ("tests/load/test_local.py", "tests/load/test_parity_recovery.py")
+
+MUTATIONS = {
+    "p2-no-fence-before-the-optimizer": Mutation(
+        HANDOVER,
+        "if approached or self._state.holds_training:",
+        "if False:",
+        ("tests/snapshot/test_breaking_off.py", "tests/snapshot/test_worker.py"),
+    ),
+    "p2-late-copy-keeps-its-version": Mutation(
+        VERSION,
+        "late = _doom(state, lambda version: version.holds_training, OVERRUN)",
+        "late = state",
+        MODEL,
+    ),
+    "p2-layout-changes-after-the-copy": Mutation(
+        VERSION, "if head.stage is Stage.COPIED:", "if False:", MODEL
+    ),
+    "p3-last-commit-is-overwritten": Mutation(
+        SLOTS, KEPT, "frozenset({*unknown, *dict(self.frozen)})", MODEL
+    ),
+    "p3-version-of-unknown-fate-is-overwritten": Mutation(
+        SLOTS, KEPT, "frozenset({*dict(self.frozen), *(() if newest is None else (newest,))})", MODEL
+    ),
+    "p3-what-is-recovered-is-overwritten": Mutation(
+        SLOTS, KEPT, "frozenset({*unknown, *(() if newest is None else (newest,))})", MODEL
+    ),
+    "p3-commit-although-a-rank-said-no": Mutation(
+        VERSION,
+        "    if not ok:\n        state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)",
+        "    if False:\n        state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)",
+        MODEL,
+    ),
+    "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == event.committed:", "if False:", MODEL),
+    "p5-stored-block-is-not-compared": Mutation(
+        "load/local.py", "len(data) == fetch.nbytes and checksum(data) == fetch.checksum", "True", LOCAL
+    ),
+    "p5-block-is-not-compared-on-arrival": Mutation(
+        "load/transfer.py",
+        "if self._copy(fetch, data) != fetch.checksum:",
+        "if self._copy(fetch, data) is None:",
+        ("tests/load/test_transfer.py",),
+    ),
+    "p5-arena-is-not-compared": Mutation(
+        "store/arena.py",
+        "return checksum(self.read_block(entry)) == entry.checksum",
+        "return True",
+        ("tests/store/test_arena.py",),
+    ),
+    "p5-parity-of-other-data": Mutation(
+        "load/rebuild.py", "lost.position < len(known) and digest == known[lost.position]", "True", LOCAL
+    ),
+    "p5-arena-of-another-version": Mutation(
+        "load/local.py", "place in arenas and _holds(arenas[place], label)", "place in arenas", LOCAL
+    ),
+    "p7-other-settings-are-accepted": Mutation(
+        "state/fingerprint.py",
+        "    if not names:\n        return\n",
+        "    if True:\n        return\n",
+        ("tests/state/test_fingerprint.py", "tests/state/test_fingerprint_records.py"),
+    ),
+    "p7-another-jobs-arena-is-taken": Mutation(
+        "load/sift.py", "if header.job_id != job_id:", "if False:", ("tests/load/test_recovery_plan.py",)
+    ),
+    "p7-an-older-start-notes-its-commit": Mutation(
+        "hook/job.py",
+        "_label(held).incarnation > label.incarnation",
+        "False",
+        ("tests/attack/test_fencing.py::test_an_older_commit_is_not_noted_over_a_newer_one",),
+    ),
+    "p7-an-older-start-orders-the-daemon": Mutation(
+        "store/daemon.py",
+        "if 0 < theirs < self._ordered:",
+        "if False:",
+        ("tests/attack/test_fencing.py::test_the_daemon_refuses_orders_of_an_older_start",),
+    ),
+    "p7-an-older-start-writes-to-storage": Mutation(
+        "store/fence.py", "if newest > incarnation:", "if False:", ("tests/persist/test_fence.py",)
+    ),
+    "p7-an-older-version-becomes-latest": Mutation(
+        "store/publish.py",
+        " and label < named.label:",
+        " and False:",
+        ("tests/persist/test_publish.py",),
+    ),
+    "p7-lock-on-a-removed-file": Mutation(
+        "store/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/store/test_joblock.py",)
+    ),
+}
+
+
+def run(name: str, tree: Path) -> dict[str, object]:
+    """Apply a mutation, run its tests until one fails, and take it back.
+
+    Raises:
+        ValueError: the old text is not there exactly once, or the tests cannot be run.
+    """
+    mutation = MUTATIONS[name]
+    path = tree / "reft" / mutation.path
+    whole = path.read_text()
+    if (times := whole.count(mutation.old)) != 1:
+        raise ValueError(f"{name}: reft/{mutation.path} holds the old text {times} times; expected once")
+    path.write_text(whole.replace(mutation.old, mutation.new))
+    began, caught = time.monotonic(), ""
+    try:
+        for test in mutation.tests:
+            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", test]
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT_SECS,
+            )
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+            if done.returncode == _TESTS_FAILED and failed:
+                caught = failed[1]
+                break
+            if done.returncode:
+                raise ValueError(f"{name}: {test} cannot be run:\n{done.stdout}{done.stderr}")
+    except subprocess.TimeoutExpired:
+        caught = f"{test}: not over after {LIMIT_SECS:.0f} s"
+    finally:
+        path.write_text(whole)
+    return {"name": name, "caught_by": caught or None, "secs": round(time.monotonic() - began, 1)}
+
+
+def main(*names: str) -> int:
+    if unknown := set(names) - MUTATIONS.keys():
+        print(
+            f"no such mutation: {', '.join(sorted(unknown))}; there are {', '.join(MUTATIONS)}",
+            file=sys.stderr,
+        )
+        return 2
+    found = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
+        tree = Path(directory)
+        for folder in ("reft", "tests"):
+            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        for name in names or MUTATIONS:
+            try:
+                found.append(run(name, tree))
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                return 2
+            print(f"{name:44} {found[-1]['secs']:6} s  {found[-1]['caught_by'] or 'SURVIVES'}", flush=True)
+    print(json.dumps(found))
+    return int(any(one["caught_by"] is None for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
