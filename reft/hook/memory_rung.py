@@ -4,8 +4,11 @@ every engine."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
@@ -23,6 +26,19 @@ from reft.store import history
 from reft.store.arena_files import slots_with
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for tenths of
+    a second, and what is made here is kept or freed by its references."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class ClientStateView(dict[str, Any]):
@@ -50,6 +66,7 @@ class MemoryRung:
         self._rng: dict[str, Any] | None = None
         self.client_state = ClientStateView()
 
+    @uncollected()
     def survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
         """What is in the memory of all nodes, and what would be restored from it. Collective."""
         session = self._session
@@ -81,6 +98,7 @@ class MemoryRung:
             but=BY_REPLICAS if plan.resized else (),
         )
 
+    @uncollected()
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         """Restore what was surveyed, start the session, and protect it. Collective."""
         session = self._session
