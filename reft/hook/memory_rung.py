@@ -4,11 +4,8 @@ every engine."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
@@ -16,6 +13,7 @@ from reft.hook import marks
 from reft.hook.completing import completing, is_still_protected
 from reft.hook.coordinates import local_rank
 from reft.hook.job import noted_commit
+from reft.hook.on_import import uncollected
 from reft.hook.session import Session
 from reft.hook.target import Target
 from reft.load.plan import NotRecoverable, RecoveryPlan
@@ -26,19 +24,6 @@ from reft.store import history
 from reft.store.arena_files import slots_with
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for tenths of
-    a second, and what is made here is kept or freed by its references."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class ClientStateView(dict[str, Any]):
