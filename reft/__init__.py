@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reft.hook.on_import import hook_imports
+from reft.hook.on_import import hook_imports, uncollected
 
 if TYPE_CHECKING:
     from reft import data
@@ -82,7 +82,8 @@ def __getattr__(name: str) -> Any:
         return import_module("reft.data")
     if name not in __all__:
         raise AttributeError(f"module 'reft' has no attribute {name!r}")
-    return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
+    with uncollected():
+        return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
 
 
 hook_imports()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reft.env import ENV_PROFILE
 from reft.hook import marks
+from reft.hook.on_import import uncollected
 from reft.naming import BLOCK_NAME
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def _initialize(
     engine = result[0]
     if _has_block(ds_config_of(engine)):
         from reft.config_read import load_config
-        from reft.hook.deepspeed import attach, session_of
+
+        with uncollected():
+            from reft.hook.deepspeed import attach, session_of
 
         attached = session_of(engine) is not None
         if (attached and client_state is not None) or (

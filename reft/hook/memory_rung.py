@@ -13,6 +13,7 @@ from reft.hook import marks
 from reft.hook.completing import completing, is_still_protected
 from reft.hook.coordinates import local_rank
 from reft.hook.job import noted_commit
+from reft.hook.on_import import uncollected
 from reft.hook.session import Session
 from reft.hook.target import Target
 from reft.load.plan import NotRecoverable, RecoveryPlan
@@ -50,6 +51,7 @@ class MemoryRung:
         self._rng: dict[str, Any] | None = None
         self.client_state = ClientStateView()
 
+    @uncollected()
     def survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
         """What is in the memory of all nodes, and what would be restored from it. Collective."""
         session = self._session
@@ -81,6 +83,7 @@ class MemoryRung:
             but=BY_REPLICAS if plan.resized else (),
         )
 
+    @uncollected()
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
         """Restore what was surveyed, start the session, and protect it. Collective."""
         session = self._session

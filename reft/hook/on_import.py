@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -53,6 +55,19 @@ class PostImportFinder(MetaPathFinder):
         # On the instance: the spec keeps its real loader for whoever asks for resources or sources.
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for tenths of
+    a second, and what is made here is kept or freed by its references."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def hook_imports() -> None:

@@ -18,7 +18,7 @@ from tests.protect.backends import CASES, Case, case_or_skip, has_cupy
 from tests.protect.reference import slow_combine
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.process if n == "kernel" else ()) for n in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return case_or_skip(request.param)
 

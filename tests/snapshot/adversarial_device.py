@@ -97,6 +97,9 @@ class AdversarialCuda:
     def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
         return Stream(self)
 
+    def ExternalStream(self, address: int, device: Any = None) -> Stream:  # noqa: N802
+        return Stream(self)
+
     def Event(self, **options: Any) -> Event:  # noqa: N802
         return Event(self, **options)
 

@@ -18,10 +18,14 @@ from typing import Any
 import torch
 
 from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.cuda import Driver
+
+POOL = 3
+"""Streams of torch's pool, as few as on ROCm to come; 32 on CUDA."""
 
 
 class SimulatedStream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -112,14 +116,31 @@ class SimulatedRuntime:
 class SimulatedCuda:
     """The part of ``torch.cuda`` that the engine uses."""
 
-    Stream = SimulatedStream
     Event = SimulatedEvent
 
     def __init__(self) -> None:
+        self.pool: list[SimulatedStream] = []
+        """torch's: streams are handed out in turns, to reft and to communicators alike."""
+        self.own: dict[int, SimulatedStream] = {}
+        """Made by the driver, and not destroyed yet."""
+        self._taken = 0
         self.compute = SimulatedStream()
         self.runtime = SimulatedRuntime()
         self.free_bytes, self.total_bytes = 6 * 2**30, 8 * 2**30
         self._current = threading.local()
+
+    def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
+        if len(self.pool) < POOL:
+            self.pool.append(SimulatedStream())
+        self._taken += 1
+        return self.pool[(self._taken - 1) % POOL]
+
+    def ExternalStream(self, address: int, device: Any = None) -> SimulatedStream:  # noqa: N802
+        return self.own[address]
+
+    def create_stream(self) -> int:
+        self.own[address := 4096 + len(self.own)] = SimulatedStream()
+        return address
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return getattr(self._current, "stream", self.compute)
@@ -152,6 +173,10 @@ class SimulatedCudaEngine(copy_cuda.CudaCopyEngine):
     simulated: SimulatedCuda
     pinned_memory = True
     transfer_secs = 0.0
+
+    def _driver(self) -> Driver:
+        made: SimulatedCuda = copy_cuda.cuda
+        return Driver(made.create_stream, made.own.pop)
 
     def _on_device(self, source: torch.Tensor) -> bool:
         return True

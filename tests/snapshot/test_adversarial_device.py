@@ -16,7 +16,7 @@ import torch
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.placement import place_group
 from reft.snapshot.copying import cuda as copy_cuda
-from reft.snapshot.copying.cuda import CudaCopyEngine
+from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
 from reft.snapshot.copying.parity import ParityEncoder
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
 from reft.state import catalogue
@@ -34,6 +34,9 @@ class Engine(CudaCopyEngine):
     def __init__(self, bounce_bytes: int = 256) -> None:
         super().__init__(torch.device("cuda", 0), bounce_bytes=bounce_bytes)
         self.device = DEVICE
+
+    def _driver(self) -> Driver:
+        return Driver(lambda: 1, lambda address: None)
 
     def _pinned_buffer(self) -> torch.Tensor:
         return torch.empty(self._bounce_bytes, dtype=torch.uint8)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ import torch
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
 from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece, copy_engine_for
 from reft.state.catalogue import SectionImage
 from reft.store.arena import Arena
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
+from tests.snapshot.simulated_cuda import SimulatedCudaEngine
 
 CLOCK_ERROR_SECS = 0.001
 """Most by which a device's time, told by the host's clock, may be wrong on a busy machine."""
@@ -390,6 +393,60 @@ live = torch.ones(1 << 20, dtype=torch.uint8, device=sys.argv[1])
 engine.begin()
 engine.copy([(live, torch.frombuffer(memory, dtype=torch.uint8))])
 """
+
+
+@pytest.mark.process
+def test_copies_share_no_stream_with_communicators_and_leave_none_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch hands its pool's streams out in turns: whoever took one shares it with a later communicator."""
+    simulated = Simulated()
+    monkeypatch.setattr(copy_cuda, "cuda", simulated.cuda)
+    engine = simulated.engine()
+    communicators = [simulated.cuda.Stream() for _ in range(32)]
+    release = [stream.put for stream in communicators]
+    blocked = threading.Event()
+    for put in release:
+        put(lambda: blocked.wait(WAIT_SECS))  # a transfer whose peer is not there yet
+    target = host_memory(engine, 100)
+    take(engine, [(torch.full((100,), 7, dtype=torch.uint8), target)])
+    assert target.tolist() == [7] * 100
+    assert len(simulated.cuda.own) == 2, "one to copy, one to drain; the clock needs none"
+    blocked.set()
+    engine.close()
+    assert simulated.cuda.own == {}
+    assert caplog.messages == []
+
+
+def test_p6_without_streams_of_the_driver_copies_take_torch_s_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulated = Simulated()
+    monkeypatch.setattr(copy_cuda, "cuda", simulated.cuda)
+    monkeypatch.setattr(SimulatedCudaEngine, "_driver", CudaCopyEngine._driver)  # there is none here
+    engine = simulated.engine()
+    assert "may wait behind copies" in caplog.text
+    target = host_memory(engine, 100)
+    take(engine, [(torch.full((100,), 7, dtype=torch.uint8), target)])
+    assert target.tolist() == [7] * 100
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["cuStreamCreateWithPriority", "hipStreamCreateWithPriority"])
+def test_streams_of_either_vendor_are_made_without_waiting_for_the_default_stream(name: str) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def create(made: Any, flags: int, priority: int) -> int:
+        calls.append((flags, priority))
+        made._obj.value = 0xABC000
+        return 0 if len(calls) == 1 else 2
+
+    library = SimpleNamespace(**{name: create, "cuStreamDestroy_v2": int, "hipStreamDestroy": int})
+    driver = Driver.of(library)
+    assert driver.create() == 0xABC000
+    assert calls == [(1, 0)]  # non-blocking, the priority of the default stream
+    with pytest.raises(RuntimeError, match="error 2"):
+        driver.create()
 
 
 @pytest.mark.process

@@ -13,11 +13,13 @@ memory that nothing has freed is not given to anybody else.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ cuda: Any = torch.cuda
 BOUNCE_BYTES = 32 * 2**20
 """Size of each of the two buffers that are used where memory cannot be pinned. A power of two: torch
 rounds pinned memory up to one (trap 9)."""
+
+_NON_BLOCKING = 1
+"""``CU_STREAM_NON_BLOCKING`` and ``hipStreamNonBlocking``, as torch's: others wait for the default stream."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable`` and ``hipHostRegisterPortable``."""
@@ -116,11 +121,11 @@ class CudaCopyEngine:
         index = cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.name = "rocm" if torch.version.hip else "cuda"
-        # 0 is the lowest priority of torch's pools: where both want the same unit, training goes first.
-        self._side = cuda.Stream(self.device, priority=0)
-        self._clock = cuda.Stream(self.device, priority=0)
+        self._warned: set[str] = set()
+        self._destroy: list[Callable[[], object]] = []
+        self._side = self._own_stream()
         # Not the side stream: the next fence waits for that.
-        self.drain_stream = cuda.Stream(self.device, priority=0)
+        self.drain_stream = self._own_stream()
         self._staged: torch.cuda.Event | None = None
         self._order = CallOrder()
         self._pinned = PinnedRanges(self._pin, self._unpin, chunk_bytes)
@@ -138,7 +143,28 @@ class CudaCopyEngine:
             closed=lambda: self._order.closed,
             warn=self._warn_no_buffers,
         )
-        self._warned: set[str] = set()
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def _own_stream(self) -> Any:
+        """A stream that nobody else has: torch hands those of its pool out in turns, to communicators too,
+        whose transfers then wait behind copies. Its priority is that of the default stream."""
+        try:
+            self._use_device()
+            driver = self._driver()
+            address = driver.create()
+        except (RuntimeError, OSError, AttributeError) as error:
+            self._warn_once(
+                "stream",
+                f"{self.device}: no stream of reft's own: {error}. Snapshots take one of torch's pool, and a "
+                f"communicator's transfers may wait behind copies",
+            )
+            return cuda.Stream(self.device)
+        self._destroy.append(lambda: driver.destroy(address))
+        return cuda.ExternalStream(address, device=self.device)
+
+    def _driver(self) -> Driver:
+        return Driver.of(_loaded_driver())
 
     @property
     def bytes_per_sec(self) -> float | None:
@@ -389,8 +415,8 @@ class CudaCopyEngine:
     def _anchor(self) -> tuple[torch.cuda.Event, float]:
         """An event that has passed, and when: what ties the device's clock to the host's."""
         anchor: torch.cuda.Event = cuda.Event(enable_timing=True)
-        # Not on the side stream, which may already wait for a later version.
-        anchor.record(self._clock)
+        # Whoever copies has waited for all it queued there; behind another thread's copies it is only later.
+        anchor.record(self._side)
         anchor.synchronize()
         return anchor, time.perf_counter()
 
@@ -406,6 +432,50 @@ class CudaCopyEngine:
         self._pinned.clear()
         self._tickets.clear()
         self._bounce.clear()
+        for destroy in self._destroy:
+            destroy()
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver's calls for streams.
+
+    Attributes:
+        create: makes one, and returns its address; raises RuntimeError if it is refused.
+        destroy: ends the one at an address.
+    """
+
+    create: Callable[[], int]
+    destroy: Callable[[int], object]
+
+    @classmethod
+    def of(cls, library: Any) -> Driver:
+        """Of NVIDIA's library, CUDA's driver, or of AMD's, HIP's runtime: the arguments are the same."""
+        nvidia = hasattr(library, "cuStreamCreateWithPriority")
+        name = "cuStreamCreateWithPriority" if nvidia else "hipStreamCreateWithPriority"
+        call = getattr(library, name)
+        destroy = library.cuStreamDestroy_v2 if nvidia else library.hipStreamDestroy
+
+        def create() -> int:
+            made = ctypes.c_void_p()
+            if error := call(ctypes.byref(made), _NON_BLOCKING, 0):
+                raise RuntimeError(f"{name}: error {error}")
+            return made.value or 0
+
+        return cls(create, lambda address: destroy(ctypes.c_void_p(address)))
+
+
+def _loaded_driver() -> ctypes.CDLL:
+    """The library of the device's vendor that torch has loaded.
+
+    Raises:
+        OSError: there is none.
+    """
+    name = "/libamdhip64.so" if torch.version.hip else "/libcuda.so"
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if name in line:
+            return ctypes.CDLL(line[line.index("/") :])
+    raise OSError(f"found no {name[1:]} in this process")
 
 
 def _driver_call(device: torch.device, call: Callable[[Any], Any]) -> None:
