@@ -116,7 +116,6 @@ class ReftAgent(LocalElasticAgent):
         self._trainers = Trainers(self._processes, exits_dir)
         self._trainer_store: TrainerStore | None = None
         self._store_lost = False
-        self._joined = 0
         self._without_progress = 0
         self._start_error = ""
         """What ended the trainers last, before there was any version."""
@@ -317,9 +316,7 @@ class ReftAgent(LocalElasticAgent):
         self, store: RendezvousStore, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Exchange node infos with the other agents, number the trainers, and say where they meet."""
-        # A static rendezvous gives every round the same store; its agents restart in step.
-        is_static = spec.rdzv_handler.get_backend() == "static"
-        table = store.with_prefix(f"reft/round/{self._joined if is_static else 0}")
+        table = store.with_prefix("reft/round/0")
         known = self._info.incarnation, self._observer.newest_incarnation(), self._read_incarnation()
         self._info = replace(self._info, newest_step=self._observer.newest_step(), incarnation=max(known))
         table.set(f"node/{group_rank}", self._info.to_json())
@@ -335,7 +332,6 @@ class ReftAgent(LocalElasticAgent):
             spec.local_addr,
             incarnation=agreement.incarnation,
         )
-        self._joined += 1
         self.agreement = agreement
         handler: Any = spec.rdzv_handler
         handler.incarnation = agreement.incarnation

@@ -40,14 +40,10 @@ def check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
     _at_least("--nnodes", config.min_nodes, 1)
     _at_least("--node-rank", args.node_rank, 0)
     _at_least("--spares", args.spares, 0)
-    if args.spares and config.rdzv_backend == "static":
+    if args.node_rank >= config.max_nodes + args.spares:
         raise ConfigError(
-            "--spares cannot be used with a static rendezvous (--master-addr, --node-rank), in which no node "
-            "takes another's place: start `reft rendezvous` and give --rdzv-endpoint HOST:PORT"
-        )
-    if config.rdzv_backend == "static" and args.node_rank >= config.max_nodes:
-        raise ConfigError(
-            f"--node-rank is {args.node_rank}; write 0 to {config.max_nodes - 1}: --nnodes is {args.nnodes}"
+            f"--node-rank is {args.node_rank}; write 0 to {config.max_nodes + args.spares - 1}: --nnodes is "
+            f"{args.nnodes}"
         )
     _at_least("--max-peer-restarts", args.max_peer_restarts, 0)
     _port("--master-port", args.master_port)

@@ -201,9 +201,6 @@ class Launcher(Observer):
     def trainers_run(self, group_rank: int) -> None:
         if self._scaler is not None and self._before is not None:
             self._scaler.look(self._before, group_rank)
-        elif self._signals.asked_to_leave:
-            self._signals.asked_to_leave = False
-            logger.warning("SIGUSR1 asks this node to leave; a job with a static rendezvous keeps its nodes")
 
     def state_changed(self, state: str, **facts: Any) -> None:
         failure = self._agent.failure if self._agent is not None else None

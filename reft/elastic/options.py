@@ -29,6 +29,7 @@ from reft.elastic.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.elastic.warm import DEFAULT_MODULES, has_device, imports_of, source_of
 from reft.errors import ConfigError
 from reft.naming import is_name, own_name, safe_name
+from reft.store.door import format_endpoint
 from reft.store.etcd.settings import BACKEND as ETCD
 from reft.store.etcd.settings import EtcdSettings
 
@@ -85,10 +86,6 @@ class LaunchOptions:
     preload: tuple[str, ...]
 
     @property
-    def is_static(self) -> bool:
-        return bool(self.config.rdzv_backend == "static")
-
-    @property
     def meets_at_etcd(self) -> bool:
         return bool(self.config.rdzv_backend == ETCD)
 
@@ -106,7 +103,6 @@ def make_parser() -> argparse.ArgumentParser:
         parents=[torchrun.get_args_parser()],
         add_help=False,  # that parser has it
     )
-    # torchrun's "static" rendezvous cannot replace a node: it is taken only when asked for.
     parser.set_defaults(
         rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
         max_restarts=os.environ.get("PET_MAX_RESTARTS"),
@@ -192,19 +188,19 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         args.rdzv_id = str(uuid.uuid4()) if args.standalone else args.rdzv_id
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = "c10d"
-    elif args.rdzv_backend == _AUTO and old_style:
-        args.rdzv_backend = "static"
+    elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
+        # torchrun numbers such nodes for good, and none can be replaced. Here node 0 serves the store.
+        args.rdzv_backend = "c10d"
+        args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
+            args.master_addr, args.master_port or 29500
+        )
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"is_host={args.node_rank == 0}")))
     elif args.rdzv_backend == _AUTO:
         spares = f" with --spares {args.spares}" if args.spares else ""
         raise ConfigError(
             f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start `reft "
             f"rendezvous` on a host that does not train and give its address as --rdzv-endpoint HOST:PORT to "
             f"every node"
-        )
-    if args.rdzv_backend == "static" and most > 1:
-        logger.warning(
-            "a static rendezvous (--master-addr, --node-rank) cannot replace a lost node: the job ends with "
-            "it. Use `reft rendezvous` and --rdzv-endpoint"
         )
     if args.master_port is None:
         args.master_port = 29500
@@ -213,7 +209,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 def _check_rendezvous(config: LaunchConfig) -> None:
     """Refuse what would serve strangers (P11): only reft's own stores ask for the secret."""
     backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
-    if backend not in ("c10d", "static", ETCD) or store != "tcp":
+    if backend not in ("c10d", ETCD) or store != "tcp":
         found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
         raise ConfigError(
             f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote it. Leave it "
@@ -250,8 +246,6 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     """Times that suit a job whose nodes are replaced; what the user set stands."""
     conf: dict[str, Any] = config.rdzv_configs
-    if config.rdzv_backend == "static":
-        return
     # How long survivors wait for a replacement.
     conf.setdefault("join_timeout", 1800)
     # A dead node is struck out, and its place free, after interval x attempts (torch: 5 s x 3). Every

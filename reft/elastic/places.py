@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError
 from reft.store.door import format_endpoint, is_loopback, listen, parse_endpoint
 from reft.store.etcd.line import EtcdLine
-from reft.store.etcd.probe import findings
 from reft.store.etcd.settings import EtcdSettings
 from reft.store.etcd.store import RUN_LEASE_SECS, EtcdStore
 from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
@@ -29,7 +29,7 @@ from reft.store.rendezvous_store import RendezvousStore, StoreError
 logger = logging.getLogger(__name__)
 
 _FIRST_CONTACT_SECS = 120.0
-_STATIC_CONTACT_SECS = 900
+_PROBE_SECS = 2.0
 _ASK_SECS = 0.5
 _LOOPBACK = "127.0.0.1"
 
@@ -123,32 +123,26 @@ class ServedPlace(Place):
         conf: dict[str, Any] = self._config.rdzv_configs
         endpoint = self._config.rdzv_endpoint
         host, port = parse_endpoint(endpoint)
-        if self._options.is_static and int(conf["rank"]) == 0:
-            return True
-        if "is_host" in conf and not self._options.is_static:
+        if "is_host" in conf:
             return str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
-        if not self._options.is_static:
-            if port == 0:
-                return True
-            if is_reachable(endpoint):
-                return False
-            if _matches_machine_hostname(host):
-                return True
+        if port == 0:
+            return True
+        if is_reachable(endpoint):
+            return False
+        if _matches_machine_hostname(host):
+            return True
         self._wait_for_the_store(conf)
         return False
 
     def _wait_for_the_store(self, conf: dict[str, Any]) -> None:
         endpoint, patience = self._config.rdzv_endpoint, contact_secs(conf)
-        if self._options.is_static:
-            patience = float(conf.get("timeout", _STATIC_CONTACT_SECS))
         logger.info("waiting for the rendezvous store at %s", endpoint)
         deadline = time.monotonic() + patience
         while not is_reachable(endpoint):
             if time.monotonic() > deadline:
-                hint = "start the launcher with --node-rank 0" if self._options.is_static else ""
                 raise JobEndedError(
-                    f"nothing answers at the rendezvous endpoint {endpoint}; "
-                    f"{hint or 'start `reft rendezvous`'} there, and check that its port is open to the nodes"
+                    f"nothing answers at the rendezvous endpoint {endpoint}; start `reft rendezvous` there "
+                    f"(or the launcher with --node-rank 0), and check that its port is open to the nodes"
                 )
             time.sleep(_ASK_SECS)
 
@@ -156,10 +150,10 @@ class ServedPlace(Place):
         endpoint = self._config.rdzv_endpoint
         host, port = parse_endpoint(endpoint)
         try:
-            listener = listen(host, port, "--master-addr" if self._options.is_static else "--rdzv-endpoint")
+            listener = listen(host, port, "--rdzv-endpoint")
         except ConfigError:
             # Another launcher on this machine may have been quicker.
-            if port and not self._options.is_static and is_reachable(endpoint):
+            if port and is_reachable(endpoint):
                 return
             raise
         self._server = KeyValueServer(listener, self._secret)
@@ -225,7 +219,7 @@ class EtcdPlace(Place):
                 store.greet()
                 return
             except StoreError as error:
-                why = "; ".join(findings(self._line)) or str(error)
+                why = "; ".join(map(self._state_of, self._line.settings.endpoints)) or str(error)
                 if time.monotonic() > deadline:
                     raise JobEndedError(
                         f"the etcd cluster {self._config.rdzv_endpoint} cannot be used: {why}. Start its "
@@ -235,6 +229,22 @@ class EtcdPlace(Place):
                     logger.warning("waiting up to %.0f s for etcd: %s", self._contact_secs, why)
                 told = why
             time.sleep(_ASK_SECS)
+
+    def _state_of(self, endpoint: str) -> str:
+        """What is the matter with a member of the cluster, in words."""
+        has_leader = self._line.leader_known_by(endpoint, _PROBE_SECS)
+        if has_leader is not None:
+            no_leader = "has no leader: most members are down or cut off"
+            return f"{endpoint} {'answers' if has_leader else no_leader}"
+        try:
+            socket.create_connection(parse_endpoint(endpoint), timeout=_PROBE_SECS).close()
+        except OSError as error:
+            return f"{endpoint} cannot be reached ({error.strerror or error})"
+        tls = "with" if self._settings.tls else "without"
+        return (
+            f"{endpoint} listens, and is no etcd that answers {tls} TLS: check --rdzv-endpoint (etcd's "
+            f"client port is 2379) and the certificates (--rdzv-conf cacert=FILE,cert=FILE,key=FILE)"
+        )
 
 
 def contact_secs(conf: Mapping[str, Any]) -> float:

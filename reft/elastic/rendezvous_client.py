@@ -17,7 +17,6 @@ from reft.elastic.handler import StoreRendezvous
 from reft.elastic.incarnation import IncarnationRecord
 from reft.elastic.options import LaunchOptions
 from reft.elastic.places import place_of
-from reft.elastic.static_rendezvous import StaticRendezvous
 from reft.errors import ConfigError
 from reft.store.daemon import CONFIG_FILE
 from reft.store.jobdir import read_json
@@ -78,11 +77,7 @@ class RendezvousClient:
         self._store = self._place.open()
         self.incarnations = IncarnationRecord(self._store, self._options.job_id)
         self.handler = self._make_handler(self._store)
-        if (
-            not self._options.is_static
-            and config.max_nodes > 1
-            and not self._place.outlives_nodes(self._store)
-        ):
+        if config.max_nodes > 1 and not self._place.outlives_nodes(self._store):
             logger.warning(
                 "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
                 "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
@@ -187,8 +182,6 @@ class RendezvousClient:
 
     def _make_handler(self, store: RendezvousStore) -> RendezvousHandler:
         config = self._config
-        if self._options.is_static:
-            return StaticRendezvous(store, int(config.rdzv_configs["rank"]), config.max_nodes, config.run_id)
         try:
             parameters = RendezvousParameters(
                 backend=config.rdzv_backend,

@@ -363,7 +363,7 @@ def test_p11_one_node_needs_no_set_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_p11_a_static_rendezvous_asks_for_the_secret_too(tmp_path: Path) -> None:
+def test_p11_the_store_that_node_0_serves_asks_for_the_secret_too(tmp_path: Path) -> None:
     """torchrun's --master-addr: two nodes, a restart, and the same closed doors."""
     port = free_port()
     events = tmp_path / "events"

@@ -165,13 +165,14 @@ def test_nobody_there_no_majority_and_strangers(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_what_is_no_etcd_is_said_at_once(tmp_path: Path) -> None:
+def test_what_is_no_etcd_is_said(tmp_path: Path) -> None:
     from tests.etcd import require
 
     require()
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
-        assert_refused(launch(tmp_path, f"127.0.0.1:{web.server_port}"), "is no etcd", "2379")
+        done = launch(tmp_path, f"127.0.0.1:{web.server_port}", "--rdzv-conf", "connect_timeout=1")
+        assert_refused(done, "is no etcd", "2379", code=1)
         web.shutdown()
 
 
@@ -218,14 +219,17 @@ def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: P
         assert done.returncode == 0, done.stderr
         assert "trained" in done.stdout
 
-        assert_refused(launch(tmp_path, cluster.endpoint), "speaks TLS", "cacert=FILE")
-        assert_refused(launch(tmp_path, cluster.endpoint, env=env), "asks for a client's certificate")
-        stranger = launch(tmp_path, cluster.endpoint, "--rdzv-conf", f"cacert={at}/stranger.pem,{own}")
-        assert_refused(stranger, "is not to be trusted")
+        soon = "connect_timeout=1"
+        assert_refused(
+            launch(tmp_path, cluster.endpoint, "--rdzv-conf", soon), "without TLS", "cacert=FILE", code=1
+        )
+        for wrong in (soon, f"cacert={at}/stranger.pem,{own},{soon}"):
+            done = launch(tmp_path, cluster.endpoint, "--rdzv-conf", wrong, env=env)
+            assert_refused(done, "with TLS", "certificates", code=1)
 
 
 @pytest.mark.process
 @pytest.mark.nightly
 def test_tls_towards_a_cluster_without_it(tmp_path: Path, etcd: EtcdCluster, certificates: Path) -> None:
-    done = launch(tmp_path, etcd.endpoint, "--rdzv-conf", f"cacert={certificates}/ca.pem")
-    assert_refused(done, "does not speak TLS")
+    conf = f"cacert={certificates}/ca.pem,connect_timeout=1"
+    assert_refused(launch(tmp_path, etcd.endpoint, "--rdzv-conf", conf), "with TLS", code=1)

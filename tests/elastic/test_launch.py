@@ -22,7 +22,6 @@ from reft.elastic.launch import Launcher, main
 from reft.elastic.options import LaunchOptions, make_parser, parse_options
 from reft.elastic.rendezvous import RendezvousServer
 from reft.elastic.rendezvous_client import RendezvousClient
-from reft.elastic.shared_state import Scaling, set_scaling
 from reft.elastic.trainers import Trainers
 from reft.errors import ConfigError
 from reft.naming import safe_name
@@ -124,12 +123,11 @@ def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
     assert parse("-m").job_id != name
 
 
-def test_static_rendezvous_only_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    options = parse(
-        "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500"
-    )
-    assert (options.config.rdzv_backend, options.config.rdzv_endpoint) == ("static", "10.0.0.1:29500")
-    assert "cannot replace a lost node" in caplog.text
+@pytest.mark.parametrize("rank", [0, 1])
+def test_with_torchruns_older_options_node_0_serves_the_store(rank: int) -> None:
+    config = parse("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.0.0.1").config
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
+    assert config.rdzv_configs["is_host"] == str(rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -209,25 +207,6 @@ def test_a_node_whose_round_did_not_form_tells_the_outcome_unless_the_job_goes_o
     finally:
         handler._stop_heartbeats()
         server.close()
-
-
-def test_advice_is_said_to_be_followed_once_and_not_when_a_lost_node_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REFT_SECRET", (b"s" * 32).hex())
-    server = RendezvousServer("127.0.0.1", 0, b"s" * 32)
-    try:
-        launcher = Launcher(
-            parse("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint, "--nnodes", "1:3")
-        )
-        launcher.rendezvous.connect()
-        handler: Any = launcher.rendezvous.handler
-        told = [launcher.followed_advice((), before, now) for before, now in ROUNDS[:1]]
-        set_scaling(handler.state, Scaling(7, 3, 3, why="add to 3 nodes"))
-        told += [launcher.followed_advice((), before, now) for before, now in ROUNDS]
-    finally:
-        server.close()
-    assert told == ["", "add to 3 nodes", "", ""]
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
@@ -316,8 +295,8 @@ def test_spares_never_make_a_job_larger() -> None:
         parse("--spares", "1")
     with pytest.raises(ConfigError, match="--spares is -1; write 0 or more"):
         parse("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x")
-    with pytest.raises(ConfigError, match="--spares cannot be used with a static rendezvous"):
-        parse("--nnodes", "2", "--spares", "1", "--node-rank", "1", "--master-addr", "x")
+    with pytest.raises(ConfigError, match="--node-rank is 3; write 0 to 2"):
+        parse("--nnodes", "2", "--spares", "1", "--node-rank", "3", "--master-addr", "x")
 
 
 # -- one node ------------------------------------------------------------------------------------------
