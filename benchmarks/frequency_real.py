@@ -25,8 +25,8 @@ from statistics import fmean, median
 from typing import Any
 
 from reft.env import ENV_EVENTS
+from reft.tools.demo.cluster import LocalCluster
 from reft.tools.demo.history import EventReader
-from reft.tools.local_cluster import LocalCluster
 
 _PARTS = ("alone", "another process loads the disk", "alone again")
 _LOOK_SECS = 0.1

@@ -33,7 +33,7 @@ from common import parser, progress, scratch
 from mttr_jobs import Job, Recovered
 from results import estimate, facts, run_lines
 
-from reft.tools.local_cluster import KillKind
+from reft.tools.demo.cluster import KillKind
 
 KINDS = ("trainer", "node_spare", "node_replaced")
 SYSTEMS = ("reft", "torchrun")

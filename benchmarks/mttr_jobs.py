@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from reft.env import ENV_EVENTS
+from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
 from reft.tools.demo.history import Event, EventReader, History
 from reft.tools.demo.report import failure_to_step
-from reft.tools.local_cluster import KillKind, LocalCluster, LocalNode
 
 _STORE = """
 import json, signal, sys

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from rich.console import Console
+from simulator.copying import Beside, Copying
+from simulator.costs import Costs
+from simulator.pipeline import simulate
+from simulator.schedules import from_deepspeed
 
 from reft.profile.analysis import JobFacts, analyse
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset, RankTraces
 from reft.tools.profile.figure import draw
 from reft.tools.profile.table import show
-from reft.tools.simulate.copying import Beside, Copying
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.pipeline import simulate
-from reft.tools.simulate.schedules import from_deepspeed
 
 STAGES, MICRO_BATCHES, STEPS = 4, 8, 8
 SNAPSHOT_BYTES = (1.1e9, 0.9e9, 1.2e9, 0.45e9)

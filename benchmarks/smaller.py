@@ -23,7 +23,7 @@ from typing import Any
 
 from results import estimate, machine
 
-from reft.tools.local_cluster import LocalCluster
+from reft.tools.demo.cluster import LocalCluster
 
 JOB = Path(__file__).with_name("smaller_job.py")
 BATCH, MICRO = 64, 8

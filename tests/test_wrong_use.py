@@ -99,8 +99,6 @@ CASES = [
             "--pp 1000",
             "--tp 7",
             "--nodes 2",
-            "--schedule nonsense",
-            "--schedule dualpipe-v --pp 4 --micro-batches 1",
             "--rank-order nonsense",
             "--protection rs:x",
             "--tolerance -1",
@@ -115,32 +113,6 @@ CASES = [
         )
     ),
     "plan --print-cluster nonsense",
-    *(
-        f"simulate has {options}"
-        for options in (
-            "--model nonsense",
-            "--model 34b --machine nonsense",
-            "--model 34b --pp 1000",
-            "--model 34b --dp 1",
-            "--schedule nonsense",
-            "--protection nonsense",
-            "--micro-batches 0",
-            "--timeline x.png",
-        )
-    ),
-    *(
-        f"simulate pipeline {options}"
-        for options in (
-            "--schedule nonsense",
-            "--schedule dualpipe-v --stages 4 --micro-batches 2",
-            "--stages 0",
-            "--forward-ms -1",
-            "--forward-ms nan",
-            "--forward-ms inf",
-            "--transfer-ms inf",
-            "--figure x.nonsense",
-        )
-    ),
 ]
 
 

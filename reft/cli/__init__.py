@@ -44,7 +44,6 @@ COMMANDS = {
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
     "plan": Command("reft.cli.plan", "plan_command", "what a job's protection will cost and survive"),
     "check": Command("reft.cli.check", "check_command", "find the slow or hanging node of many"),
-    "simulate": Command("reft.cli.simulate", "simulate_app", "predict idle time and overhead of pipelines"),
     "profile": Command("reft.cli.profile", "main", "measure where a job's devices wait", True),
     "demo": Command("reft.tools.demo", "main", "train here, kill nodes, compare with a quiet run", True),
     "status": Command("reft.cli.status", "status_command", "the whole job from any node, once or live"),

@@ -48,7 +48,6 @@ def plan_command(
             "different nodes where that is possible; by default DeepSpeed's own"
         ),
     ] = "pipe-data-model",
-    schedule: Annotated[str, typer.Option(help="pipeline schedule; see 'reft simulate pipeline'")] = "1f1b",
     parameters: Annotated[
         float | None,
         typer.Option(
@@ -85,7 +84,7 @@ def plan_command(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="measured windows, as 'reft profile --json FILE' wrote them, instead of simulated"),
+        typer.Option(help="measured windows, as 'reft profile --json FILE' wrote them, instead of estimated"),
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="draw the plan (png, svg, pdf)")] = None,
     print_cluster: Annotated[
@@ -98,7 +97,7 @@ def plan_command(
 
     Bytes per rank, host memory, idle windows, predicted overhead, tolerance
     from the placement, survival with and without, how often to persist, and
-    which alternatives would fit. Simulated from published hardware figures.
+    which alternatives would fit. Estimated from published hardware figures.
 
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
@@ -110,15 +109,12 @@ def plan_command(
     from reft.tools.planning.display import show_plan
     from reft.tools.planning.job import Layouting, plan_job, read_config
     from reft.tools.planning.plan import make_plan
-    from reft.tools.simulate.schedules import SCHEDULES
 
     if print_cluster is not None:
         typer.echo(json.dumps(load_cluster(print_cluster).to_json(), indent=2))
         return
     if config is None:
         raise ConfigError("say what to plan: the path of a DeepSpeed JSON, such as configs/bf16-zero1.json")
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"schedule is {schedule!r}; known: {', '.join(SCHEDULES)}")
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
     if figure is not None:
@@ -133,7 +129,6 @@ def plan_command(
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
         max_overhead=max_overhead,
         recompute=aor,
-        schedule=SCHEDULES[schedule],
         profile=None if profile is None else _load(profile),
     )
     if figure is not None:

@@ -26,8 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
+from reft.tools.demo.cluster import LocalClusterError
 from reft.tools.demo.history import History
-from reft.tools.local_cluster import LocalClusterError
 from tests.attack.storm_attacks import ATTACKS, Attack, Strike, tell_to_stop
 from tests.attack.storm_job import BrokenPromiseError, StormJob, memory_of
 from tests.attack.storm_judge import Verdict, judge

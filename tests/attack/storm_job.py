@@ -18,8 +18,8 @@ from reft.load.inspect import inspect_job
 from reft.store.jobdir import read_json
 from reft.store.persisted import MARKER_NAME
 from reft.store.protection import read_record
+from reft.tools.demo.cluster import LocalCluster, LocalNode
 from reft.tools.demo.history import EventReader, History
-from reft.tools.local_cluster import LocalCluster, LocalNode
 from tests.attack.storm_setups import StormSetup
 from tests.faults.job import FaultJob, Scratch
 from tests.faults.memory import memory_directory, small_file_system

@@ -28,7 +28,7 @@ from reft.store.jobdir import JobDir
 from reft.store.keyvalue import KeyValueServer, KeyValueStore
 from reft.store.label import Label
 from reft.store.persisted import job_directory, latest_persisted, latest_tag, read_marker
-from reft.tools.local_cluster import KillKind, LocalCluster
+from reft.tools.demo.cluster import KillKind, LocalCluster
 from tests.attack.workers import DEADLINE_SECS, Results
 from tests.elastic.cluster import cluster
 from tests.elastic.daemons import answers, wait_for

@@ -17,7 +17,7 @@ from reft.elastic.node import NodeMemory
 from reft.elastic.options import parse_options
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.jobdir import SECRET_FILE, JobDir
-from reft.tools.local_cluster import LocalCluster
+from reft.tools.demo.cluster import LocalCluster
 from tests.machine import can_give_away, free_port
 
 STRANGER = 12345

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.tools.local_cluster import KillKind
+from reft.tools.demo.cluster import KillKind
 from tests.elastic.cluster import WatchedCluster, cluster
 
 KEEP_ALIVE = "keep_alive_interval=3,keep_alive_max_attempt=5,join_timeout=600"

@@ -27,7 +27,7 @@ from reft.store import wire
 from reft.store.door import Door, door_key, knock, listen
 from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
 from reft.store.wire import Channel
-from reft.tools.local_cluster import LocalNode
+from reft.tools.demo.cluster import LocalNode
 from tests.elastic.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
 from tests.prefork import Popen

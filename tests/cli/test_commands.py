@@ -20,7 +20,7 @@ from reft import cli
 code = cli.main(sys.argv[1:])
 print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 """
-EVERY = [[name] for name in COMMANDS] + [["simulate", "has"], ["simulate", "pipeline"]]
+EVERY = [[name] for name in COMMANDS]
 
 
 @pytest.mark.process
@@ -82,9 +82,6 @@ def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> No
     "arguments",
     [
         "plan ds.json --model 1.3b --dp 4 --figure",
-        "simulate has --figure",
-        "simulate has --model 1.3b --timeline",
-        "simulate pipeline --figure",
         "profile --from p.json --figure",
         "profile --from p.json --trace",
         "profile --from p.json --json",

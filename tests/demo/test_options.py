@@ -8,8 +8,8 @@ import pytest
 
 from reft.errors import ConfigError
 from reft.grid import Degrees
+from reft.tools.demo.cluster import KillKind
 from reft.tools.demo.options import Kill, derive_layout, parse
-from reft.tools.local_cluster import KillKind
 
 
 def test_default_is_pp2_dp2_on_four_nodes_and_loses_one_of_them():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reft.elastic.exits import EX_FENCED
-from reft.tools.local_cluster import KillKind
+from reft.tools.demo.cluster import KillKind
 from tests.faults.memory import disk_that_hangs
 
 from .cluster import WatchedCluster, cluster

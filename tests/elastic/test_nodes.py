@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from reft.elastic.exits import EX_FENCED
-from reft.tools.local_cluster import KillKind
+from reft.tools.demo.cluster import KillKind
 
 from .cluster import WatchedCluster, cluster
 

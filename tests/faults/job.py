@@ -16,8 +16,8 @@ from typing import Any, Self
 import pytest
 
 from reft.env import ENV_EVENTS
+from reft.tools.demo.cluster import LocalCluster, LocalClusterError, LocalNode
 from reft.tools.demo.history import History, Incarnation
-from reft.tools.local_cluster import LocalCluster, LocalClusterError, LocalNode
 from tests.faults.cases import Optimizer, PlannedJob, Shape
 
 MODEL = (

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.config import Variant
-from reft.tools.local_cluster import LocalClusterError
+from reft.tools.demo.cluster import LocalClusterError
 from tests.faults.cases import (
     OPTIMIZERS,
     PROTECTIONS,

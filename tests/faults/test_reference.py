@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.tools.local_cluster import LocalCluster, LocalClusterError
+from reft.tools.demo.cluster import LocalCluster, LocalClusterError
 from tests.faults.job import wait_while_it_trains
 
 STILL_SECS = 60.0

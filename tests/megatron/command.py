@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from reft.tools.local_cluster import LocalClusterError
+from reft.tools.demo.cluster import LocalClusterError
 
 
 def cases_parser(prog: str, description: str | None) -> argparse.ArgumentParser:

@@ -91,7 +91,7 @@ def test_without_a_nominal_number_every_stage_has_its_own_parameters(run: Run) -
 def test_a_plan_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(FP16, *SMALL)
     assert result.code == cli.EXIT_WELL
-    for text in ("simulated", "> arc", "GiB", "unprotected", "without", "persist every", "auto would choose"):
+    for text in ("estimated", "> arc", "GiB", "unprotected", "without", "persist every", "auto would choose"):
         assert text in result.out, text
     assert "cool-down" not in result.out
     monkeypatch.setenv("COLUMNS", "140")
@@ -434,7 +434,6 @@ def test_a_wrong_cluster_file_is_explained(run: Run, tmp_path: Path, values: Any
         ([FP16, *SMALL, "--target-survival", "1"], "above 0 and below 1"),
         ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
         ([FP16, *SMALL, "--parameters", "-1"], "write a number such as 1.3e9"),
-        ([FP16, *SMALL, "--schedule", "2f2b"], "known: 1f1b"),
         ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
         ([FP16, *SMALL, "--figure", "/proc/no.png"], "cannot draw into /proc/no.png"),
         ([FP16, *SMALL, "--tolerance", "-1"], "--tolerance"),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.pipeline import simulate as simulate_step
+from benchmarks.simulator.schedules import one_f_one_b
 from reft import cli
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
 from reft.tools.planning.job import Layouting, plan_job, read_config
-from reft.tools.simulate.pipeline import simulate as simulate_step
-from reft.tools.simulate.schedules import one_f_one_b
 from tests.policy.planning import FP16, QUICK, SMALL, Run, write
 from tests.profile.test_simulated import profile as profile_of
 
@@ -26,20 +27,20 @@ def profiled() -> ProfileResult:
     """Of that job, as if its simulated step had been run and profiled."""
     layouting = Layouting(pp=4, dp=8, micro_batches=4)
     training = plan_job(read_config(Path(FP16)), CLUSTERS["v100"], "1.3b", layouting).training
-    result = profile_of(simulate_step(one_f_one_b(4, 4), training.costs()))
+    result = profile_of(simulate_step(one_f_one_b(4, 4), Costs.of(training)))
     return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
 
 
-def test_measured_windows_replace_simulated_ones(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
+def test_measured_windows_replace_estimated_ones(run: Run, tmp_path: Path, profiled: ProfileResult) -> None:
     profiled.save(tmp_path / "profile.json")
-    simulated = run(FP16, *STAGES, *QUICK).json
+    estimated = run(FP16, *STAGES, *QUICK).json
     measured = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "profile.json")).json
-    assert simulated["step"]["source"] == "simulated"
+    assert estimated["step"]["source"] == "estimated"
     assert measured["step"]["source"] == "windows measured in job simulated"
     assert measured["step"]["secs"] == max(stage.step_secs.p50 for stage in profiled.stages)
     for stage in measured["stages"]:
         assert stage["idle_secs"] == sum(w.length_secs for w in profiled.windows(stage["stage_id"]))
-    assert measured["stages"][0]["idle_secs"] == pytest.approx(simulated["stages"][0]["idle_secs"])
+    assert measured["stages"][0]["idle_secs"] == pytest.approx(estimated["stages"][0]["idle_secs"], rel=0.1)
 
     replace(profiled, bandwidth_bytes_per_sec=1e8).save(tmp_path / "slow.json")
     slow = run(FP16, *STAGES, "--profile", str(tmp_path / "slow.json"), "--micro-batches", "4")

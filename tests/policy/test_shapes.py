@@ -10,9 +10,9 @@ import pytest
 
 from reft import cli
 from reft.errors import ConfigError
+from reft.tools.planning.hardware import H100
 from reft.tools.planning.shapes import PlannedShape, load_shape, shape_of
-from reft.tools.simulate.hardware import H100
-from reft.tools.simulate.training import Training
+from reft.tools.planning.training import Training
 
 
 def config(kind: str, **values: Any) -> dict[str, Any]:

@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from reft.profile.activity import Activity
-from reft.profile.analysis import JobFacts, analyse
-from reft.profile.result import ProfileResult
-from reft.profile.traces import ClockOffset, RankTraces
-from reft.snapshot.scheduling.trace import StepTrace
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.pipeline import simulate
-from reft.tools.simulate.result import Simulation
-from reft.tools.simulate.schedules import (
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.pipeline import simulate
+from benchmarks.simulator.result import Simulation
+from benchmarks.simulator.schedules import (
     Schedule,
     dual_pipe_v,
     gpipe,
@@ -23,6 +18,11 @@ from reft.tools.simulate.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
+from reft.profile.activity import Activity
+from reft.profile.analysis import JobFacts, analyse
+from reft.profile.result import ProfileResult
+from reft.profile.traces import ClockOffset, RankTraces
+from reft.snapshot.scheduling.trace import StepTrace
 
 TRANSFERS = ("Recv", "Send", "CommitP2P")
 UNEQUAL = Costs(

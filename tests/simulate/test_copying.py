@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator.copying import Beside, Copying, Tier, bytes_by_tier
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.pipeline import simulate
+from benchmarks.simulator.schedules import SCHEDULES, one_f_one_b
 from reft.errors import ConfigError
-from reft.tools.simulate.copying import Beside, Copying, Tier, bytes_by_tier
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.pipeline import simulate
-from reft.tools.simulate.schedules import SCHEDULES, one_f_one_b
 
 MB = 1e6
 parts = st.floats(0.0, 1.0)

@@ -9,17 +9,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reft import cli
+from benchmarks.simulator.__main__ import main
+from benchmarks.simulator.copying import Tier
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.footprint import footprint
+from benchmarks.simulator.pipeline import simulate
+from benchmarks.simulator.published import sending_share, zero_1_secs
+from benchmarks.simulator.schedules import one_f_one_b
+from benchmarks.simulator.settings import BYTES, experiments
+from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
 from reft.errors import ConfigError
+from reft.policy.loads import Load
+from reft.tools.planning.hardware import A100, H100, MACHINES, MI250X, V100
+from reft.tools.planning.pace import PlannedPace
+from reft.tools.planning.training import Training
 from reft.tools.pretrain.model_config import load_model
-from reft.tools.simulate.copying import Tier
-from reft.tools.simulate.footprint import footprint
-from reft.tools.simulate.hardware import A100, H100, MACHINES, MI250X, V100
-from reft.tools.simulate.published import sending_share, zero_1_secs
-from reft.tools.simulate.settings import BYTES, experiments
-from reft.tools.simulate.training import Training
-from reft.tools.simulate.variants import PROTECTIONS, plan_stage, predict
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 
@@ -134,16 +139,31 @@ def test_under_zero_1_each_rank_makes_a_part_of_the_optimizers_step():
     training = Training("34b", MI250X, 8, 4, 16, 8)
     plain, protected = zero_1_secs(training)
     whole = predict(training).step_secs
-    saved = max(training.costs().optimizer_secs) * (1 - 1 / training.data)
+    saved = max(training.optimizer_secs) * (1 - 1 / training.data)
     assert whole - plain == pytest.approx(saved, rel=0.2)
     assert protected >= plain
+
+
+@pytest.mark.parametrize("variant", [v for v in Variant if v is not Variant.NONE])
+def test_a_plan_estimates_hardly_less_than_what_is_simulated(variant: Variant):
+    """Copies to the host, transfers to peers: overhead as a part of the step."""
+    for training in (job for group in experiments() for job in group.trainings):
+        plain = simulate(one_f_one_b(training.stages, training.micro_batches), Costs.of(training))
+        pipeline = one_f_one_b(training.stages, training.micro_batches)
+        pace = PlannedPace(training, variant)
+        assert pace.step_secs == pytest.approx(plain.makespan_secs, rel=0.02)
+        for part in (0.1, 0.5, 1.0):
+            nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]
+            true = simulate_copying(variant, training, plain, nbytes, pipeline).makespan_secs
+            found = pace.fit({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
+            assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
 
 
 # ---- the command ----
 
 
 def run(capsys, *arguments):
-    code = cli.main(["simulate", *arguments])
+    code = main(arguments)
     return code, capsys.readouterr()
 
 
@@ -226,7 +246,7 @@ def test_figures_are_drawn(capsys, tmp_path):
 def test_without_matplotlib_the_message_says_what_to_install(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, captured = run(capsys, "pipeline", "--figure", str(tmp_path / "a.png"))
-    assert code == cli.EXIT_WRONG_USE
+    assert code == 2
     assert "pip install 'reft-ckpt[plot]'" in " ".join(captured.err.split())
 
 
@@ -252,11 +272,17 @@ def test_a_pipeline_is_printed_and_given_as_json(capsys):
         (["pipeline", "--backward-ms", "-3"], "'--backward-ms': Input should be greater than or equal to 0"),
         (["pipeline", "--schedule", "dualpipe-v", "--micro-batches", "4"], "at least 8"),
         (["pipeline", "--schedule", "interleaved", "--micro-batches", "6"], "multiple of 4"),
+        (["has", "--model", "34b", "--pp", "1000"], "1000 stages for the 48 layers"),
+        (["has", "--micro-batches", "0"], "'--micro-batches'"),
+        (["pipeline", "--stages", "0"], "'--stages'"),
+        (["pipeline", "--forward-ms", "inf"], "write a number of milliseconds"),
+        (["pipeline", "--transfer-ms", "inf"], "write a number of milliseconds"),
+        (["pipeline", "--figure", "x.nonsense"], "expected one of"),
     ],
 )
 def test_wrong_use_is_explained(capsys, arguments, says):
     code, captured = run(capsys, *arguments)
-    assert code == cli.EXIT_WRONG_USE
+    assert code == 2
     assert says in " ".join(captured.err.split())
 
 

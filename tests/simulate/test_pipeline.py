@@ -9,12 +9,9 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reft.errors import ConfigError
-from reft.snapshot.scheduling.trace import StepTrace
-from reft.snapshot.scheduling.windows import WindowKind
-from reft.tools.simulate.checks import ScheduleError
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.instructions import (
+from benchmarks.simulator.checks import ScheduleError
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -25,8 +22,8 @@ from reft.tools.simulate.instructions import (
     SendActivation,
     SendGrad,
 )
-from reft.tools.simulate.pipeline import DeadlockError, simulate
-from reft.tools.simulate.schedules import (
+from benchmarks.simulator.pipeline import DeadlockError, simulate
+from benchmarks.simulator.schedules import (
     SCHEDULES,
     TAIL,
     Schedule,
@@ -37,6 +34,9 @@ from reft.tools.simulate.schedules import (
     one_f_one_b,
     zero_bubble_h1,
 )
+from reft.errors import ConfigError
+from reft.snapshot.scheduling.trace import StepTrace
+from reft.snapshot.scheduling.windows import WindowKind
 
 whole_secs = st.integers(1, 1000).map(float)
 

@@ -9,6 +9,9 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator.costs import Costs
+from benchmarks.simulator.pipeline import simulate
+from benchmarks.simulator.schedules import from_deepspeed, one_f_one_b
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.windows import (
     FITTED,
@@ -19,9 +22,6 @@ from reft.snapshot.scheduling.windows import (
     Window,
     WindowKind,
 )
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.pipeline import simulate
-from reft.tools.simulate.schedules import from_deepspeed, one_f_one_b
 
 # Whole numbers of seconds are exact in floating point, so that equal means equal.
 whole_secs = st.integers(1, 1000).map(float)

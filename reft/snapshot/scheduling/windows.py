@@ -7,7 +7,7 @@ estimators answer the same question, all pure:
 - ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's order;
 - ``profiled``: what was measured (``reft profile``, or the hook while the job runs).
 
-``reft.tools.simulate`` is the judge: for equal stages and free transfers ``analytic`` equals what the
+``benchmarks/simulator`` is the judge: for equal stages and free transfers ``analytic`` equals what the
 discrete-event simulator finds, window by window.
 """
 

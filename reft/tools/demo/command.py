@@ -18,12 +18,12 @@ from rich.text import Text
 
 from reft.errors import ConfigError
 from reft.store.history import describe_parts
+from reft.tools.demo.cluster import LocalClusterError
 from reft.tools.demo.display import Screen, make_screen
 from reft.tools.demo.history import History
 from reft.tools.demo.job import Job
 from reft.tools.demo.options import DemoOptions, parse
 from reft.tools.demo.report import Recovery, Report, make_report
-from reft.tools.local_cluster import LocalClusterError
 from reft.tools.pretrain.corpus import build_corpus, default_cache_dir, find_text, standard_library_files
 from reft.tools.pretrain.indexed import is_indexed
 from reft.tools.pretrain.progress import ByteProgress

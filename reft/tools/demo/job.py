@@ -12,11 +12,11 @@ from pathlib import Path
 
 from reft.env import ENV_EVENTS
 from reft.store.persisted import job_directory
+from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
 from reft.tools.demo.display import NodeView, Screen, View
 from reft.tools.demo.history import Event, EventReader, History, Incarnation
 from reft.tools.demo.options import DemoOptions, Kill
 from reft.tools.demo.report import SOURCES, Failure
-from reft.tools.local_cluster import KillKind, LocalCluster, LocalNode
 
 _POLL_SECS = 0.01
 _LOOK_SECS = 0.1

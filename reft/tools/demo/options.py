@@ -18,7 +18,7 @@ from reft.arguments import Parser
 from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees
-from reft.tools.local_cluster import KillKind
+from reft.tools.demo.cluster import KillKind
 
 _STEPS = 24
 _NODES = 4

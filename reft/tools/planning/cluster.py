@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from reft.errors import ConfigError
 from reft.json_file import read_object
 from reft.protect.survival import Weibull
-from reft.tools.simulate.hardware import A100, GIB, H100, MI250X, V100, Machine
+from reft.tools.planning.hardware import A100, GIB, H100, MI250X, V100, Machine
 
 DAY_SECS = 86400.0
 MEMORY_SHARE = 0.5

@@ -41,7 +41,7 @@ def draw_plan(plan: JobPlan, path: Path) -> None:
     training = plan.job.training
     figure.suptitle(
         f"{training.name}, {plan.survival.nodes} nodes: planned {plan.planned.name}; "
-        + ("simulated, nothing was measured" if plan.pace.measured is None else plan.source)
+        + ("estimated, nothing was measured" if plan.pace.measured is None else plan.source)
     )
     save_figure(figure, path)
 

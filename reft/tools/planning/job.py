@@ -17,8 +17,8 @@ from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
 from reft.tools.planning.shapes import check_shape, load_shape, shape_of
+from reft.tools.planning.training import Shape, Training
 from reft.tools.pretrain.layout import AXES, Layout, choose_order, parse_order
-from reft.tools.simulate.training import Shape, Training
 
 _ADAM = ("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "fusedlamb")
 _MOMENT_BYTES = 8

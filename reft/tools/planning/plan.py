@@ -1,8 +1,8 @@
-"""Everything that can be said of a job before it is started: ``reft plan``. Simulated, and labelled so."""
+"""Everything that can be said of a job before it is started: ``reft plan``. Estimated, and labelled so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,9 @@ from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
-from reft.tools.planning.simulated_pace import SimulatedPace
+from reft.tools.planning.pace import ESTIMATED, PlannedPace
 from reft.tools.planning.storage import StoragePlan, plan_storage
 from reft.tools.planning.survival import HOUR, Survival, survival_of
-from reft.tools.simulate.schedules import Schedule, one_f_one_b
 
 IN_VAIN = (
     f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '
@@ -68,7 +67,7 @@ class JobPlan:
         choice: every alternative, and the one that ``auto`` would take.
         planned: the one that the plan is about: as configured, or the choice.
         configured: what the block asks for, or ``auto``.
-        pace: the simulated step.
+        pace: the step, estimated or measured.
         survival: survival under ``planned``.
         max_overhead: part of the step that snapshots may cost.
     """
@@ -77,7 +76,7 @@ class JobPlan:
     choice: Choice
     planned: Alternative
     configured: str
-    pace: SimulatedPace
+    pace: PlannedPace
     survival: Survival
     max_overhead: float
 
@@ -132,26 +131,18 @@ class JobPlan:
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
-        loads, measured = self.planned.loads, self.pace.measured
-        if measured is not None:
-            found = sorted(measured.stages.items())
-            return tuple(StagePlan(p, loads[p], s.windows, s.bandwidth.window) for p, s in found)
-        rate = self.job.cluster.machine.copy_bytes_per_sec
-        return tuple(
-            StagePlan(p, loads[p], result.windows, rate) for p, result in enumerate(self.pace.plain.stages)
-        )
+        loads, found = self.planned.loads, sorted(self.pace.windows.stages.items())
+        return tuple(StagePlan(p, loads[p], s.windows, s.bandwidth.window) for p, s in found)
 
     @property
     def bubble_fraction(self) -> float:
         """Share of a step in which the devices wait."""
-        if self.pace.measured is None:
-            return self.pace.plain.bubble_fraction
         return sum(s.idle_secs for s in self.stages) / (len(self.stages) * self.pace.step_secs)
 
     @property
     def source(self) -> str:
-        """Where the step, its windows and what copies cost come from. Transfers to peers are simulated."""
-        return "simulated" if self.pace.measured is None else self.pace.measured.estimator
+        """Where the step, its windows and what copies cost come from. Transfers to peers are estimated."""
+        return self.pace.windows.estimator
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
@@ -175,10 +166,10 @@ class JobPlan:
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, labelled as simulated."""
+        """Plain values, labelled as estimated."""
         job, training = self.job, self.job.training
         return {
-            "simulated": True,
+            ESTIMATED: True,
             "well": not self.problems,
             "problems": list(self.problems),
             "notes": list(job.notes),
@@ -289,7 +280,6 @@ def make_plan(
     memory_bytes: int | None = None,
     max_overhead: float | None = None,
     recompute: bool = False,
-    schedule: Callable[[int, int], Schedule] = one_f_one_b,
     profile: ProfileResult | None = None,
 ) -> JobPlan:
     """Plan a job.
@@ -302,8 +292,7 @@ def make_plan(
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
         max_overhead: instead of the block's.
         recompute: ``auto`` recomputes partitions, as ``auto+aor`` does.
-        schedule: of the pipeline.
-        profile: measured windows, instead of simulated ones.
+        profile: measured windows, instead of estimated ones.
 
     Raises:
         ConfigError: a protection that is none, or has no room in the groups; a profile of something else.
@@ -311,7 +300,7 @@ def make_plan(
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
-    pace = SimulatedPace(job.training, Variant(block.variant.value), schedule, _measured(job, profile))
+    pace = PlannedPace(job.training, Variant(block.variant.value), _measured(job, profile))
     configured, recomputed = _configured(block, protection)
     if recomputed and not job.owned:
         recomputed = False

@@ -10,9 +10,9 @@ from typing import Any
 from reft.errors import ConfigError
 from reft.grid import Degrees
 from reft.json_file import read_object
+from reft.tools.planning.training import Shape
 from reft.tools.pretrain.layout import check_model
 from reft.tools.pretrain.model_config import LlamaConfig, load_model
-from reft.tools.simulate.training import Shape
 
 SEQ_LENGTH = 4096
 """Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reft.errors import ConfigError
-from reft.tools.simulate.instructions import (
+from reft.tools.planning.training import Training
+
+from .instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -73,6 +75,18 @@ class Costs:
     ) -> Costs:
         """Equal stages, free transfers, reductions and optimizer."""
         return cls((forward_secs,) * stages, (backward_secs,) * stages, weight_share)
+
+    @classmethod
+    def of(cls, training: Training) -> Costs:
+        """Of a job, from its shapes and published hardware figures."""
+        return cls(
+            forward_secs=training.forward_secs,
+            backward_secs=tuple(2 * secs for secs in training.forward_secs),
+            activation_bytes=training.activation_bytes,
+            link_bytes_per_sec=training.machine.network_share_bytes_per_sec,
+            reduce_secs=training.reduce_secs,
+            optimizer_secs=training.optimizer_secs,
+        )
 
     @property
     def stages(self) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from reft.errors import ConfigError
-from reft.tools.simulate.instructions import Compute, Instruction, OptimizerStep, Reduction, Transfer
+
+from .instructions import Compute, Instruction, OptimizerStep, Reduction, Transfer
 
 
 class Tier(IntEnum):

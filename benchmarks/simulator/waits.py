@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from reft.snapshot.scheduling.windows import Window, WindowKind
-from reft.tools.simulate.instructions import Compute, ForwardPass, Reduction
-from reft.tools.simulate.result import Interval
+
+from .instructions import Compute, ForwardPass, Reduction
+from .result import Interval
 
 _ROUNDING = 1e-12
 """Waits shorter than this part of the step are rounding."""

@@ -4,8 +4,8 @@ The variants are those of the ``reft`` block. All but ``inter_node`` copy the sa
 shard and its redundancy; ``whole_stage`` asks for the same without sharding, as systems do that
 know nothing of data-parallel redundancy.
 
-How they disturb the step (see :mod:`reft.tools.simulate.copying` and
-:class:`~reft.tools.simulate.hardware.Machine`):
+How they disturb the step (see :mod:`.copying` and
+:class:`~reft.tools.planning.hardware.Machine`):
 
 - ``blocking``: the step begins when the copy to pinned memory has ended.
 - ``host``: a thread copies to memory that is not pinned, on the stream that computes. While both have
@@ -27,13 +27,15 @@ from typing import Any
 from reft.config import Variant
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
-from reft.tools.simulate.copying import Beside, Copying, Tier, bytes_by_tier
-from reft.tools.simulate.hardware import PAGEABLE_SHARE
-from reft.tools.simulate.instructions import Compute, ReduceGrads
-from reft.tools.simulate.pipeline import simulate
-from reft.tools.simulate.result import Simulation, StageResult
-from reft.tools.simulate.schedules import Schedule, one_f_one_b
-from reft.tools.simulate.training import Training
+from reft.tools.planning.hardware import PAGEABLE_SHARE
+from reft.tools.planning.training import Training
+
+from .copying import Beside, Copying, Tier, bytes_by_tier
+from .costs import Costs
+from .instructions import Compute, ReduceGrads
+from .pipeline import simulate
+from .result import Simulation, StageResult
+from .schedules import Schedule, one_f_one_b
 
 PROTECTIONS: dict[str, Callable[[int], float]] = {
     "none": lambda data: 1 / data,
@@ -158,7 +160,7 @@ def predict(
     if training.data < 2:
         raise ConfigError(f"{training.name}: snapshots need at least two data-parallel peers")
     pipeline = schedule(training.stages, training.micro_batches)
-    costs = training.costs()
+    costs = Costs.of(training)
     plain = simulate(pipeline, costs)
     part = PROTECTIONS[protection](training.data)
     found = []
@@ -205,7 +207,7 @@ def simulate_copying(
         pipeline: the schedule of ``plain``.
     """
     stages = [_copying(variant, training, stage, n) for stage, n in zip(plain.stages, nbytes, strict=True)]
-    return simulate(pipeline, training.costs(), stages)
+    return simulate(pipeline, Costs.of(training), stages)
 
 
 def _copying(variant: Variant, training: Training, plain: StageResult, nbytes: float) -> Copying:

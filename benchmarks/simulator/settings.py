@@ -1,4 +1,4 @@
-"""The jobs that ``reft simulate has`` predicts, and the bytes that they copy."""
+"""The jobs that ``python -m benchmarks.simulator has`` predicts, and the bytes that they copy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from decimal import ROUND_HALF_UP, Decimal
 
-from reft.tools.simulate.footprint import Footprint, footprint
-from reft.tools.simulate.hardware import H100, MI250X, V100
-from reft.tools.simulate.training import Training
+from reft.tools.planning.hardware import H100, MI250X, V100
+from reft.tools.planning.training import Training
+
+from .footprint import Footprint, footprint
 
 MICRO_BATCHES = 8
 """Per pipeline and step: twice the stages. Not published; it sets the part of idle time."""

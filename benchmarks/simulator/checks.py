@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from reft.errors import ConfigError
-from reft.tools.simulate.instructions import (
+
+from .instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -17,7 +18,7 @@ from reft.tools.simulate.instructions import (
     SendGrad,
     Transfer,
 )
-from reft.tools.simulate.schedules import Schedule
+from .schedules import Schedule
 
 Channel = tuple[str, int, int, int]
 """What, from which stage, to which stage, between which places of the model: kept in order."""

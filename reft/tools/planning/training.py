@@ -8,9 +8,8 @@ from typing import Protocol
 
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
+from reft.tools.planning.hardware import Machine
 from reft.tools.pretrain.model_config import load_model
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.hardware import Machine
 
 HALF_BYTES = 2
 OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
@@ -106,30 +105,33 @@ class Training:
         per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
         return largest * per_parameter <= self.machine.memory_bytes
 
-    def costs(self) -> Costs:
-        """Seconds and bytes of its pipeline.
+    @property
+    def forward_secs(self) -> tuple[float, ...]:
+        """Per stage, of a micro-batch; backward takes twice that.
 
-        Computation: 2 operations per parameter and token forward, and attention; backward is twice
-        that. Gradients go around a ring per tensor-parallel rank, and all rings of a node share its network.
+        2 operations per parameter and token, and attention.
         """
-        machine, stages = self.machine, range(self.stages)
+        return tuple(self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages))
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, between two stages."""
+        return HALF_BYTES * self._tokens * self.shape.hidden_size
+
+    @property
+    def reduce_secs(self) -> tuple[float, ...]:
+        """Per stage: a ring per tensor-parallel rank; the rings of a node share its network."""
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES
-        ring_bytes_per_sec = machine.network_bytes_per_sec / min(self.tensor, machine.devices_per_node)
-        forward_secs = tuple(self._forward_flops(p) / machine.achieved_flops for p in stages)
-        return Costs(
-            forward_secs=forward_secs,
-            backward_secs=tuple(2 * secs for secs in forward_secs),
-            activation_bytes=HALF_BYTES * self._tokens * self.shape.hidden_size,
-            link_bytes_per_sec=machine.network_share_bytes_per_sec,
-            reduce_secs=tuple(ring * self.stage_parameters(p) / ring_bytes_per_sec for p in stages),
-            optimizer_secs=tuple(
-                OPTIMIZER_TRAFFIC_BYTES
-                * self.stage_parameters(p)
-                / self._optimizer_shares
-                / machine.memory_bytes_per_sec
-                for p in stages
-            ),
-        )
+        rings = min(self.tensor, self.machine.devices_per_node)
+        ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
+        return tuple(ring * self.stage_parameters(p) / ring_bytes_per_sec for p in range(self.stages))
+
+    @property
+    def optimizer_secs(self) -> tuple[float, ...]:
+        """Per stage: reads and writes of device memory."""
+        nbytes = OPTIMIZER_TRAFFIC_BYTES / self._optimizer_shares
+        rate = self.machine.memory_bytes_per_sec
+        return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))
 
     @property
     def _optimizer_shares(self) -> int:

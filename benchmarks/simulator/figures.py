@@ -8,8 +8,9 @@ from typing import Any
 
 from reft.config import Variant
 from reft.tools.drawing import new_figure, save_figure
-from reft.tools.simulate.copying import Tier
-from reft.tools.simulate.instructions import (
+
+from .copying import Tier
+from .instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,
@@ -19,8 +20,8 @@ from reft.tools.simulate.instructions import (
     ReduceGrads,
     ReduceTiedGrads,
 )
-from reft.tools.simulate.result import Interval, Simulation, StageResult
-from reft.tools.simulate.variants import Predictions
+from .result import Interval, Simulation, StageResult
+from .variants import Predictions
 
 _VARIANTS = {
     "blocking": "#8c2d04",

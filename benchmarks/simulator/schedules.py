@@ -1,7 +1,7 @@
 """Pipeline schedules as instruction streams, one per stage.
 
 Every schedule here is made in two moves: the order of the computations of each stage
-(:mod:`reft.tools.simulate.orders`), then the transfers that follow from it
+(:mod:`.orders`), then the transfers that follow from it
 (:func:`with_transfers`). Any other schedule can be given as instructions, and DeepSpeed's own
 objects are converted by :func:`from_deepspeed`.
 """
@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from reft.errors import ConfigError
-from reft.tools.simulate import orders
-from reft.tools.simulate.instructions import (
+
+from . import orders
+from .instructions import (
     BackwardInput,
     BackwardPass,
     BackwardWeight,

@@ -1,9 +1,10 @@
-"""``reft simulate``: pipelines and the cost of snapshots, from formulas instead of machines."""
+"""``python -m benchmarks.simulator``: pipelines and the cost of snapshots, from formulas."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from reft.errors import ConfigError
+from reft.errors import ConfigError, ReftError
 
 if TYPE_CHECKING:
-    from reft.tools.simulate.training import Training
+    from reft.tools.planning.training import Training
 
 simulate_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Predict, without a cluster: idle time of pipelines, overhead of snapshots.",
 )
 
@@ -29,14 +32,14 @@ MicroBatches = Annotated[int, typer.Option(min=1, help="per pipeline and step")]
 @simulate_app.command("has", short_help="overhead of a snapshot every step, for each way of taking it")
 def has_command(
     *,
-    model: Annotated[str | None, typer.Option(help="one job instead: a model of reft.tools.pretrain")] = None,
+    model: Annotated[str | None, typer.Option(help="one job instead: the Llama-2 1.3b to 34b")] = None,
     machine: Annotated[str, typer.Option(help="with --model: v100, mi250x, a100 or h100")] = "h100",
     tp: Annotated[int, typer.Option("--tp", min=1, help="with --model: tensor-parallel degree")] = 8,
     pp: Annotated[int, typer.Option("--pp", min=1, help="with --model: pipeline stages")] = 4,
     dp: Annotated[int, typer.Option("--dp", min=1, help="with --model: data-parallel degree")] = 16,
     micro_batches: MicroBatches = 8,
     protection: Annotated[str, typer.Option(help="redundancy: none, arc or aec")] = "arc",
-    schedule: Annotated[str, typer.Option(help="pipeline schedule; see 'reft simulate pipeline'")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="pipeline schedule; see the command pipeline")] = "1f1b",
     figure: Annotated[Path | None, typer.Option(help="draw the overheads (png, svg, pdf)")] = None,
     timeline: Annotated[Path | None, typer.Option(help="with --model: draw the step with HAS")] = None,
     as_json: AsJson = False,
@@ -45,8 +48,8 @@ def has_command(
 
     Without --model: the settings of the REFT paper, and 4,096 and 16,384 H100.
     """
-    from reft.tools.simulate.settings import Experiment, experiments
-    from reft.tools.simulate.variants import predict
+    from .settings import Experiment, experiments
+    from .variants import predict
 
     if timeline is not None and model is None:
         raise ConfigError("--timeline draws one job: say which with --model")
@@ -57,12 +60,13 @@ def has_command(
         groups = (Experiment("given", (_training(model, machine, (tp, pp, dp), micro_batches),)),)
     results = [[predict(t, protection=protection, schedule=make) for t in g.trainings] for g in groups]
     if figure is not None:
-        from reft.tools.simulate.figures import draw_overheads
+        from .figures import draw_overheads
 
         draw_overheads([(g.title, of) for g, of in zip(groups, results, strict=True)], figure)
     if timeline is not None:
         from reft.config import Variant
-        from reft.tools.simulate.figures import draw_timeline
+
+        from .figures import draw_timeline
 
         draw_timeline(
             results[0][0].of(Variant.HAS).simulation, timeline, f"{results[0][0].training.name}, HAS"
@@ -70,7 +74,7 @@ def has_command(
     if as_json:
         _print_json(_has_json(groups, results, protection, schedule))
         return
-    from reft.tools.simulate.display import show_experiments, show_job
+    from .display import show_experiments, show_job
 
     console = Console()
     if model is not None:
@@ -100,8 +104,8 @@ def pipeline_command(
     """One training step of a pipeline schedule: when each stage waits, and for how long."""
     from dataclasses import replace
 
-    from reft.tools.simulate.costs import Costs
-    from reft.tools.simulate.pipeline import simulate
+    from .costs import Costs
+    from .pipeline import simulate
 
     for option, value in (("forward", forward_ms), ("backward", backward_ms), ("transfer", transfer_ms)):
         if not math.isfinite(value):
@@ -114,13 +118,13 @@ def pipeline_command(
     )
     simulation = simulate(_schedule(schedule)(stages, micro_batches), costs)
     if figure is not None:
-        from reft.tools.simulate.figures import draw_timeline
+        from .figures import draw_timeline
 
         draw_timeline(simulation, figure)
     if as_json:
         _print_json(simulation.to_json())
     else:
-        from reft.tools.simulate.display import show_pipeline
+        from .display import show_pipeline
 
         show_pipeline(simulation, Console())
 
@@ -134,7 +138,7 @@ def _check_figures(*paths: Path | None) -> None:
 
 
 def _schedule(name: str) -> Any:
-    from reft.tools.simulate.schedules import SCHEDULES
+    from .schedules import SCHEDULES
 
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; known: {', '.join(SCHEDULES)}")
@@ -142,8 +146,8 @@ def _schedule(name: str) -> Any:
 
 
 def _training(model: str, machine: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
-    from reft.tools.simulate.hardware import MACHINES
-    from reft.tools.simulate.training import Training
+    from reft.tools.planning.hardware import MACHINES
+    from reft.tools.planning.training import Training
 
     if machine.lower() not in MACHINES:
         raise ConfigError(f"machine is {machine!r}; known: {', '.join(MACHINES)}")
@@ -158,8 +162,8 @@ def _print_json(value: Any) -> None:
 
 
 def _has_json(groups: Any, results: Any, protection: str, schedule: str) -> dict[str, Any]:
-    from reft.tools.simulate.published import comparisons
-    from reft.tools.simulate.settings import BYTES
+    from .published import comparisons
+    from .settings import BYTES
 
     flat = [r for of_group in results for r in of_group]
     return {
@@ -180,3 +184,19 @@ def _has_json(groups: Any, results: Any, protection: str, schedule: str) -> dict
         ],
         "published": [c._asdict() for c in comparisons(flat)],
     }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes as of ``reft``: 0 well, 2 wrong use."""
+    try:
+        simulate_app(args=argv, prog_name="python -m benchmarks.simulator")
+    except SystemExit as stop:  # usage errors have been shown
+        return stop.code if isinstance(stop.code, int) else 0
+    except (ReftError, OSError) as error:
+        Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

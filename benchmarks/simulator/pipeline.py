@@ -16,19 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reft.errors import ConfigError
-from reft.tools.simulate.checks import Channel, ScheduleError, channel_of, check_schedule, is_send
-from reft.tools.simulate.copying import Copying, CopyProgress
-from reft.tools.simulate.costs import Costs
-from reft.tools.simulate.instructions import (
+
+from .checks import Channel, ScheduleError, channel_of, check_schedule, is_send
+from .copying import Copying, CopyProgress
+from .costs import Costs
+from .instructions import (
     CommitP2P,
     Instruction,
     OptimizerStep,
     ReduceTiedGrads,
     Transfer,
 )
-from reft.tools.simulate.result import Interval, Simulation, StageResult
-from reft.tools.simulate.schedules import Schedule
-from reft.tools.simulate.waits import idle_windows
+from .result import Interval, Simulation, StageResult
+from .schedules import Schedule
+from .waits import idle_windows
 
 _NO_COPY = Copying(nbytes=0, bytes_per_sec=1.0)
 

@@ -1,7 +1,7 @@
 """What the REFT paper prints, and the model's answer to the same question. Nothing here was fitted.
 
 Only figures that a publication prints are called published; what follows from the paper's formulas, such as
-bytes per device, is derived (:mod:`reft.tools.simulate.settings`).
+bytes per device, is derived (:mod:`.settings`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 from reft.config import Variant
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
-from reft.tools.simulate.hardware import MI250X, V100
-from reft.tools.simulate.pipeline import simulate
-from reft.tools.simulate.schedules import one_f_one_b
-from reft.tools.simulate.training import Training
-from reft.tools.simulate.variants import Predictions, simulate_copying
+from reft.tools.planning.hardware import MI250X, V100
+from reft.tools.planning.training import Training
+
+from .costs import Costs
+from .pipeline import simulate
+from .schedules import one_f_one_b
+from .variants import Predictions, simulate_copying
 
 DEVICES = 512
 """Of the paper's large testbeds."""
@@ -85,7 +87,7 @@ def zero_1_secs(training: Training) -> tuple[float, float]:
     own partition, and the gradients of the neighbour's."""
     zero_1 = replace(training, zero_1=True)
     pipeline = one_f_one_b(training.stages, training.micro_batches)
-    plain = simulate(pipeline, zero_1.costs())
+    plain = simulate(pipeline, Costs.of(zero_1))
     part = (2 * MODEL_BYTES + OPTIMIZER_BYTES + GRADIENT_BYTES) / training.data
     copied = [part * training.stage_parameters(p) for p in range(training.stages)]
     protected = simulate_copying(Variant.HAS, zero_1, plain, copied, pipeline)

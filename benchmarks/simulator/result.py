@@ -9,8 +9,9 @@ from typing import Any
 
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from reft.snapshot.scheduling.windows import ProfiledEstimator, Window
-from reft.tools.simulate.copying import Piece, Tier, bytes_by_tier
-from reft.tools.simulate.instructions import Compute, Instruction, MicroBatchInstruction
+
+from .copying import Piece, Tier, bytes_by_tier
+from .instructions import Compute, Instruction, MicroBatchInstruction
 
 
 @dataclass(frozen=True, slots=True)

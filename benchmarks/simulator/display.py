@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from reft.tools.simulate.copying import Tier
-from reft.tools.simulate.published import comparisons
-from reft.tools.simulate.result import Simulation
-from reft.tools.simulate.settings import BYTES, Experiment
-from reft.tools.simulate.variants import Predictions
 from reft.tools.tables import numbers_table, windows_by_kind
+
+from .copying import Tier
+from .published import comparisons
+from .result import Simulation
+from .settings import BYTES, Experiment
+from .variants import Predictions
 
 _READING = (
     "Simulated: none of these times was measured. Overhead is what a snapshot every step adds to the "
