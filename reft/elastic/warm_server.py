@@ -100,8 +100,8 @@ class _Reads:
     def __enter__(self) -> None:
         names, original = self._names, self._original
 
-        def noting(environ: Any, name: str) -> Any:
-            names.setdefault(_asking_package(), set()).add(name)
+        def noting(environ: Any, name: str | bytes) -> Any:
+            names.setdefault(_asking_package(), set()).add(os.fsdecode(name))  # bytes of os.environb
             return original(environ, name)
 
         self._kind.__getitem__ = noting

@@ -18,7 +18,7 @@ import pytest
 
 from reft.elastic.options import parse_options
 from reft.elastic.warm import imports_of
-from reft.elastic.warm_server import SERVER, differing
+from reft.elastic.warm_server import SERVER, differing, import_ahead
 from tests.elastic.cluster import cluster
 from tests.prefork import Popen
 
@@ -255,6 +255,16 @@ def test_threads_that_end_before_a_fork_keep_no_module_out(tmp_path: Path) -> No
         done.stdout
         == str([("numpy.random", ""), ("starts_thread", "starts 1 threads while it is imported")]) + "\n"
     )
+
+
+def test_a_name_that_is_read_as_bytes_is_noted_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reads_bytes.py").write_text("import os\nos.environb.get(b'READ_AS_BYTES')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    read: dict[str, set[str]] = {}
+    assert [name for name, _ in import_ahead(["reads_bytes"], read)] == ["reads_bytes"]
+    assert read == {"reads_bytes": {"READ_AS_BYTES"}}
 
 
 def _wait_for(condition: Callable[[], bool], limit_secs: float) -> None:

@@ -172,7 +172,7 @@ def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
     assert sum(c.nbytes for t in traces(last) for c in t.chunks if c.tier == 1) > 0
 
 
-@pytest.mark.process
+@pytest.mark.integration  # a busy machine may leave no such window
 def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_in_for(
     results: list[dict[str, Any]],
 ) -> None:
@@ -253,7 +253,7 @@ def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: 
         assert r["staged_resumed"]["losses"] == r["long_reference"][stats["committed_step"] :]
 
 
-@pytest.mark.process
+@pytest.mark.integration  # a busy machine may leave no such window
 def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict[str, Any]]) -> None:
     for r in results:
         run, stats = r["staged"], r["staged"]["stats"]
