@@ -100,7 +100,7 @@ class _Reads:
     def __enter__(self) -> None:
         names, original = self._names, self._original
 
-        def noting(environ: Any, name: str | bytes) -> Any:
+        def noting(environ: Any, name: Any) -> Any:
             names.setdefault(_asking_package(), set()).add(os.fsdecode(name))  # bytes of os.environb
             return original(environ, name)
 

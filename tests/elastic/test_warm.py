@@ -257,6 +257,7 @@ def test_threads_that_end_before_a_fork_keep_no_module_out(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.process
 def test_a_name_that_is_read_as_bytes_is_noted_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
