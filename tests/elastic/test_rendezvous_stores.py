@@ -18,7 +18,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from reft.elastic.handler import StoreRendezvous
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.door import listen
-from reft.store.etcd.probe import findings
 from reft.store.etcd.settings import EtcdSettings
 from reft.store.etcd.store import EtcdStore
 from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
@@ -344,7 +343,6 @@ def test_p6_a_member_that_dies_or_stands_still_is_passed_by_and_a_lost_majority_
     etcd.stop(killed)  # and now two of three
     with pytest.raises(StoreError, match="does not answer"):
         store.set("n", "lost")
-    assert [f for f in findings(store_line(etcd)) if "has no leader" in f or "not in time" in f]
     etcd.resume(stopped)
     etcd.resume(killed)
 
