@@ -138,6 +138,7 @@ def test_the_first_host_of_a_list(listed: str, first: str) -> None:
     assert first_host(listed) == first
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs Slurm's scontrol")
 @pytest.mark.parametrize("listed", [listed for listed, _ in LISTS if "b-c" not in listed])
 def test_the_first_host_is_slurms(listed: str, tmp_path: Path) -> None:
