@@ -19,8 +19,11 @@ PIPELINE = Example(
 )
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("example", [PLAIN, PIPELINE], ids=["plain", "pipeline"])
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(PLAIN, id="plain"), pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.nightly)],
+)
 def test_an_example_that_loses_a_node_ends_with_the_same_numbers(example: Example, tmp_path: Path) -> None:
     check_that_a_lost_node_changes_nothing(example, tmp_path, step=6)
 
