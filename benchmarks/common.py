@@ -26,6 +26,8 @@ from typing import Any
 
 from memory_sampler import MemorySampler
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # some train the Llama of examples/
+
 MIB = 2**20
 _PREFIX = "reft-bench-"
 _PR_SET_PDEATHSIG = 1

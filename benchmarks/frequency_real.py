@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
 from reft.tools.demo.cluster import LocalCluster
 from reft.tools.demo.history import EventReader
@@ -92,7 +93,7 @@ def _measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     events = directory / "events"
     cluster = LocalCluster(
         command=[
-            *("-m", "reft.pretrain", *_MODEL, "--data", str(text), "--reft", str(block)),
+            *(PRETRAIN, *_MODEL, "--data", str(text), "--reft", str(block)),
             *("--save-dir", str(directory / "saved"), "--cache-dir", str(directory / "cache")),
         ],
         directory=directory,

@@ -50,11 +50,11 @@ from replay_stage import (
 from replay_worker import WARM_UP_STEPS, Production, WorkerSaver
 from results import estimate, machine
 
+from examples.llama.model_config import LlamaConfig, load_model
 from reft.config import Variant
 from reft.errors import OutOfMemoryError
 from reft.snapshot.copying.engine import copy_engine_for
 from reft.store.arena import free_bytes
-from reft.tools.pretrain.model_config import LlamaConfig, load_model
 
 GOAL_OVERHEAD = 0.01
 GOAL_LINK = 0.9

@@ -42,7 +42,7 @@ SPARE_GOAL_SECS, TORCHRUN_GOAL = 2.0, 3.0
 
 
 def trainer_arguments(options: argparse.Namespace) -> list[str]:
-    """Of ``reft.tools.pretrain``: the tiny model, for as long as it is let."""
+    """Of ``examples.llama``: the tiny model, for as long as it is let."""
     return [
         *("--model", "tiny", "--pp", str(options.pp), "--dp", str(options.dp), "--zero", str(options.zero)),
         *("--dtype", options.dtype, "--seq", str(options.seq), "--micro-batch", str(options.micro_batch)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
 from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
 from reft.tools.demo.history import Event, EventReader, History
@@ -74,7 +75,7 @@ class Job:
 
     Args:
         system: ``reft`` or ``torchrun``.
-        trainer: arguments of ``reft.tools.pretrain`` without where it saves.
+        trainer: arguments of ``examples.llama`` without where it saves.
         save_interval: steps between DeepSpeed's checkpoints, under torchrun.
     """
 
@@ -98,7 +99,7 @@ class Job:
             trainer += ["--save-interval", str(self.save_interval)]
         kind = LocalCluster if self.system == "reft" else TorchrunCluster
         self.cluster = kind(
-            command=["-m", "reft.tools.pretrain", *trainer],
+            command=[PRETRAIN, *trainer],
             directory=self.directory,
             nodes=self.nodes,
             procs_per_node=self.procs_per_node,

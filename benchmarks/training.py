@@ -52,9 +52,10 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
 
     import torch
 
-    from reft.tools.pretrain import train
-    from reft.tools.pretrain.layout import Layout, degrees_for
-    from reft.tools.pretrain.options import parse
+    from examples.llama import train
+    from examples.llama.model_config import degrees_for
+    from examples.llama.options import parse
+    from reft.tools.planning.layout import Layout
 
     shape = Shape.near(options.params, options.pp)
     wanted = {

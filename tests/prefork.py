@@ -43,7 +43,6 @@ PRELOADED = (
     "reft",
     "reft.hook.install",
     "reft.hook.session",
-    "reft.tools.pretrain",
     *_LAUNCHERS,
 )
 _ROOT = Path(__file__).resolve().parents[1]

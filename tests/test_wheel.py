@@ -36,8 +36,12 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
     tag = wheel.stem.split("-", 2)[2]
     assert tag.startswith("py3-none-")
     assert tag.endswith("-any") == (not compiled)
-    assert {"reft/py.typed", "reft/tools/pretrain/configs/tiny.json"} <= set(names)
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or name.endswith(".cpp")]
+    assert "reft/py.typed" in names
+    assert not [
+        name
+        for name in names
+        if name.startswith(("tests/", "benchmarks/", "examples/")) or name.endswith(".cpp")
+    ]
 
 
 def test_it_is_installed_into_an_empty_environment_and_used(wheel: Path, tmp_path: Path) -> None:

@@ -103,7 +103,11 @@ def changed_files() -> list[Path]:
 
 def reached(changed: Iterable[Path]) -> list[str]:
     """Test files that are changed, or import a changed file, or a file that imports one."""
-    files = {module_of(path): path for folder in ("reft", "tests") for path in (ROOT / folder).rglob("*.py")}
+    files = {
+        module_of(path): path
+        for folder in ("reft", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    }
     imports = {name: imported(path, files) for name, path in files.items()}
     near = {module_of(path) for path in changed if path.is_relative_to(ROOT)}
     for _ in range(2):
@@ -121,8 +125,10 @@ def imported(path: Path, files: Iterable[str]) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            package = module_of(path).split(".")[: -node.level] if node.level else []
+            module = ".".join((*package, *filter(None, [node.module])))
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return names & set(files)
 
 

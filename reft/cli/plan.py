@@ -28,7 +28,7 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="llama2-1.3b, -2.7b, -6.7b, -34b, another model of reft.pretrain, a JSON file of that kind, "
+            help="llama2-1.3b, -2.7b, -6.7b, -34b, "
             "or the config.json of a Hugging Face model (Llama, Mistral, Qwen)"
         ),
     ] = None,

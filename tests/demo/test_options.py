@@ -25,18 +25,15 @@ def test_default_is_pp2_dp2_on_four_nodes_and_loses_one_of_them():
     [
         (dict(pp=2, dp=3), (6, 1, Degrees(2, 3, 1))),
         (dict(pp=1, dp=4, nodes=2), (2, 2, Degrees(1, 4, 1))),
-        (dict(pp=2, dp=2, tp=2, procs=2), (4, 2, Degrees(2, 2, 2))),
         (dict(nodes=2), (2, 1, Degrees(1, 2, 1))),
         (dict(nodes=3), (3, 1, Degrees(1, 3, 1))),
         (dict(nodes=6), (6, 1, Degrees(2, 3, 1))),
         (dict(dp=4), (4, 1, Degrees(1, 4, 1))),
-        (dict(tp=2), (4, 1, Degrees(1, 2, 2))),
-        (dict(nodes=2, procs=4, tp=2), (2, 4, Degrees(2, 2, 2))),
         (dict(nodes=1, pp=1), (1, 1, Degrees(1, 1, 1))),
     ],
 )
 def test_what_is_left_out_of_the_layout_is_derived(given, expected):
-    every = dict(nodes=None, procs=None, pp=None, dp=None, tp=1)
+    every = dict(nodes=None, procs=None, pp=None, dp=None)
     assert derive_layout(**{**every, **given}) == expected
 
 
@@ -46,7 +43,6 @@ def test_what_is_left_out_of_the_layout_is_derived(given, expected):
         ("--nodes 4 --pp 3", ("4 node(s) x 1", "--pp 3", "Change")),
         ("--nodes 3 --pp 2 --dp 2", ("3 node(s) x 1", "needs 4")),
         ("--nodes 4 --procs-per-node 1 --pp 2 --dp 3", ("= 4 trainers", "needs 6")),
-        ("--tp 3", ("--tp 3", "= 4 trainers")),
         ("--nodes 0", ("--nodes is 0", "positive")),
         ("--kill 9", ("'9'", "STEP:NODE")),
         ("--kill x:1", ("'x:1'", "STEP:NODE")),
@@ -65,10 +61,7 @@ def test_what_is_left_out_of_the_layout_is_derived(given, expected):
         ("--protection rs:3", ("protection rs:3", "at least 4", "found 2")),
         ("--protection arc+aec+aor --zero 1", ("protection arc+aec", "at least 3", "found 2")),
         ("--copies 0", ("protects nothing",)),
-        ("--dtype bf16 --grad-accum-dtype fp32", ("--zero 1",)),
         ("--pp 8 --dp 1", ("layers", "--pp 8")),
-        ("--model huge", ("huge",)),
-        ("--data /no/such/text", ("/no/such/text", "does not exist")),
         ("--memory-dir /no/such/dir", ("/no/such/dir", "another directory")),
     ],
 )
@@ -93,4 +86,6 @@ def test_both_runs_train_the_same_and_only_one_has_the_block():
     options = parse(["--zero", "1", "--dtype", "bf16", "--copies", "1", "--persist-interval", "4"])
     block = options.reft_block(Path("/persist"))
     assert block["persist"] == {"dir": "/persist", "interval_steps": 4}
-    assert "--reft" not in options.trainer_arguments(Path("x"))
+    quiet, protected = options.trainer_options(Path("x")), options.trainer_options(Path("x"), block)
+    assert protected["deepspeed"].pop("reft") == block
+    assert quiet == protected

@@ -24,13 +24,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import reft
-from reft.hook.cpu import avoid_build_at_start
-from reft.tools.pretrain.tensor_parallel import (
+from examples.llama.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     copy_to_ranks,
 )
+from reft.hook.cpu import avoid_build_at_start
 
 avoid_build_at_start()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.llama import PRETRAIN
 from reft.elastic.mpi_step import Place, Where, check_together
 from reft.errors import AuthenticationError, ConfigError
 from reft.store.jobdir import is_running, read_json
@@ -37,7 +38,7 @@ class Nodes:
     def run(self, name: str, nodes: Sequence[str], block: dict[str, object] | None) -> tuple[int, str]:
         """One step; its exit code and output."""
         command = [
-            *("-m", "reft.pretrain", *MODEL, "--pp", "1", "--dp", str(len(nodes)), "--tp", "1"),
+            *(PRETRAIN, *MODEL, "--pp", "1", "--dp", str(len(nodes)), "--tp", "1"),
             *("--zero", "1", "--dtype", "bf16", "--grad-accum-dtype", "fp32", "--steps", str(STEPS)),
             *("--save-dir", str(self.root / "checkpoints")),
             *("--data", str(write_corpus(self.root)), "--cache-dir", str(self.root / "cache")),

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import pytest
 
+from examples.llama import PRETRAIN
 from reft.env import ENV_EVENTS
 from reft.tools.demo.cluster import LocalCluster, LocalClusterError, LocalNode
 from reft.tools.demo.history import History, Incarnation
@@ -70,7 +71,7 @@ class Scratch:
     def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
         """The training command, without a ``reft`` block."""
         return [
-            *("-m", "reft.pretrain", *MODEL, *shape.arguments, *optimizer.arguments),
+            *(PRETRAIN, *MODEL, *shape.arguments, *optimizer.arguments),
             *("--steps", str(steps), "--save-dir", str(save_dir)),
             *("--data", str(write_corpus(self.root)), "--cache-dir", str(self.root / "cache")),
         ]

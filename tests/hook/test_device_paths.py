@@ -25,7 +25,6 @@ ASKS_ONLY = {
     "reft.profile.profiler",
     "reft.protect.backend",
     "reft.tools.check.measures",
-    "reft.tools.pretrain.train",
 }
 """Modules that name a device's interface to choose by it, or are no part of a protected job."""
 INTERFACE = re.compile(r"torch\.cuda|\bcupy\b|cudaHost")

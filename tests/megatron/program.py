@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.tools.pretrain.indexed import IndexedWriter, token_dtype
+from examples.llama.indexed import IndexedWriter, token_dtype
 from tests.matrix import ROOT, ROWS, install
 from tests.megatron.cases import CASES, EVALUATED_AT, KILLED_AT, VOCABULARY, Case
 from tests.megatron.checkpoints import compare_checkpoints

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from examples.llama.model_config import load_model
 from reft import cli
 from reft.megatron.deepspeed import MegatronProgram
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
-from reft.tools.pretrain.model_config import load_model
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from examples.llama.model_config import load_model
 from reft import cli
 from reft.errors import ConfigError
 from reft.tools.planning.hardware import H100
-from reft.tools.planning.shapes import PlannedShape, load_shape, shape_of
+from reft.tools.planning.shapes import SHAPES, PlannedShape, load_shape, shape_of
 from reft.tools.planning.training import Training
 
 
@@ -107,6 +108,13 @@ def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path
     stages = Training(name, H100, 1, 4, 1, 4, given=shape)
     twice = shape.vocab_size * shape.hidden_size if shape.tied else 0
     assert sum(map(stages.stage_parameters, range(4))) == published + twice
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_is_that_of_the_example(name: str) -> None:
+    fields = ("layers", "hidden_size", "heads", "block_parameters", "parameters", "seq_length")
+    shape, example = load_shape(f"llama2-{name}", None)[0], load_model(name)
+    assert [getattr(shape, field) for field in fields] == [getattr(example, field) for field in fields]
 
 
 def test_samples_are_as_long_as_one_says(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.llama import PRETRAIN
 from tests.prefork import Popen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +44,8 @@ def run_bounded(command: list[str], timeout_secs: float, cwd: Path, **extra: str
 
 
 def pretrain(*args: object, cwd: Path, timeout_secs: float = 120, **extra: str):
-    """``python -m reft.pretrain`` in one process."""
-    command = [sys.executable, "-m", "reft.pretrain", *map(str, args)]
+    """The script in one process."""
+    command = [sys.executable, PRETRAIN, *map(str, args)]
     return run_bounded(command, timeout_secs, cwd, **extra)
 
 

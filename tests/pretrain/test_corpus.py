@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from reft.errors import ConfigError
-from reft.tools.pretrain.corpus import (
+from examples.llama.corpus import (
     build_corpus,
     corpus_digest,
     corpus_key,
     find_text,
     standard_library_files,
 )
-from reft.tools.pretrain.indexed import IndexedDataset
-from reft.tools.pretrain.tokenizer import ByteTokenizer, load_tokenizer
+from examples.llama.indexed import IndexedDataset
+from examples.llama.tokenizer import ByteTokenizer, load_tokenizer
+from reft.errors import ConfigError
 from tests.pretrain.conftest import ROOT, environment
 
 RACE = """
 import sys
 from pathlib import Path
-from reft.tools.pretrain import corpus
-from reft.tools.pretrain.tokenizer import ByteTokenizer
+from examples.llama import corpus
+from examples.llama.tokenizer import ByteTokenizer
 class Counting(ByteTokenizer):
     calls = 0
     def encode(self, text):

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.llama.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
+from examples.llama.samples import SampleDataset, open_samples
+from examples.llama.tokenizer import ByteTokenizer
 from reft.errors import ConfigError
-from reft.tools.pretrain.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from reft.tools.pretrain.samples import SampleDataset, open_samples
-from reft.tools.pretrain.tokenizer import ByteTokenizer
 
 DOCUMENTS = [np.arange(5), np.array([], dtype=np.int64), np.array([300]), np.arange(7) + 100]
 

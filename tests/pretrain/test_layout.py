@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from examples.llama.model_config import check_model, degrees_for, load_model
 from reft.errors import ConfigError
 from reft.grid import Degrees
-from reft.tools.pretrain.layout import (
+from reft.tools.planning.layout import (
     AXES,
     ORDERS,
     Layout,
-    check_model,
     choose_order,
-    degrees_for,
     parse_order,
 )
-from reft.tools.pretrain.model_config import load_model
 
 
 def nodes(count: int, per_node: int) -> list[int]:

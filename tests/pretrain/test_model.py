@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples.llama.model import Llama, RMSNorm, rotary_tables, rotate
+from examples.llama.model_config import LlamaConfig, load_model, model_names
+from examples.llama.tensor_parallel import TensorParallel, cross_entropy, initial_weight
 from reft.errors import ConfigError
-from reft.tools.pretrain.model import Llama, RMSNorm, rotary_tables, rotate
-from reft.tools.pretrain.model_config import LlamaConfig, load_model, model_names
-from reft.tools.pretrain.tensor_parallel import TensorParallel, cross_entropy, initial_weight
 from tests.pretrain import reference
 from tests.pretrain.conftest import ROOT, environment
 
@@ -112,7 +112,7 @@ def test_published_shapes() -> None:
 @pytest.mark.process
 def test_parameters_of_34b_are_printed_without_torch() -> None:
     code = (
-        "import sys; from reft.tools.pretrain.__main__ import main; code = main(['--model', '34b', '--print-params']);"
+        "import sys; from examples.llama.pretrain import main; code = main(['--model', '34b', '--print-params']);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(

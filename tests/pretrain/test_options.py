@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from examples.llama.options import deepspeed_config, parse
 from reft.config_read import load_config
 from reft.errors import ConfigError
-from reft.tools.pretrain.model_config import model_names
-from reft.tools.pretrain.options import deepspeed_config, parse
 from tests.pretrain.conftest import ROOT
 
 
@@ -101,4 +100,3 @@ def test_the_example_configurations_are_valid(path: Path) -> None:
         == json.loads(path.read_text())["train_micro_batch_size_per_gpu"]
     )
     assert load_config(result).enabled
-    assert {p.stem for p in (ROOT / "configs" / "models").glob("*.json")} == set(model_names())

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from examples.llama.options import parse
+from examples.llama.samples import open_samples
+from examples.llama.tokenizer import ByteTokenizer
 from reft.data.sampler import ResumableSampler
-from reft.tools.pretrain.options import parse
-from reft.tools.pretrain.samples import open_samples
-from reft.tools.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain import reference
 from tests.pretrain.conftest import run_bounded
 

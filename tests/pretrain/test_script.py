@@ -1,4 +1,4 @@
-"""``python -m reft.pretrain`` as a person runs it."""
+"""``examples/llama/pretrain.py`` as a person runs it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.llama.indexed import IndexedWriter
+from examples.llama.samples import MicroBatchIterator, open_samples
+from examples.llama.tokenizer import ByteTokenizer
 from reft.data.sampler import ResumableSampler
 from reft.errors import ConfigError
-from reft.tools.pretrain.indexed import IndexedWriter
-from reft.tools.pretrain.samples import MicroBatchIterator, open_samples
-from reft.tools.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain.conftest import pretrain
 
 SMALL = ("--layers", 2, "--hidden", 32, "--ffn", 48, "--seq", 32, "--micro-batches", 2, "--dropout", 0)

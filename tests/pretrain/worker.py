@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reft.tools.pretrain import train
-from reft.tools.pretrain.layout import Layout, degrees_for
-from reft.tools.pretrain.options import parse
-from reft.tools.pretrain.tensor_parallel import RowParallelLinear, sharded_parameters
+from examples.llama import train
+from examples.llama.model_config import degrees_for
+from examples.llama.options import parse
+from examples.llama.tensor_parallel import RowParallelLinear, sharded_parameters
+from reft.tools.planning.layout import Layout
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

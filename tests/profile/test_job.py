@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from examples.llama import PRETRAIN
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult
 from reft.profile.traces import ClockOffset
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.integration
 STEPS = 14
 MICRO_BATCHES = 4
 JOB = [
-    "-m",
-    "reft.pretrain",
+    PRETRAIN,
     "--pp",
     "2",
     "--micro-batches",

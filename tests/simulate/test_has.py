@@ -23,8 +23,8 @@ from reft.errors import ConfigError
 from reft.policy.loads import Load
 from reft.tools.planning.hardware import A100, H100, MACHINES, MI250X, V100
 from reft.tools.planning.pace import PlannedPace
+from reft.tools.planning.shapes import named_shape
 from reft.tools.planning.training import Training
-from reft.tools.pretrain.model_config import load_model
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 
@@ -61,7 +61,7 @@ def test_bytes_of_the_protections_agree_with_the_footprint():
 def test_stages_hold_the_whole_model(model, stages):
     training = Training(model, V100, 4, stages, 2, 8)
     held = sum(training.stage_parameters(p) for p in range(stages)) * training.tensor
-    assert held == pytest.approx(load_model(model).parameters)
+    assert held == pytest.approx(named_shape(model).parameters)
 
 
 @settings(max_examples=60, deadline=None)

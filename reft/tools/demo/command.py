@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -24,10 +25,6 @@ from reft.tools.demo.history import History
 from reft.tools.demo.job import Job
 from reft.tools.demo.options import DemoOptions, parse
 from reft.tools.demo.report import Recovery, Report, make_report
-from reft.tools.pretrain.corpus import build_corpus, default_cache_dir, find_text, standard_library_files
-from reft.tools.pretrain.indexed import is_indexed
-from reft.tools.pretrain.progress import ByteProgress
-from reft.tools.pretrain.tokenizer import load_tokenizer
 
 EXIT_INTERRUPTED = 130
 _LOG_LINES = 25
@@ -73,7 +70,6 @@ class Demo:
         directory = self._log_directory()
         kept = self._options.keep_logs is not None
         try:
-            self._prepare_corpus()
             with make_screen(self._console) as screen:
                 report, job = self._run_both(directory, screen)
             _show_verdict(self._console, report)
@@ -97,21 +93,12 @@ class Demo:
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def _prepare_corpus(self) -> None:
-        """Tokenise once, before the nodes start, where it can be seen."""
-        data = self._options.data
-        texts = [p for p in data if not is_indexed(p.with_suffix("") if p.suffix in (".bin", ".idx") else p)]
-        if texts or not data:
-            files = find_text(texts) if texts else standard_library_files()
-            with ByteProgress("tokenising") as progress:
-                build_corpus(files, load_tokenizer(None), default_cache_dir(), progress)
-
     def _run_both(self, directory: Path, screen: Screen) -> tuple[Report, Job]:
         options = self._options
-        block = json.dumps(options.reft_block(directory / "persist"))
+        block = options.reft_block(directory / "persist")
         screen.say(describe(options))
         with _memory_root(options.memory_dir) as memory_root:
-            job = self._job("training", directory, memory_root, screen, reft_block=block)
+            job = self._job("training", directory, memory_root, screen, block=block)
             problem = _run(job)
         reference = job
         if problem is None:
@@ -129,25 +116,26 @@ class Demo:
         return report, reference
 
     def _job(
-        self, name: str, directory: Path, memory_root: Path, screen: Screen, *, reft_block: str | None = None
+        self,
+        name: str,
+        directory: Path,
+        memory_root: Path,
+        screen: Screen,
+        *,
+        block: dict[str, Any] | None = None,
     ) -> Job:
         """The job; disturbed where it is protected."""
         own = directory / name
-        arguments = self._options.trainer_arguments(own / "checkpoints")
+        options = self._options.trainer_options(own / "checkpoints", block)
         return Job(
             name=name,
             options=self._options,
-            command=[
-                "-m",
-                "reft.pretrain",
-                *arguments,
-                *(("--reft", reft_block) if reft_block else ()),
-            ],
+            command=["-m", "reft.tools.demo.train", json.dumps(options)],
             directory=own,
             memory_root=memory_root,
             screen=screen,
             deadline=self._deadline,
-            kills=self._options.kills if reft_block else (),
+            kills=self._options.kills if block else (),
             persist_dir=directory / "persist",
         )
 
@@ -170,7 +158,7 @@ def describe(options: DemoOptions) -> str:
     """One line: what is going to be run."""
     kills = ", ".join(f"node {kill.node} in step {kill.step + 1}" for kill in options.kills) or "none"
     return (
-        f"{options.model} over {options.nodes} nodes x {options.procs_per_node}, {options.degrees}, ZeRO-"
+        f"a small transformer over {options.nodes} nodes x {options.procs_per_node}, {options.degrees}, ZeRO-"
         f"{options.zero}, {options.dtype}, {options.steps} steps; failures ({options.kill_kind}): {kills}"
     )
 

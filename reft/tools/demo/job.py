@@ -73,7 +73,7 @@ class Job:
             directory=self.directory,
             nodes=self.options.nodes,
             procs_per_node=self.options.procs_per_node,
-            options=("--max-restarts", str(self._own_restarts)),
+            options=("--max-restarts", str(self._own_restarts), "--rank-order", "across-nodes"),
             env={ENV_EVENTS: str(self.directory / "events"), "TMPDIR": str(self._temporary)},
             job_id=f"demo-{self.name}",
             memory_root=self.memory_root,

@@ -7,9 +7,8 @@ derived from each other afterwards, which no parser of annotated functions does.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,12 @@ from reft.arguments import Parser
 from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees
+from reft.naming import BLOCK_NAME
 from reft.tools.demo.cluster import KillKind
 
 _STEPS = 24
+LAYERS = 4
+"""Blocks of the model."""
 _NODES = 4
 
 
@@ -44,7 +46,6 @@ class DemoOptions:
         kills: failures, by step; those of one step happen at once.
         kill_kind: how a node fails.
         persist_interval: steps between checkpoints on disk; 0: none.
-        data: what to train on; nothing: the standard library's sources.
         memory_dir: where the nodes' memory directories are made.
         json: where the report goes; ``-`` is standard output.
         keep_logs: where logs and events are kept.
@@ -54,19 +55,16 @@ class DemoOptions:
     nodes: int
     procs_per_node: int
     degrees: Degrees
-    model: str
     steps: int
     kills: tuple[Kill, ...]
     kill_kind: KillKind
     zero: int
     dtype: str
-    grad_accum_dtype: str | None
     protection: str
     copies: int | None
     interval: int
     persist_interval: int
     dropout: float
-    data: tuple[Path, ...]
     seed: int
     memory_dir: Path
     json: str | None
@@ -87,24 +85,35 @@ class DemoOptions:
             block["persist"] = {"dir": str(persist_dir), "interval_steps": self.persist_interval}
         return block
 
-    def trainer_arguments(self, save_dir: Path) -> list[str]:
-        """Arguments of ``reft.tools.pretrain`` that the disturbed and the undisturbed run share."""
-        degrees = self.degrees
-        arguments = [
-            *("--model", self.model, "--steps", str(self.steps), "--seed", str(self.seed)),
-            *("--pp", str(degrees.pp), "--dp", str(degrees.dp), "--tp", str(degrees.tp)),
-            *("--zero", str(self.zero), "--dtype", self.dtype, "--dropout", str(self.dropout)),
-            *("--save-dir", str(save_dir), "--log-interval", "1"),
-        ]
+    def trainer_options(self, save_dir: Path, block: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What :func:`reft.tools.demo.train.train` takes; the two runs differ in the block alone."""
+        zero: dict[str, Any] = {"stage": self.zero}
         if self.zero and self.protection.endswith("+aor"):
             # What stage 1 needs to keep the gradients of other ranks' partitions; both runs do it so.
-            kept = {"zero_optimization": {"reduce_scatter": False, "contiguous_gradients": False}}
-            arguments += ["--deepspeed-config", json.dumps(kept)]
-        if self.grad_accum_dtype is not None:
-            arguments += ["--grad-accum-dtype", self.grad_accum_dtype]
-        if self.data:
-            arguments += ["--data", *(str(path.absolute()) for path in self.data)]
-        return arguments
+            zero |= {"reduce_scatter": False, "contiguous_gradients": False}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        }
+        if self.dtype != "fp32":
+            config[self.dtype] = {"enabled": True}
+        if self.dtype == "bf16":
+            config["data_types"] = {"grad_accum_dtype": "fp32" if self.zero else "bf16"}
+        if block is not None:
+            config[BLOCK_NAME] = dict(block)
+        return {
+            "steps": self.steps,
+            "seed": self.seed,
+            "dropout": self.dropout,
+            "stages": self.degrees.pp,
+            "save_dir": str(save_dir),
+            "deepspeed": config,
+        }
 
 
 def parse(argv: Sequence[str]) -> DemoOptions:
@@ -117,24 +126,21 @@ def parse(argv: Sequence[str]) -> DemoOptions:
     args = _parser().parse_args(list(argv))
     if args.steps < 1:
         raise ConfigError(f"--steps is {args.steps}; write a positive number of optimizer steps")
-    nodes, procs, degrees = derive_layout(args.nodes, args.procs_per_node, args.pp, args.dp, args.tp)
+    nodes, procs, degrees = derive_layout(args.nodes, args.procs_per_node, args.pp, args.dp)
     options = DemoOptions(
         nodes=nodes,
         procs_per_node=procs,
         degrees=degrees,
-        model=args.model,
         steps=args.steps,
         kills=_kills(args.kill, args.steps, nodes),
         kill_kind=KillKind(args.kill_kind),
         zero=args.zero,
         dtype=args.dtype,
-        grad_accum_dtype=args.grad_accum_dtype,
         protection=args.protection,
         copies=args.copies,
         interval=args.interval,
         persist_interval=args.persist_interval,
         dropout=args.dropout,
-        data=tuple(args.data),
         seed=args.seed,
         memory_dir=args.memory_dir,
         json=args.json,
@@ -146,35 +152,34 @@ def parse(argv: Sequence[str]) -> DemoOptions:
 
 
 def derive_layout(
-    nodes: int | None, procs: int | None, pp: int | None, dp: int | None, tp: int
+    nodes: int | None, procs: int | None, pp: int | None, dp: int | None
 ) -> tuple[int, int, Degrees]:
     """Complete nodes, processes per node and degrees so that the products agree.
 
     Raises:
         ConfigError: they cannot; says what was found and what to change.
     """
-    given = {"--nodes": nodes, "--procs-per-node": procs, "--pp": pp, "--dp": dp, "--tp": tp}
+    given = {"--nodes": nodes, "--procs-per-node": procs, "--pp": pp, "--dp": dp}
     for name, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; write a positive integer")
     if pp is not None and dp is not None:
-        nodes, procs = _derive_nodes(nodes, procs, pp * dp * tp)
+        nodes, procs = _derive_nodes(nodes, procs, pp * dp)
     nodes, procs = nodes or _NODES, procs or 1
     world = nodes * procs
-    rest, over = divmod(world, tp)
     if pp is None and dp is not None:
-        pp = max(1, rest // dp)
+        pp = max(1, world // dp)
     elif pp is None:
         # Two replicas at least: without them nothing in memory survives a lost node.
-        pp = 2 if rest % 2 == 0 and rest >= 4 else 1
-    dp = dp if dp is not None else max(1, rest // pp)
-    if over or pp * dp * tp != world:
+        pp = 2 if world % 2 == 0 and world >= 4 else 1
+    dp = dp if dp is not None else max(1, world // pp)
+    if pp * dp != world:
         raise ConfigError(
-            f"found {nodes} node(s) x {procs} process(es) = {world} trainers; --pp {pp} x --dp {dp} x --tp "
-            f"{tp} needs {pp * dp * tp}. Change the degrees, --nodes or --procs-per-node, or leave some of "
+            f"found {nodes} node(s) x {procs} process(es) = {world} trainers; --pp {pp} x --dp {dp} "
+            f"needs {pp * dp}. Change the degrees, --nodes or --procs-per-node, or leave some of "
             f"them out: they are derived"
         )
-    return nodes, procs, Degrees(pp, dp, tp)
+    return nodes, procs, Degrees(pp, dp, 1)
 
 
 def _derive_nodes(nodes: int | None, procs: int | None, world: int) -> tuple[int, int]:
@@ -214,10 +219,6 @@ def _kills(text: str | None, steps: int, nodes: int) -> tuple[Kill, ...]:
 
 def _check(options: DemoOptions) -> None:
     """What the trainers would refuse is refused here, before anything is started."""
-    from reft.tools.pretrain.layout import check_model
-    from reft.tools.pretrain.options import deepspeed_config
-    from reft.tools.pretrain.options import parse as parse_trainer
-
     for name, value in (("--interval", options.interval), ("--timeout", options.timeout_secs)):
         if value <= 0:
             raise ConfigError(f"{name} is {value}; write a positive number")
@@ -225,26 +226,24 @@ def _check(options: DemoOptions) -> None:
         raise ConfigError(f"--persist-interval is {options.persist_interval}; write 0 for none, or more")
     if not 0 <= options.dropout < 1:
         raise ConfigError(f"--dropout is {options.dropout}; write a number from 0 to below 1")
-    for path in options.data:
-        if not any(p.exists() for p in (path, path.with_name(f"{path.name}.bin"))):
-            raise ConfigError(f"--data {path} does not exist; give text files, folders or .bin/.idx prefixes")
+    if options.degrees.pp > LAYERS:
+        raise ConfigError(
+            f"the model has {LAYERS} layers, but --pp {options.degrees.pp} needs one per stage; lower --pp"
+        )
     if not os.access(options.memory_dir, os.W_OK):
         raise ConfigError(f"--memory-dir {options.memory_dir} cannot be written; give another directory")
     config = parse_block(options.reft_block(Path("persist")))
     if not config.chooses and config.scheme.parities:
         config.scheme.check_room(options.degrees.dp)
-    trainer = parse_trainer(options.trainer_arguments(Path("checkpoints")))
-    deepspeed_config(trainer, options.degrees.dp, torch_adam=True)
-    check_model(trainer.model_config(), options.degrees)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="reft demo",
         allow_abbrev=False,
-        description="Train a small Llama-2 over several nodes on this machine, let nodes fail in mid-step, "
-        "watch the job go on from its peers' memory, and compare every loss, bit by bit, with the same job "
-        "run undisturbed and without reft. Exit code 0 only if all of them are equal.",
+        description="Train a small transformer over several nodes on this machine, let nodes fail in "
+        "mid-step, watch the job go on from its peers' memory, and compare every loss, bit by bit, with the "
+        "same job run undisturbed and without reft. Exit code 0 only if all of them are equal.",
     )
     _add_layout(parser.add_argument_group("layout; what is left out is derived"))
     _add_failures(parser.add_argument_group("failures"))
@@ -259,7 +258,6 @@ def _add_layout(group: Any) -> None:
     group.add_argument("--procs-per-node", type=int, metavar="N", help="trainers per node (default: 1)")
     group.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: 2)")
     group.add_argument("--dp", type=int, metavar="N", help="replicas (default: 2)")
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor slices (default: 1)")
 
 
 def _add_failures(group: Any) -> None:
@@ -279,23 +277,13 @@ def _add_failures(group: Any) -> None:
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--model", default="tiny", help="as for reft.tools.pretrain (default: tiny)")
     group.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"default: {_STEPS}")
     group.add_argument("--zero", type=int, default=0, choices=(0, 1), help="ZeRO stage (default: 0)")
     group.add_argument("--dtype", default="fp32", choices=("fp32", "fp16", "bf16"), help="default: fp32")
-    group.add_argument("--grad-accum-dtype", choices=("fp32", "bf16"), help="with bf16")
     group.add_argument(
         "--dropout", type=float, default=0.1, metavar="P", help="so that random states matter (default: 0.1)"
     )
     group.add_argument("--seed", type=int, default=1234, metavar="N", help="default: 1234")
-    group.add_argument(
-        "--data",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="PATH",
-        help="text files, folders or .bin/.idx prefixes (default: the Python standard library's sources)",
-    )
 
 
 def _add_protection(group: Any) -> None:

@@ -16,9 +16,9 @@ from reft.json_file import read_object
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
-from reft.tools.planning.shapes import check_shape, load_shape, shape_of
-from reft.tools.planning.training import Shape, Training
-from reft.tools.pretrain.layout import AXES, Layout, choose_order, parse_order
+from reft.tools.planning.layout import AXES, Layout, choose_order, parse_order
+from reft.tools.planning.shapes import PlannedShape, check_shape, load_shape, shape_of
+from reft.tools.planning.training import Training
 
 _ADAM = ("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "fusedlamb")
 _MOMENT_BYTES = 8
@@ -176,7 +176,7 @@ def plan_job(
 
 def _shape(
     model: str | None, parameters: float | None, seq_length: int | None, tensor: int
-) -> tuple[Shape, tuple[str, ...]]:
+) -> tuple[PlannedShape, tuple[str, ...]]:
     if model is not None:
         return load_shape(model, seq_length)
     if parameters is not None:

@@ -1,18 +1,16 @@
-"""Models to plan for that reft does not train itself: a Hugging Face ``config.json``, or their size alone."""
+"""Models to plan for: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from reft.errors import ConfigError
 from reft.grid import Degrees
 from reft.json_file import read_object
-from reft.tools.planning.training import Shape
-from reft.tools.pretrain.layout import check_model
-from reft.tools.pretrain.model_config import LlamaConfig, load_model
 
 SEQ_LENGTH = 4096
 """Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""
@@ -46,14 +44,50 @@ class PlannedShape:
         return self.layers * self.block_parameters + outer + self.hidden_size
 
 
-def check_shape(shape: Shape, degrees: Degrees) -> None:
+_LLAMA_2 = {
+    "125m": (12, 768, 12, 12, 2048, 1024),
+    "1.3b": (24, 2048, 32, 32, 5504, 4096),
+    "2.7b": (32, 2560, 32, 32, 6912, 4096),
+    "6.7b": (32, 4096, 32, 32, 11008, 4096),
+    "34b": (48, 8192, 64, 8, 22016, 4096),
+}
+"""Layers, width, heads, key-value heads, width of the feed-forward network, tokens of a sample."""
+SHAPES = {
+    name: PlannedShape(
+        name=name,
+        layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        block_parameters=2 * hidden**2 * (heads + kv_heads) // heads + 3 * hidden * ffn + 2 * hidden,
+        vocab_size=_VOCAB_SIZE,
+        seq_length=seq_length,
+    )
+    for name, (layers, hidden, heads, kv_heads, ffn, seq_length) in _LLAMA_2.items()
+}
+
+
+def named_shape(name: str) -> PlannedShape:
+    """One of :data:`SHAPES`.
+
+    Raises:
+        ConfigError: none of them.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    near = get_close_matches(name, SHAPES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
+        f"config.json"
+    )
+
+
+def check_shape(shape: PlannedShape, degrees: Degrees) -> None:
     """Refuse a model that cannot be cut into ``degrees``.
 
     Raises:
         ConfigError: says which number does not divide and what to change.
     """
-    if isinstance(shape, LlamaConfig):
-        return check_model(shape, degrees)
     if shape.layers < degrees.pp:
         raise ConfigError(
             f"model {shape.name} has {shape.layers} layers, but --pp {degrees.pp} needs at least one per "
@@ -65,11 +99,11 @@ def check_shape(shape: Shape, degrees: Degrees) -> None:
         )
 
 
-def load_shape(model: str, seq_length: int | None) -> tuple[Shape, tuple[str, ...]]:
+def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, tuple[str, ...]]:
     """A shape, and what was assumed of it.
 
     Args:
-        model: a shape of ``reft.tools.pretrain``, also as ``llama2-NAME``; the path of one; the
+        model: one of :data:`SHAPES`, also as ``llama2-NAME``; the
             ``config.json`` of a Hugging Face model, or the folder that holds it.
         seq_length: tokens of a sample, instead of the shape's.
 
@@ -80,15 +114,14 @@ def load_shape(model: str, seq_length: int | None) -> tuple[Shape, tuple[str, ..
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
         values = read_object(path, "the model file", "an object")
-        if "model_type" in values or "num_hidden_layers" in values:
-            return _of_hugging_face(path, values, seq_length)
-    overrides = {} if seq_length is None else {"seq_length": seq_length}
-    return load_model(model.removeprefix("llama2-"), overrides), ()
+        return _of_hugging_face(path, values, seq_length)
+    shape = named_shape(model.removeprefix("llama2-"))
+    return replace(shape, seq_length=seq_length or shape.seq_length), ()
 
 
 def _of_hugging_face(
     path: Path, values: Mapping[str, Any], seq_length: int | None
-) -> tuple[Shape, tuple[str, ...]]:
+) -> tuple[PlannedShape, tuple[str, ...]]:
     kind = values.get("model_type")
     if kind not in _KINDS:
         raise ConfigError(
@@ -136,7 +169,7 @@ def _name(path: Path) -> str:
     return path.stem if path.stem != "config" else path.resolve().parent.name
 
 
-def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[Shape, tuple[str, ...]]:
+def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, tuple[str, ...]]:
     """A shape of about so many parameters, in about Llama's proportions: heads of 128, as many as layers."""
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor

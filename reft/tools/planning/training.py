@@ -4,39 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from reft.errors import ConfigError
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.tools.planning.hardware import Machine
-from reft.tools.pretrain.model_config import load_model
+from reft.tools.planning.shapes import PlannedShape, named_shape
 
 HALF_BYTES = 2
 OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
 """Adam, per parameter: read the gradient, read and write master and moments, write the model."""
-
-
-class Shape(Protocol):
-    """What of a model its computing time and its bytes depend on."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def block_parameters(self) -> int: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def seq_length(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -44,14 +20,14 @@ class Training:
     """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor).
 
     Attributes:
-        model: name of a shape of ``reft.tools.pretrain``, or of ``given``.
+        model: name of a shape of :data:`~reft.tools.planning.shapes.SHAPES`, or of ``given``.
         machine: what it runs on.
         tensor, stages, data: parallel degrees.
         micro_batches: m, per pipeline and step.
         samples: per micro-batch, of the model's full sequence length.
         zero_1: every rank makes the optimizer's step of its partition only. Scattering gradients and
             gathering weights move together what reducing gradients does.
-        given: a shape, where it is none of ``reft.tools.pretrain``.
+        given: a shape, where it is none of them.
     """
 
     model: str
@@ -62,7 +38,7 @@ class Training:
     micro_batches: int
     samples: int = 1
     zero_1: bool = False
-    given: Shape | None = None
+    given: PlannedShape | None = None
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -80,8 +56,8 @@ class Training:
         return f"{self.model} {degrees} m{self.micro_batches} on {self.devices:,} {self.machine.name}"
 
     @cached_property
-    def shape(self) -> Shape:
-        return self.given or load_model(self.model)
+    def shape(self) -> PlannedShape:
+        return self.given or named_shape(self.model)
 
     def stage_parameters(self, stage_id: int) -> float:
         """Of one device: its part of the stage's blocks, embedding and head."""

@@ -12,7 +12,6 @@ from itertools import permutations
 
 from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees
-from reft.tools.pretrain.model_config import LlamaConfig
 
 # DeepSpeed's own order first, tensor slices adjacent (they talk most) before the rest.
 AXES = ("pipe", "data", "model")
@@ -53,50 +52,6 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.degrees}, rank order {'-'.join(self.order)}"
-
-
-def degrees_for(world_size: int, pp: int, tp: int, dp: int | None = None) -> Degrees:
-    """Derive the data-parallel degree.
-
-    Raises:
-        ConfigError: ``world_size`` is not ``pp * dp * tp``.
-    """
-    for name, value in (("--pp", pp), ("--tp", tp), ("--dp", dp)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; write a positive integer")
-    found = dp if dp is not None else max(1, world_size // (pp * tp))
-    if pp * tp * found != world_size:
-        wanted = f"--pp {pp} x --tp {tp}" + (f" x --dp {dp}" if dp is not None else "")
-        raise ConfigError(
-            f"found {world_size} processes; {wanted} needs "
-            + (f"exactly {pp * tp * dp}" if dp is not None else f"a multiple of {pp * tp}")
-            + "; change the degrees or the number of processes (--nnodes x --nproc-per-node)"
-        )
-    return Degrees(pp, found, tp)
-
-
-def check_model(config: LlamaConfig, degrees: Degrees) -> None:
-    """Refuse a model that cannot be cut into ``degrees``.
-
-    Raises:
-        ConfigError: says which number does not divide and what to change.
-    """
-    if config.layers < degrees.pp:
-        raise ConfigError(
-            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at least one per "
-            f"stage; lower --pp or raise --layers"
-        )
-    for what, option, size in (
-        ("heads", "--heads", config.heads),
-        ("key-value heads", "--kv-heads", config.kv_heads),
-        ("feed-forward columns", "--ffn", config.ffn_size),
-        ("vocabulary rows", "--vocab", config.vocab_size),
-    ):
-        if size % degrees.tp:
-            raise ConfigError(
-                f"model {config.name} has {size} {what}, not divisible by --tp {degrees.tp}; "
-                f"change --tp or {option}"
-            )
 
 
 def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:

@@ -22,18 +22,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from examples.llama.corpus import default_cache_dir
+from examples.llama.model import LlamaBlock, layer_specs, loss_function
+from examples.llama.model_config import LlamaConfig, check_model, degrees_for
+from examples.llama.options import Options, deepspeed_config
+from examples.llama.progress import ByteProgress, StepDisplay
+from examples.llama.samples import MicroBatchIterator, SampleDataset, open_samples
+from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sharded_parameters
+from examples.llama.tokenizer import load_tokenizer
 from reft.data.sampler import ResumableSampler
 from reft.errors import ConfigError
 from reft.events import EventLog
-from reft.tools.pretrain.corpus import default_cache_dir
-from reft.tools.pretrain.layout import Layout, check_model, choose_order, degrees_for, parse_order
-from reft.tools.pretrain.model import LlamaBlock, layer_specs, loss_function
-from reft.tools.pretrain.model_config import LlamaConfig
-from reft.tools.pretrain.options import Options, deepspeed_config
-from reft.tools.pretrain.progress import ByteProgress, StepDisplay
-from reft.tools.pretrain.samples import MicroBatchIterator, SampleDataset, open_samples
-from reft.tools.pretrain.tensor_parallel import TensorParallel, mark_norm_owners, sharded_parameters
-from reft.tools.pretrain.tokenizer import load_tokenizer
+from reft.tools.planning.layout import Layout, choose_order, parse_order
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reft.tools.pretrain.model_config import LlamaConfig
-from reft.tools.pretrain.tensor_parallel import (
+from examples.llama.model_config import LlamaConfig
+from examples.llama.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,

@@ -1,16 +1,20 @@
-"""``python -m reft.pretrain``: run under ``reft launch`` or ``torchrun``, or alone for one process."""
+"""Pretrains a Llama-2: run it under ``reft launch`` or ``torchrun``, or alone for one process."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.llama.model_config import check_model, degrees_for
+from examples.llama.options import parse
 from reft.errors import ConfigError
-from reft.tools.pretrain.layout import check_model, degrees_for
-from reft.tools.pretrain.options import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is plainly wrong is said before torch and DeepSpeed take their seconds to load.
         degrees = degrees_for(int(os.environ.get("WORLD_SIZE", "1")), options.pp, options.tp, options.dp)
         check_model(options.model_config(), degrees)
-        from reft.tools.pretrain.train import train
+        from examples.llama.train import train
 
         train(options)
     except ConfigError as error:

@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reft.data.sampler import ResumableSampler
-from reft.errors import ConfigError
-from reft.tools.pretrain.corpus import (
+from examples.llama.corpus import (
     Progress,
     build_corpus,
     corpus_digest,
     find_text,
     standard_library_files,
 )
-from reft.tools.pretrain.indexed import IndexedDataset, is_indexed
-from reft.tools.pretrain.tokenizer import Tokenizer
+from examples.llama.indexed import IndexedDataset, is_indexed
+from examples.llama.tokenizer import Tokenizer
+from reft.data.sampler import ResumableSampler
+from reft.errors import ConfigError
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 

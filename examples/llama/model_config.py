@@ -1,6 +1,6 @@
 """Shapes of the Llama-2 family and their parameter counts, without importing torch.
 
-The named shapes are JSON files in ``reft/tools/pretrain/configs``; any field can be overridden.
+The named shapes are JSON files in ``configs`` beside this one; any field can be overridden.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from reft.errors import ConfigError
+from reft.grid import Degrees
+
+_CONFIGS = Path(__file__).with_name("configs")
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,13 @@ class LlamaConfig:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the packaged shapes, smallest first."""
-    folder = resources.files("reft.tools.pretrain") / "configs"
-    names = [entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")]
+    """Names of the shapes, smallest first."""
+    names = [path.stem for path in _CONFIGS.glob("*.json")]
     return tuple(sorted(names, key=lambda name: load_model(name).parameters))
 
 
 def load_model(name: str, overrides: Mapping[str, Any] | None = None) -> LlamaConfig:
-    """The shape ``name`` (a packaged one, or the path of a JSON file) with ``overrides`` applied.
+    """The shape ``name`` (a named one, or the path of a JSON file) with ``overrides`` applied.
 
     Raises:
         ConfigError: unknown name, unreadable file, unknown field or impossible shape.
@@ -138,19 +139,62 @@ def load_model(name: str, overrides: Mapping[str, Any] | None = None) -> LlamaCo
 
 
 def _read(name: str) -> str:
-    packaged = resources.files("reft.tools.pretrain") / "configs" / f"{name}.json"
-    if packaged.is_file():
-        return packaged.read_text(encoding="utf-8")
+    named = _CONFIGS / f"{name}.json"
+    if named.is_file():
+        return named.read_text(encoding="utf-8")
     path = Path(name)
     if path.suffix == ".json" and path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the model file {name}: {error}") from error
-    folder = resources.files("reft.tools.pretrain") / "configs"
-    known = sorted(e.name.removesuffix(".json") for e in folder.iterdir() if e.name.endswith(".json"))
+    known = sorted(path.stem for path in _CONFIGS.glob("*.json"))
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(
         f"no model named {name!r}; {hint}known: {', '.join(known)}, or the path of a .json file"
     )
+
+
+def degrees_for(world_size: int, pp: int, tp: int, dp: int | None = None) -> Degrees:
+    """Derive the data-parallel degree.
+
+    Raises:
+        ConfigError: ``world_size`` is not ``pp * dp * tp``.
+    """
+    for name, value in (("--pp", pp), ("--tp", tp), ("--dp", dp)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; write a positive integer")
+    found = dp if dp is not None else max(1, world_size // (pp * tp))
+    if pp * tp * found != world_size:
+        wanted = f"--pp {pp} x --tp {tp}" + (f" x --dp {dp}" if dp is not None else "")
+        raise ConfigError(
+            f"found {world_size} processes; {wanted} needs "
+            + (f"exactly {pp * tp * dp}" if dp is not None else f"a multiple of {pp * tp}")
+            + "; change the degrees or the number of processes (--nnodes x --nproc-per-node)"
+        )
+    return Degrees(pp, found, tp)
+
+
+def check_model(config: LlamaConfig, degrees: Degrees) -> None:
+    """Refuse a model that cannot be cut into ``degrees``.
+
+    Raises:
+        ConfigError: says which number does not divide and what to change.
+    """
+    if config.layers < degrees.pp:
+        raise ConfigError(
+            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at least one per "
+            f"stage; lower --pp or raise --layers"
+        )
+    for what, option, size in (
+        ("heads", "--heads", config.heads),
+        ("key-value heads", "--kv-heads", config.kv_heads),
+        ("feed-forward columns", "--ffn", config.ffn_size),
+        ("vocabulary rows", "--vocab", config.vocab_size),
+    ):
+        if size % degrees.tp:
+            raise ConfigError(
+                f"model {config.name} has {size} {what}, not divisible by --tp {degrees.tp}; "
+                f"change --tp or {option}"
+            )

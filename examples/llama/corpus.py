@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.llama.indexed import IndexedDataset, IndexedWriter, is_indexed, token_dtype
+from examples.llama.tokenizer import Tokenizer
 from reft.errors import ConfigError
-from reft.tools.pretrain.indexed import IndexedDataset, IndexedWriter, is_indexed, token_dtype
-from reft.tools.pretrain.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m reft.pretrain`` and the DeepSpeed configuration it means.
+"""The command line of ``examples/llama/pretrain.py`` and the DeepSpeed configuration it means.
 
 Later wins: defaults, then ``--deepspeed-config``, then options that were really given, then ``--reft``.
 argparse, because it tells options that were given from defaults (``SUPPRESS``), and because the script shall
@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from examples.llama.model_config import LlamaConfig, load_model
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
-from reft.tools.pretrain.model_config import LlamaConfig, load_model
 
 _NEVER = 10**9
 _MODEL_OPTIONS = {
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 def _parser(defaults: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m reft.pretrain",
+        prog="pretrain.py",
         description="Pretrain a Llama-2 with DeepSpeed's pipeline, data and tensor parallelism.",
     )
 

@@ -1,0 +1,178 @@
+"""What ``reft demo`` trains: a small transformer over bytes, as a pipeline of DeepSpeed's.
+
+It knows nothing of snapshots: ``reft launch`` installs them around ``deepspeed.initialize`` before it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from reft.data.sampler import ResumableSampler
+from reft.errors import ConfigError
+from reft.events import EventLog
+from reft.hook.cpu import avoid_build_at_start
+from reft.tools.demo.options import LAYERS
+
+_WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
+_CORPUS_BYTES = 2**20
+
+
+class Embedding(nn.Module):
+    """Bytes and their places, as vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(_SYMBOLS, _WIDTH)
+        self.place = nn.Parameter(torch.zeros(_LENGTH, _WIDTH))
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.embed(text) + self.place
+        return value
+
+
+class Block(nn.Module):
+    """A transformer block in which a byte sees those before it only."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(_WIDTH) for _ in range(2))
+        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.wide = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            self.qkv(self.norms[0](value)).unflatten(2, (3 * _HEADS, -1)).transpose(1, 2).chunk(3, dim=1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        value = value + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        value = value + self.drop(self.wide(self.norms[1](value)))
+        return value
+
+
+class MicroBatches:
+    """Endless ``(bytes, the bytes that follow)`` of one rank, both of shape (micro-batch, length)."""
+
+    position_of_job = True
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        text = b"".join(path.read_bytes() for path in files)[:_CORPUS_BYTES]
+        self._text = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+        self.sampler = sampler
+
+    def __iter__(self) -> MicroBatches:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = [int(index) * _LENGTH for index in next(self.sampler)]
+        text = torch.from_numpy(np.stack([self._text[at : at + _LENGTH + 1] for at in starts]))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+
+
+def loss_of(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1).float(), text.flatten())
+
+
+def _seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def _prepare() -> None:
+    """The device, and nothing that would make two runs differ."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    avoid_build_at_start()
+    if get_accelerator().device_name() == "cpu":
+        torch.set_flush_denormal(True)  # denormals would make a backward pass several times slower
+    else:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count())
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    deepspeed.init_distributed()
+
+
+def train(options: dict[str, Any]) -> None:
+    """One rank of the job.
+
+    Args:
+        options: ``steps``, ``seed``, ``dropout``, ``stages``, ``save_dir``; ``deepspeed``: its
+            configuration.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    _prepare()
+    if options["deepspeed"].get("fp16") and not get_accelerator().is_fp16_supported():
+        raise ConfigError("this processor cannot compute in fp16; use --dtype bf16 or fp32")
+    _seed(options["seed"])
+    layers = [
+        LayerSpec(Embedding),
+        *(LayerSpec(Block, options["dropout"]) for _ in range(LAYERS)),
+        LayerSpec(nn.LayerNorm, _WIDTH),
+        LayerSpec(nn.Linear, _WIDTH, _SYMBOLS),
+    ]
+    module = PipelineModule(
+        layers, num_stages=options["stages"], loss_fn=loss_of, partition_method=f"type:{Block.__name__}"
+    )
+    parameters = list(module.parameters())
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=options["deepspeed"])
+    _seed(options["seed"] + 1 + engine.global_rank)
+    sampler = ResumableSampler(
+        (_CORPUS_BYTES - 1) // _LENGTH,
+        seed=options["seed"],
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        dp_rank=engine.grid.get_data_parallel_rank(),
+        dp_size=engine.grid.get_data_parallel_world_size(),
+    )
+    engine.load_checkpoint(options["save_dir"])
+    # The engine counts consumed samples on every rank, also where no data is read.
+    sampler.seek(engine.global_samples)
+    data, events = MicroBatches(sampler), EventLog(engine.global_rank, writer="rank")
+    events.write("ready", step=engine.global_steps)
+    while engine.global_steps < options["steps"]:
+        loss = float(engine.train_batch(data))
+        step = engine.global_steps
+        events.write("step", step=step, loss=loss, loss_hex=loss.hex())
+        if engine.global_rank == 0:
+            print(f"step {step}/{options['steps']}  loss {loss:.4f}", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The options as JSON. Exit status 2: they cannot be done here."""
+    try:
+        train(json.loads(arguments[0]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""A Llama-2 pretraining job on DeepSpeed: pipeline, data and tensor parallel. ``python -m reft.pretrain``."""
