@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/store/stream.cpp
+$(STAMP): pyproject.toml constraints.txt setup.py reft/protect/packets.cpp reft/memory/stream.cpp
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
@@ -90,7 +90,7 @@ bench: venv  ## what a snapshot costs, what a restore takes; JSON on standard ou
 GPU_PYTHON ?= $(BIN)/python
 GPU_TESTS := tests/test_optim.py tests/snapshot/test_copy_engines.py tests/snapshot/test_pinning.py \
   tests/snapshot/test_staging.py tests/snapshot/test_parity.py tests/protect/test_backends.py tests/state/test_late.py \
-  tests/hook/test_device_costs.py
+  tests/engine/test_device_costs.py
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: the tests that need one, then has_gpu.json
 	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'torch finds no device'"
@@ -106,7 +106,7 @@ storm: venv  ## real jobs under random attacks, compared with undisturbed runs: 
 
 # Hours on a small machine. What it prints names the seed that makes the same attacks again.
 soak: venv  ## 100 attacks at least over all layouts, compared with undisturbed runs, and fifty restarts that leak nothing: SEED=
-	$(PYTEST) tests/attack/test_flat.py tests/elastic/test_scaling.py tests/elastic/test_resize_sequence.py
+	$(PYTEST) tests/attack/test_flat.py tests/job/test_scaling.py tests/job/test_resize_sequence.py
 	$(BIN)/python -m tests.attack.storm --seed $(or $(SEED),1) --secs 0 --least 100 --attacks 12 $(ARGS)
 
 matrix: venv  ## the integration tests at the ends of the supported versions: ARGS="oldest newest" for some rows
@@ -121,8 +121,8 @@ slurm: venv  ## a Slurm of three nodes on this machine (Debian's packages, root)
 mpi: venv mpi-libraries  ## all that goes over MPI, under Open MPI and MPICH: the transport, recoveries, steps that die
 	$(PYTEST) -rs $(MPI_TESTS) $(ARGS)
 
-MPI_TESTS := tests/comm/test_transport.py tests/comm/test_mpi_traffic.py tests/load/test_over_mpi.py \
-  tests/elastic/test_mpi_run.py tests/elastic/test_daemon_between_steps.py
+MPI_TESTS := tests/control/test_transport.py tests/control/test_mpi_traffic.py tests/recover/test_over_mpi.py \
+  tests/job/test_mpi_run.py tests/job/test_daemon_between_steps.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/store/*.so
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis reft/protect/*.so reft/memory/*.so

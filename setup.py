@@ -41,8 +41,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "reft.store._stream",
-            ["reft/store/stream.cpp"],
+            "reft.memory._stream",
+            ["reft/memory/stream.cpp"],
             depends=["setup.py"],
             extra_compile_args=["-O3", "-g0"],
             optional=True,

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/control_plane.py --json
 
-Measured: light processes (no model, no torch) of reft's control plane (:mod:`reft.comm`) as ranks of nodes
+Measured: light processes (no model, no torch) of reft's control plane (:mod:`reft.control`) as ranks of nodes
 of ``--per-node``; and beside it gloo's groups, which connect every rank with every other, as far as they go.
 All share the cores of one machine, so the seconds of a vote are mostly the sum of all ranks' work. What a
 rank does for a vote (``cpu_secs``) does not depend on that. To agree on a version the ranks gather what they
@@ -32,16 +32,16 @@ from typing import Any
 import msgpack
 import psutil
 
-from reft.comm.overlay import connect
-from reft.comm.transport import Buffers
-from reft.comm.tree import FANOUT, children_of, parent_of
+from reft.control.door import listen
+from reft.control.keyvalue import KeyValueServer, KeyValueStore
+from reft.control.overlay import connect
+from reft.control.transport import Buffers
+from reft.control.tree import FANOUT, children_of, parent_of
 from reft.grid import Coordinate
-from reft.load.decide import Verdict, encode_verdicts
-from reft.load.sift import Head, Summary
-from reft.store.door import listen
-from reft.store.header import ArenaState
-from reft.store.keyvalue import KeyValueServer, KeyValueStore
-from reft.store.label import Label
+from reft.label import Label
+from reft.memory.header import ArenaState
+from reft.recover.decide import Verdict, encode_verdicts
+from reft.recover.sift import Head, Summary
 
 SECRET = b"b" * 32
 WAIT_SECS = 240.0

@@ -39,9 +39,9 @@ import torch
 from common import MIB
 from results import estimate, machine
 
+from reft.memory.header import checksum
+from reft.memory.stream import PlainHashingCopier, copier, hashing_copier, ranges_of
 from reft.native import compiled
-from reft.store.header import checksum
-from reft.store.stream import PlainHashingCopier, copier, hashing_copier, ranges_of
 
 BLOCK_BYTES = 4 * MIB
 
@@ -110,7 +110,7 @@ def ways(
         return run
 
     def without_avx2() -> None:
-        use_avx2 = compiled("reft.store._stream", "reft_use_avx2")
+        use_avx2 = compiled("reft.memory._stream", "reft_use_avx2")
         use_avx2(False)
         hashed(fused)()
         use_avx2(True)

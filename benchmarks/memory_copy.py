@@ -99,7 +99,7 @@ class Rank:
         self.barrier = dist.barrier
         self.daemon = subprocess.Popen(
             [
-                *(sys.executable, "-m", "reft.store.daemon", str(self.session.memory.job_dir.path)),
+                *(sys.executable, "-m", "reft.node.daemon", str(self.session.memory.job_dir.path)),
                 *("--launcher-pid", str(os.getpid())),  # it ends with this rank, however that ends
             ],
             stdout=subprocess.DEVNULL,
@@ -124,10 +124,10 @@ class Rank:
 
     def _watch_stages(self) -> None:
         """Where the seconds go, at a small cost of its own."""
-        from reft.hook import deepspeed_engine
+        from reft.engine import deepspeed_engine
+        from reft.memory.arena import Arena
         from reft.snapshot import taking
         from reft.snapshot.filling import Filling
-        from reft.store.arena import Arena
 
         watch, worker = self.watch, self.session.worker
         watch.watch(self.session, "submit", "training: submit")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from results import estimate
 
-from reft.store.header import checksum
+from reft.memory.header import checksum
 
 CHUNK_BYTES = 256 * 2**10
 _SLICE_SECS = 0.15

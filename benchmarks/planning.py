@@ -26,16 +26,16 @@ from common import MIB
 from results import machine
 
 from reft.grid import Coordinate, Degrees, Topology
-from reft.load.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
-from reft.load.inventory import ArenaRecord, Inventory
-from reft.load.moves import make_moves
-from reft.load.parts import parts_of, spoken_for
-from reft.load.plan import RecoveryPlan
-from reft.load.sift import Summary, sift, summarize
+from reft.label import Label
+from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.protect.placement import place_group
+from reft.recover.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
+from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.moves import make_moves
+from reft.recover.parts import parts_of, spoken_for
+from reft.recover.plan import RecoveryPlan
+from reft.recover.sift import Summary, sift, summarize
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.store.header import ArenaHeader, ArenaState, Entry
-from reft.store.label import Label
 
 PARAMETERS = 34_000_000_000
 RANKS_PER_NODE = 8

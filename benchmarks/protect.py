@@ -35,13 +35,13 @@ from results import estimate, machine, run_lines
 
 from reft.blocks import BlockKey
 from reft.errors import ConfigError
-from reft.load.parity import LostBlock, find_lost, stripes_of
-from reft.load.stripe import Pool, Stripe
 from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, numpy_backend
 from reft.protect.coded_blocks import BlockCode
 from reft.protect.codes import Code, Scheme, make_code
 from reft.protect.packets import compiled_run
 from reft.protect.section import CodedSection
+from reft.recover.parity import LostBlock, find_lost, stripes_of
+from reft.recover.stripe import Pool, Stripe
 
 CASES = (
     ("encode", "aec", ()),

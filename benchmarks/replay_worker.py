@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 from replay_savers import NoSaver, Version
 
-from reft.comm.control import ControlGroup
 from reft.config import HasConfig, Variant
+from reft.control.control import ControlGroup
+from reft.engine.pace import make_pacer
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.hook.pace import make_pacer
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.memory.slot_files import SlotFiles
+from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying.copier import Copier
@@ -28,11 +33,6 @@ from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena
-from reft.store.arena_files import scan
-from reft.store.label import Label
-from reft.store.protection import ProtectionRecord
-from reft.store.slot_files import SlotFiles
 
 WAIT_SECS = 600.0
 WARM_UP_STEPS = 6

@@ -104,7 +104,7 @@ class Rank:
         """Checksums of every tensor of model and optimizer."""
         import torch
 
-        from reft.store.arena import checksum
+        from reft.memory.arena import checksum
 
         optimizer = inner_optimizer(self.engine)
         tensors = [p for _, p in self.engine.module.named_parameters()]

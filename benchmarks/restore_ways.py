@@ -189,9 +189,9 @@ class PlainCopyWay(Way):
 @functools.cache
 def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
-    from reft.hook import deepspeed_engine
-    from reft.hook.memory_rung import MemoryRung
-    from reft.load.complete import Completion
+    from reft.engine import deepspeed_engine
+    from reft.engine.memory_rung import MemoryRung
+    from reft.recover.complete import Completion
 
     for stage in ("begin", "take", "seal"):
         watch.watch(Completion, stage, _COMPLETING)
@@ -216,8 +216,8 @@ class ReftWay(Way):
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
-        from reft.hook.calls import LoadCall
-        from reft.hook.restore import Restorer
+        from reft.engine.calls import LoadCall
+        from reft.engine.restore import Restorer
 
         rank = self.rank
         _watch_parts(rank.watch)

@@ -101,7 +101,7 @@ class Rank:
         self._watch_hot_path()
 
     def _watch_hot_path(self) -> None:
-        from reft.hook import deepspeed_engine
+        from reft.engine import deepspeed_engine
         from reft.snapshot import taking
         from reft.snapshot.filling import Filling
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reft.hook.on_import import hook_imports, uncollected
+from reft.engine.on_import import hook_imports, uncollected
 
 if TYPE_CHECKING:
     from reft import data
     from reft.config import ReftConfig
     from reft.data.resumable import resumable
+    from reft.engine.deepspeed import attach, resume
+    from reft.engine.install import initialize
+    from reft.engine.watching import pause_watch
     from reft.errors import (
         ArenaError,
         AuthenticationError,
@@ -30,10 +33,6 @@ if TYPE_CHECKING:
         UnsupportedStateError,
     )
     from reft.grid import topology
-    from reft.hook.deepspeed import attach, resume
-    from reft.hook.install import initialize
-    from reft.hook.watching import pause_watch
-    from reft.megatron.core.attach import attach_megatron
     from reft.optim import ExactAdam
 
 __version__ = "0.1.0"
@@ -54,7 +53,6 @@ __all__ = [
     "UnrecoverableError",
     "UnsupportedStateError",
     "attach",
-    "attach_megatron",
     "data",
     "initialize",
     "pause_watch",
@@ -66,12 +64,11 @@ __all__ = [
 _ELSEWHERE = {
     "ExactAdam": "reft.optim",
     "ReftConfig": "reft.config",
-    "attach": "reft.hook.deepspeed",
-    "attach_megatron": "reft.megatron.core.attach",
-    "initialize": "reft.hook.install",
-    "pause_watch": "reft.hook.watching",
+    "attach": "reft.engine.deepspeed",
+    "initialize": "reft.engine.install",
+    "pause_watch": "reft.engine.watching",
     "resumable": "reft.data.resumable",
-    "resume": "reft.hook.deepspeed",
+    "resume": "reft.engine.deepspeed",
     "topology": "reft.grid",
 }
 
@@ -80,10 +77,14 @@ def __getattr__(name: str) -> Any:
     # On first use: a job without the block finds none of it imported (P10), and commands stay light.
     if name == "data":
         return import_module("reft.data")
-    if name not in __all__:
-        raise AttributeError(f"module 'reft' has no attribute {name!r}")
     with uncollected():
-        return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
+        if name in __all__:
+            return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
+        if not name.startswith("_"):
+            for public, module in import_module("reft.integrations").found("NAMES"):
+                if public == name:
+                    return getattr(import_module(module), name)
+    raise AttributeError(f"module 'reft' has no attribute {name!r}")
 
 
 hook_imports()

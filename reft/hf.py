@@ -98,7 +98,7 @@ class Resumption:
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine is made."""
-        from reft.hook.deepspeed import attach, session_of
+        from reft.engine.deepspeed import attach, session_of
         from reft.state.rng import capture_rng
 
         result = original(*args, **kwargs)

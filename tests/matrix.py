@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = (
-    *("tests/state", "tests/hook", "tests/persist"),
-    *("tests/elastic/test_trainer_store.py", "tests/examples/test_examples.py"),
+    *("tests/state", "tests/engine", "tests/persist"),
+    *("tests/job/test_trainer_store.py", "tests/examples/test_examples.py"),
 )
 """Folders and files."""
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,7 +37,7 @@ HANDOVER, VERSION = "snapshot/handover.py", "snapshot/committing/version.py"
 SLOTS = "snapshot/committing/slots.py"
 MODEL = ("tests/snapshot/test_version.py", "tests/snapshot/test_version_model.py")
 KEPT = "frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})"
-LOCAL = ("tests/load/test_local.py", "tests/load/test_parity_recovery.py")
+LOCAL = ("tests/recover/test_local.py", "tests/recover/test_parity_recovery.py")
 
 MUTATIONS = {
     "p2-no-fence-before-the-optimizer": Mutation(
@@ -72,25 +72,25 @@ MUTATIONS = {
     ),
     "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == event.committed:", "if False:", MODEL),
     "p5-stored-block-is-not-compared": Mutation(
-        "load/local.py", "len(data) == fetch.nbytes and checksum(data) == fetch.checksum", "True", LOCAL
+        "recover/local.py", "len(data) == fetch.nbytes and checksum(data) == fetch.checksum", "True", LOCAL
     ),
     "p5-block-is-not-compared-on-arrival": Mutation(
-        "load/transfer.py",
+        "recover/transfer.py",
         "if self._copy(fetch, data) != fetch.checksum:",
         "if self._copy(fetch, data) is None:",
-        ("tests/load/test_transfer.py",),
+        ("tests/recover/test_transfer.py",),
     ),
     "p5-arena-is-not-compared": Mutation(
-        "store/arena.py",
+        "memory/arena.py",
         "return checksum(self.read_block(entry)) == entry.checksum",
         "return True",
-        ("tests/store/test_arena.py",),
+        ("tests/memory/test_arena.py",),
     ),
     "p5-parity-of-other-data": Mutation(
-        "load/rebuild.py", "lost.position < len(known) and digest == known[lost.position]", "True", LOCAL
+        "recover/rebuild.py", "lost.position < len(known) and digest == known[lost.position]", "True", LOCAL
     ),
     "p5-arena-of-another-version": Mutation(
-        "load/local.py", "place in arenas and _holds(arenas[place], label)", "place in arenas", LOCAL
+        "recover/local.py", "place in arenas and _holds(arenas[place], label)", "place in arenas", LOCAL
     ),
     "p7-other-settings-are-accepted": Mutation(
         "state/fingerprint.py",
@@ -99,31 +99,31 @@ MUTATIONS = {
         ("tests/state/test_fingerprint.py", "tests/state/test_fingerprint_records.py"),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
-        "load/sift.py", "if header.job_id != job_id:", "if False:", ("tests/load/test_recovery_plan.py",)
+        "recover/sift.py", "if header.job_id != job_id:", "if False:", ("tests/recover/test_recovery_plan.py",)
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
-        "hook/job.py",
+        "engine/job.py",
         "_label(held).incarnation > label.incarnation",
         "False",
         ("tests/attack/test_fencing.py::test_an_older_commit_is_not_noted_over_a_newer_one",),
     ),
     "p7-an-older-start-orders-the-daemon": Mutation(
-        "store/daemon.py",
+        "node/daemon.py",
         "if 0 < theirs < self._ordered:",
         "if False:",
         ("tests/attack/test_fencing.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
     "p7-an-older-start-writes-to-storage": Mutation(
-        "store/fence.py", "if newest > incarnation:", "if False:", ("tests/persist/test_fence.py",)
+        "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/persist/test_fence.py",)
     ),
     "p7-an-older-version-becomes-latest": Mutation(
-        "store/publish.py",
+        "storage/publish.py",
         " and label < named.label:",
         " and False:",
         ("tests/persist/test_publish.py",),
     ),
     "p7-lock-on-a-removed-file": Mutation(
-        "store/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/store/test_joblock.py",)
+        "memory/joblock.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)
     ),
 }
 

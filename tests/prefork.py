@@ -25,13 +25,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from reft.elastic.forks import ForkClient, ForkError, ForkingPopen, ForkRequest, become, freeze, serve
-from reft.elastic.proc_entry import ProcEntry, with_room
-from reft.elastic.script import run_module, run_script
-from reft.hook.on_import import PostImportFinder
+from reft.engine.on_import import PostImportFinder
+from reft.job.forks import ForkClient, ForkError, ForkingPopen, ForkRequest, become, freeze, serve
+from reft.job.proc_entry import ProcEntry, with_room
+from reft.job.script import run_module, run_script
 
 ENV_PREFORK = "REFT_TEST_PREFORK"
-_LAUNCHERS = ("reft.elastic.launch", "reft.cli", "torch.distributed.run")
+_LAUNCHERS = ("reft.job.launch", "reft.cli", "torch.distributed.run")
 PRELOADED = (
     "numpy",
     "torch",
@@ -41,8 +41,8 @@ PRELOADED = (
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",
-    "reft.hook.install",
-    "reft.hook.session",
+    "reft.engine.install",
+    "reft.engine.session",
     *_LAUNCHERS,
 )
 _ROOT = Path(__file__).resolve().parents[1]

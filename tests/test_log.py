@@ -24,7 +24,7 @@ if "stderr" in sys.argv:
     log.to_stderr()
 log.install()
 log.install()
-logger = logging.getLogger("reft.hook.session")
+logger = logging.getLogger("reft.engine.session")
 logger.warning("before %s", "all")
 log.set_place("job%s", "pp0.dp1.tp0", 7)
 logger.warning("100% without arguments")
@@ -77,7 +77,7 @@ def test_lines_go_to_the_stderr_of_their_moment() -> None:
     """A thread may log when the one that was there at the start is closed."""
     script = (
         "import io, logging, sys; from reft import log; then = sys.stderr = io.StringIO(); log.to_stderr(); "
-        "sys.stderr = sys.__stderr__; then.close(); logging.getLogger('reft.store').warning('refused')"
+        "sys.stderr = sys.__stderr__; then.close(); logging.getLogger('reft.memory').warning('refused')"
     )
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
@@ -91,7 +91,7 @@ def test_other_handlers_get_the_prefix_too(
     monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)
     monkeypatch.setattr(logging.getLogger(log.NAME), "handlers", [log.PrefixHandler()])
     log.set_place("job", "daemon n0")
-    logging.getLogger("reft.store").warning("full: %s", "/tmp")
+    logging.getLogger("reft.memory").warning("full: %s", "/tmp")
     log.set_place("", "")
     assert [record.getMessage() for record in caplog.records] == ["reft [job/daemon n0] full: /tmp"]
 

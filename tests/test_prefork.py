@@ -114,7 +114,7 @@ def test_reft_is_told_when_a_forked_script_imports_deepspeed(tmp_path: Path) -> 
         "print(deepspeed._reft_installed, deepspeed.runtime.engine.DeepSpeedEngine.__name__)\n"
         "from importlib.util import find_spec; print(find_spec('deepspeed').origin == deepspeed.__file__)"
     )
-    command = [sys.executable, "-m", "reft.elastic.script", str(script)]
+    command = [sys.executable, "-m", "reft.job.script", str(script)]
     process = Popen(command, env=_environ(), stdout=subprocess.PIPE, text=True)
     assert process.communicate(timeout=DEADLINE_SECS)[0].split() == ["True", "DeepSpeedEngine", "True"]
 

@@ -15,11 +15,11 @@ from tests.wheel import PIP, build_wheel, run
 
 pytestmark = pytest.mark.integration
 
-COMPILED = ("reft/protect/_packets.so", "reft/store/_stream.so")
+COMPILED = ("reft/protect/_packets.so", "reft/memory/_stream.so")
 FIND_COMPILED = """
 import json, reft
 from importlib.util import find_spec
-found = [find_spec(name) for name in ("reft.protect._packets", "reft.store._stream")]
+found = [find_spec(name) for name in ("reft.protect._packets", "reft.memory._stream")]
 print(json.dumps([reft.__file__, reft.__version__, [spec and spec.origin for spec in found]]))
 """
 

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory
+from reft.memory.free_memory import bounds
+from reft.memory.jobdir import JobDir
+from reft.node.history import read_history
+from reft.node.signals import Board, read_board
 from reft.policy.advice import Advice, advise
 from reft.policy.scale_plan import scale_plan, to_yaml
 from reft.policy.seen import situation
-from reft.store.free_memory import bounds
-from reft.store.history import read_history
-from reft.store.jobdir import JobDir
-from reft.store.signals import Board, read_board
 
 
 def advise_command(

@@ -89,7 +89,7 @@ def _parameters(parameters: float | None, model: str | None) -> float | None:
 
 def _check(check: str | None, script: str | None, parameters: float | None, *, as_json: bool) -> bool:
     """Print what a configuration and a script say of the job; whether reft takes it."""
-    from reft.hook.script_look import ScriptLook
+    from reft.engine.script_look import ScriptLook
     from reft.json_file import read_object
     from reft.tools.planning.check import check_config
 

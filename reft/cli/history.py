@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from reft.cli.memory import AsJson, Job, MemoryDirs, find_memory_or_say
-from reft.store.history import Round, describe_parts, read_history, restarts_among, why
-from reft.store.jobdir import JobDir
+from reft.memory.jobdir import JobDir
+from reft.node.history import Round, describe_parts, read_history, restarts_among, why
 
 
 def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:

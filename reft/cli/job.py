@@ -23,7 +23,7 @@ def persist_command(
 
     Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
     """
-    from reft.load.offline import persist_offline
+    from reft.recover.offline import persist_offline
 
     screen = Console(stderr=True)
     result = persist_offline(

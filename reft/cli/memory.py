@@ -17,9 +17,9 @@ from rich.table import Table
 from reft.config import ReftConfig
 from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
-from reft.load.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
-from reft.store.jobdir import JobSummary, list_jobs, remove_job, summarise
-from reft.store.label import Label
+from reft.label import Label
+from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
+from reft.recover.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
 
 EXIT_NOT_WELL = 1
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from reft.cli.history import summary
 from reft.cli.protect import describe
-from reft.store.history import read_history, restarts_among
-from reft.store.jobdir import DAEMON_FILE, JobDir, is_running, read_json
-from reft.store.protection import read_record
+from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
+from reft.node.history import read_history, restarts_among
+from reft.node.protection import read_record
 
 
 def node_status(path: Path) -> dict[str, Any]:

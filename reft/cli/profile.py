@@ -89,8 +89,8 @@ def _show_saved(args: argparse.Namespace) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from reft.elastic.launch import launch
-    from reft.elastic.options import make_parser, options_of
+    from reft.job.launch import launch
+    from reft.job.options import make_parser, options_of
     from reft.profile.profiler import forget_taken
     from reft.profile.result import PROFILE_FILE, ProfileResult
 

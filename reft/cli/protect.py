@@ -13,10 +13,10 @@ import typer
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.config import AOR
 from reft.errors import ReftError
+from reft.memory.arena import Arena
+from reft.memory.jobdir import JobDir
+from reft.node.protection import ProtectionRecord, parse_order, read_record, write_order
 from reft.protect.codes import Scheme
-from reft.store.arena import Arena
-from reft.store.jobdir import JobDir
-from reft.store.protection import ProtectionRecord, parse_order, read_record, write_order
 
 _POLL_SECS = 0.05
 

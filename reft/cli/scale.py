@@ -12,8 +12,8 @@ import typer
 
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.errors import ReftError
-from reft.store.jobdir import JobDir
-from reft.store.scale_orders import ScaleAnswer, read_answer, write_order
+from reft.memory.jobdir import JobDir
+from reft.memory.scale_orders import ScaleAnswer, read_answer, write_order
 
 _POLL_SECS = 0.1
 

@@ -24,12 +24,12 @@ from reft.cli.advise import advice_now
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.cli.node import node_is_well, node_status, node_table
 from reft.errors import ReftError
+from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
+from reft.node.history import describe_parts, read_history
+from reft.node.observe import Doing, NodeObserver
+from reft.node.progress import read_pages
+from reft.node.signals import Board, Row, Signal, is_well, read_board, summary
 from reft.speed.reports import STEP_PARTS
-from reft.store.history import describe_parts, read_history
-from reft.store.jobdir import DAEMON_FILE, JobDir, is_running, read_json
-from reft.store.observe import Doing, NodeObserver
-from reft.store.progress import read_pages
-from reft.store.signals import Board, Row, Signal, is_well, read_board, summary
 
 _OLD_SECS = 10.0
 _MOST_RANKS = 16

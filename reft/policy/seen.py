@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from reft.memory.free_memory import bounds
+from reft.memory.jobdir import JobDir
+from reft.node.history import Round, read_history
+from reft.node.memory_watch import fullest
+from reft.node.signals import Board, NodeReport, Signal
 from reft.policy.advice import Memory, Situation, Slow, Speed
-from reft.store.free_memory import bounds
-from reft.store.history import Round, read_history
-from reft.store.jobdir import JobDir
-from reft.store.memory_watch import fullest
-from reft.store.signals import Board, NodeReport, Signal
 
 _LEAST_STEPS = 50
 """Of a round, to tell a speed from it: DLRover's window."""

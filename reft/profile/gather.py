@@ -13,7 +13,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from reft.comm.collectives import network_errors
+from reft.control.collectives import network_errors
 from reft.mac import authenticate, check_authentic
 from reft.profile.result import ProfileError
 from reft.profile.traces import ClockOffset, RankTraces

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from reft.comm.collectives import allgather_bytes, network_errors
+from reft.control.collectives import allgather_bytes, network_errors
 from reft.profile.traces import ClockOffset
 
 ROUNDS = 20

@@ -10,13 +10,13 @@ import torch
 
 from reft.blocks import Section
 from reft.errors import ArenaError, TransferError
+from reft.label import Label
+from reft.memory.arena import Arena, checksum
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, Traffic, kind_of
 from reft.state.late import LateBlob
-from reft.store.arena import Arena, checksum
-from reft.store.label import Label
 
 
 @dataclass

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.blocks import Section
-from reft.comm.control import ControlGroup
+from reft.control.control import ControlGroup
 from reft.grid import Coordinate, Degrees, Topology
+from reft.memory.header import TABLE, Entry, pack_entries
 from reft.protect.codes import Scheme
 from reft.protect.placement import GroupPlacement, place_group
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
 from reft.state.catalogue import SectionImage
-from reft.store.header import TABLE, Entry, pack_entries
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GroupLayout:
 
     @cached_property
     def table(self) -> NDArray[np.void]:
-        """The packed entries of this member's blocks in arena order, :data:`reft.store.header.TABLE`. Every
+        """The packed entries of this member's blocks in arena order, :data:`reft.memory.header.TABLE`. Every
         version fills in its checksums and the true lengths of the host blocks."""
         sizes = self.plan.sizes
         entries = []

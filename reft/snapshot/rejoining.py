@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from reft.comm.control import WorkerControl
+from reft.control.control import WorkerControl
 from reft.errors import TransferError
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.protocol import Event, Met, Parted

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from reft.config import Variant
 from reft.faults import FaultPlan
+from reft.label import Label
 from reft.snapshot.committing.protocol import Cause, Stage, Version
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
 from reft.snapshot.stats import SnapshotStats
-from reft.store.label import Label
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from reft.comm.control import Ballot
 from reft.config import FaultPoint
+from reft.control.control import Ballot
+from reft.label import Label
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import Task, Voted
@@ -11,7 +12,6 @@ from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import State
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.request import Watchers
-from reft.store.label import Label
 
 
 class Voter:

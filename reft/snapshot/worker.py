@@ -14,10 +14,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reft.comm.control import WorkerControl
 from reft.config import FaultPoint
+from reft.control.control import WorkerControl
 from reft.errors import TransferError
 from reft.grid import Topology
+from reft.label import Label
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import (
@@ -47,7 +48,6 @@ from reft.snapshot.rejoining import Rejoiner
 from reft.snapshot.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.taking import Taker
 from reft.snapshot.voting import Voter
-from reft.store.label import Label
 
 __all__ = ["SnapshotRequest", "SnapshotWorker", "Watchers", "WorkerOptions"]
 

@@ -1,6 +1,6 @@
 """What makes a job the one that it is: facts that must be equal before its state is taken up again (P7).
 
-Pure: the facts are collected by :mod:`reft.hook.identity` and stored beside what they describe.
+Pure: the facts are collected by :mod:`reft.engine.identity` and stored beside what they describe.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import reft
-from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import session_of
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
 from tests.attack.loads_job import Heard
-from tests.hook.ranks import be_a_rank
+from tests.engine.ranks import be_a_rank
 
 avoid_build_at_start()
 

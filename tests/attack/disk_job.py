@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 import reft
-from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import session_of
-from reft.store.assembler import Assembler
-from reft.store.label import Label
-from reft.store.persist import persist_label
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
+from reft.label import Label
+from reft.storage.assembler import Assembler
+from reft.storage.persist import persist_label
 
 avoid_build_at_start()
 torch.set_num_threads(1)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import reft
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
 from reft.env import ENV_LAUNCHER_PID
-from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import session_of
-from reft.store.joblock import JobLock
-from tests.hook.engine_job import make, train
-from tests.hook.ranks import be_a_rank
+from reft.memory.joblock import JobLock
+from tests.engine.engine_job import make, train
+from tests.engine.ranks import be_a_rank
 
 avoid_build_at_start()
 

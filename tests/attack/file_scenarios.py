@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.memory.header import Geometry
 from reft.snapshot.committing import arenas
-from reft.store.arena import Arena
-from reft.store.arena_files import scan
-from reft.store.header import Geometry
-from reft.store.label import Label
 from tests.attack.jobs import remove_all
 from tests.attack.workers import SECRET, Rank
 

@@ -163,7 +163,7 @@ def launched(
     suite = {k: v for k, v in os.environ.items() if k in ("REFT_SECRET", "REFT_WARM")}
     out.mkdir(parents=True, exist_ok=True)
     started = Started([], out, out / "log")
-    command = [sys.executable, "-m", "reft.elastic.launch", *options, str(script), *args]
+    command = [sys.executable, "-m", "reft.job.launch", *options, str(script), *args]
     try:
         with started.log.open("ab") as log:
             started.processes.append(

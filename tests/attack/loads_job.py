@@ -19,11 +19,11 @@ from torch import nn
 
 import reft
 from reft.blocks import Section
-from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import session_of
-from reft.store.arena import Arena
-from reft.store.header import ArenaState
-from tests.hook.ranks import be_a_rank
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaState
+from tests.engine.ranks import be_a_rank
 
 avoid_build_at_start()
 

@@ -11,10 +11,10 @@ import deepspeed
 import torch
 
 import reft
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
 from reft.errors import TransferError
-from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import session_of
-from tests.hook.traffic_job import make, train
+from tests.engine.traffic_job import make, train
 
 avoid_build_at_start()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from reft.store.persisted import MARKER_NAME
-from reft.store.signals import read_board
+from reft.node.signals import read_board
+from reft.storage.persisted import MARKER_NAME
 from tests.attack.storm_job import BrokenPromiseError, StormJob, daemon_of, step_of
 from tests.attack.storm_setups import StormSetup
 from tests.faults.memory import fill_up, stored

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from reft.load.inspect import inspect_job
-from reft.store.jobdir import read_json
-from reft.store.persisted import MARKER_NAME
-from reft.store.protection import read_record
+from reft.memory.jobdir import read_json
+from reft.node.protection import read_record
+from reft.recover.inspect import inspect_job
+from reft.storage.persisted import MARKER_NAME
 from reft.tools.demo.cluster import LocalCluster, LocalNode
 from reft.tools.demo.history import EventReader, History
 from tests.attack.storm_setups import StormSetup

@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from reft.comm.control import Ballot, ControlGroup
-from reft.elastic.exits import EX_FENCED
-from reft.elastic.incarnation import IncarnationRecord
-from reft.elastic.trainer_store import TrainerStore
+from reft.control.control import Ballot, ControlGroup
+from reft.control.door import listen, parse_endpoint
+from reft.control.keyvalue import KeyValueServer, KeyValueStore
+from reft.engine.job import JobRecord
 from reft.env import ENV_CLUSTER
 from reft.errors import TransferError
 from reft.grid import Degrees
-from reft.hook.job import JobRecord
-from reft.store import fence
-from reft.store.client import DaemonError, request
-from reft.store.door import listen, parse_endpoint
-from reft.store.jobdir import JobDir
-from reft.store.keyvalue import KeyValueServer, KeyValueStore
-from reft.store.label import Label
-from reft.store.persisted import job_directory, latest_persisted, latest_tag, read_marker
+from reft.job.exits import EX_FENCED
+from reft.job.incarnation import IncarnationRecord
+from reft.job.trainer_store import TrainerStore
+from reft.label import Label
+from reft.memory.jobdir import JobDir
+from reft.node.client import DaemonError, request
+from reft.storage import fence
+from reft.storage.persisted import job_directory, latest_persisted, latest_tag, read_marker
 from reft.tools.demo.cluster import KillKind, LocalCluster
 from tests.attack.workers import DEADLINE_SECS, Results
-from tests.elastic.cluster import cluster
-from tests.elastic.daemons import answers, wait_for
-from tests.elastic.test_nodes import trains
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
+from tests.job.cluster import cluster
+from tests.job.daemons import answers, wait_for
+from tests.job.test_nodes import trains
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -187,7 +187,7 @@ def test_the_store_knows_the_newest_start_whoever_writes_last() -> None:
 @pytest.mark.process
 def test_the_daemon_refuses_orders_of_an_older_start(tmp_path: Path) -> None:
     job_dir = JobDir.open_or_create(tmp_path, "job", "node0", secret=b"s" * 32)
-    daemon = subprocess.Popen([sys.executable, "-m", "reft.store.daemon", str(job_dir.path)])
+    daemon = subprocess.Popen([sys.executable, "-m", "reft.node.daemon", str(job_dir.path)])
     try:
         wait_for(lambda: answers(job_dir), "the daemon")
         ask = partial(request, job_dir.path, job_dir.secret)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from reft.config_read import load_config
-from reft.elastic.node import NodeMemory
-from reft.elastic.options import parse_options
 from reft.errors import AuthenticationError, ConfigError
-from reft.store.jobdir import SECRET_FILE, JobDir
+from reft.job.node import NodeMemory
+from reft.job.options import parse_options
+from reft.memory.jobdir import SECRET_FILE, JobDir
 from reft.tools.demo.cluster import LocalCluster
 from tests.machine import can_give_away, free_port
 
@@ -151,7 +151,7 @@ def test_p3_memory_under_another_secret_stays(tmp_path: Path) -> None:
 
 
 def test_p3_memory_whose_secret_is_lost_is_opened_by_the_users(tmp_path: Path) -> None:
-    from reft.store.arena import Arena
+    from reft.memory.arena import Arena
 
     job = JobDir.open_or_create(tmp_path, "job", "node0")
     mine, other = job.path / "rank0-slot0.arena", job.path / "rank1-slot0.arena"
@@ -214,7 +214,7 @@ def test_p7_a_refused_launch_leaves_nothing(tmp_path: Path) -> None:
 
 def run_launcher(arguments: list[str], **env: str) -> int:
     """`reft launch` in a process of its own: it sets signal handlers and the environment."""
-    command = [sys.executable, "-m", "reft.elastic.launch", *arguments]
+    command = [sys.executable, "-m", "reft.job.launch", *arguments]
     return subprocess.run(command, check=False, timeout=240, env={**os.environ, **env}).returncode
 
 
@@ -224,8 +224,8 @@ TRAINER = """
     import subprocess, sys
     from types import SimpleNamespace
     from reft.config_read import load_config
-    from reft.store.label import Label
-    from reft.store.persist import _fault_points
+    from reft.label import Label
+    from reft.storage.persist import _fault_points
     from reft.grid import Coordinate
 
     fault = {"point": "during_persist", "step": 1, "action": "kill_node"}

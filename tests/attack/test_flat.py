@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.elastic.cluster import WatchedCluster, cluster
+from tests.job.cluster import WatchedCluster, cluster
 
 RESTARTS, WARM_UP = 50, 10
 CONFIG: dict[str, Any] = {

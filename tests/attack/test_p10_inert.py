@@ -17,11 +17,11 @@ pytestmark = pytest.mark.process
 SCRIPT = Path(__file__).with_name("inert_script.py")
 LEAST = {
     *("reft", "reft.env", "reft.naming"),
-    *("reft.hook", "reft.hook.install", "reft.hook.marks", "reft.hook.on_import"),
+    *("reft.engine", "reft.engine.install", "reft.engine.marks", "reft.engine.on_import"),
 }
 """What looks for the block."""
-STARTER = {"reft.elastic", "reft.elastic.exits", "reft.refusal"}
-"""What `reft launch` runs a script through; its ``reft.elastic.script`` is ``__main__`` there."""
+STARTER = {"reft.job", "reft.job.exits", "reft.refusal"}
+"""What `reft launch` runs a script through; its ``reft.job.script`` is ``__main__`` there."""
 
 
 @pytest.fixture(scope="module")
@@ -57,4 +57,4 @@ def test_p10_without_the_block_deepspeed_and_engine_are_untouched(
 def test_p10_without_the_block_next_to_nothing_is_imported(found: dict[str, dict[str, Any]]) -> None:
     assert found["plain"]["modules"] == []
     assert set(found["initialize"]["modules"]) == LEAST
-    assert set(found["launch"]["modules"]) <= LEAST | STARTER | {"reft.elastic.script"}
+    assert set(found["launch"]["modules"]) <= LEAST | STARTER | {"reft.job.script"}

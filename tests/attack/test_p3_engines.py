@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hook.ranks import run_ranks
+from tests.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.attack.loads_job import FIRST_LIFE, STEPS
-from tests.hook.ranks import run_ranks
+from tests.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

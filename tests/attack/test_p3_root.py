@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.attack.jobs import remove_all
-from tests.elastic.cluster import cluster
+from tests.job.cluster import cluster
 
 
 @pytest.mark.integration

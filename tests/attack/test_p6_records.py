@@ -15,17 +15,17 @@ from unittest import mock
 
 import pytest
 
+from reft.control.door import listen
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
+from reft.engine.job import JobRecord
+from reft.engine.reports import Reports
 from reft.env import ENV_EVENTS
 from reft.errors import TransferError
 from reft.events import EventLog
 from reft.grid import Coordinate
-from reft.hook.job import JobRecord
-from reft.hook.reports import Reports
+from reft.label import Label
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats
-from reft.store.door import listen
-from reft.store.keyvalue import KeyValueServer, KeyValueStore, StoreError
-from reft.store.label import Label
 from tests.attack.workers import Rank, Results, noted
 
 LONG = 60.0
@@ -145,9 +145,9 @@ def test_p6_a_store_that_stands_still_is_asked_only_so_long(caplog: pytest.LogCa
 
 _SERVE = """
 import sys, time
-from reft.store.door import listen
-from reft.store.keyvalue import KeyValueServer
-from reft.store.user_secret import user_secret
+from reft.control.door import listen
+from reft.control.keyvalue import KeyValueServer
+from reft.memory.user_secret import user_secret
 print(KeyValueServer(listen(sys.argv[1], 0), user_secret()).port, flush=True)
 time.sleep(600)
 """

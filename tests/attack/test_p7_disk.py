@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from reft.hook.disk import DiskCheckpoint, find_on_disk, in_order, share_of
-from reft.store.label import Label
-from reft.store.persisted import FileRecord
-from tests.hook.ranks import run_ranks
+from reft.engine.disk import DiskCheckpoint, find_on_disk, in_order, share_of
+from reft.label import Label
+from reft.storage.persisted import FileRecord
+from tests.engine.ranks import run_ranks
 
 JOB = Path(__file__).with_name("disk_job.py")
 

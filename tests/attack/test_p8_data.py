@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.attack.data_job import GAS, MICRO_BATCH, SCRIPTS, STOPS
-from tests.hook.ranks import run_ranks
+from tests.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from reft.elastic.exits import EX_FENCED
 from reft.grid import Degrees
-from reft.store.persisted import job_directory, latest_tag, read_marker
-from tests.elastic.netns import STORE, NetCluster, needs_namespaces
+from reft.job.exits import EX_FENCED
+from reft.storage.persisted import job_directory, latest_tag, read_marker
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
+from tests.job.netns import STORE, NetCluster, needs_namespaces
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), needs_namespaces]
 

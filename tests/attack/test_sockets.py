@@ -19,16 +19,16 @@ from typing import Any
 import psutil
 import pytest
 
-from reft.comm.links import PURPOSE as CONTROL
-from reft.elastic.trainer_store import PURPOSE as TRAINERS_STORE
+from reft.control.door import HANDSHAKE_SECS, knock
+from reft.control.keyvalue import PURPOSE as RENDEZVOUS
+from reft.control.links import PURPOSE as CONTROL
+from reft.control.wire import SOCKET_NAME, Channel
 from reft.env import ENV_STORE
 from reft.errors import AuthenticationError
-from reft.store.door import HANDSHAKE_SECS, knock
-from reft.store.keyvalue import PURPOSE as RENDEZVOUS
-from reft.store.wire import SOCKET_NAME, Channel
+from reft.job.trainer_store import PURPOSE as TRAINERS_STORE
 from tests.attack.test_strangers import Bomb
-from tests.elastic.cluster import WatchedCluster, cluster
 from tests.etcd import EtcdCluster
+from tests.job.cluster import WatchedCluster, cluster
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reft.tools.demo.cluster import KillKind
-from tests.elastic.cluster import WatchedCluster, cluster
+from tests.job.cluster import WatchedCluster, cluster
 
 KEEP_ALIVE = "keep_alive_interval=3,keep_alive_max_attempt=5,join_timeout=600"
 OPTIONS = ("--rdzv-conf", KEEP_ALIVE)

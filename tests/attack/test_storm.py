@@ -14,8 +14,8 @@ from tests.attack.storm_attacks import ATTACKS
 from tests.attack.storm_job import Chapter, StormCluster
 from tests.attack.storm_judge import Verdict, judge
 from tests.attack.storm_setups import SETUPS
-from tests.elastic.cluster import SCRIPTS
 from tests.faults.job import Scratch
+from tests.job.cluster import SCRIPTS
 
 REFERENCE = {step: float(step).hex() for step in range(1, 31)}
 

@@ -21,14 +21,14 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from reft.elastic.rendezvous import RendezvousServer
+from reft.control import wire
+from reft.control.door import Door, door_key, knock, listen
+from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
+from reft.control.wire import Channel
 from reft.errors import AuthenticationError
-from reft.store import wire
-from reft.store.door import Door, door_key, knock, listen
-from reft.store.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
-from reft.store.wire import Channel
+from reft.job.rendezvous import RendezvousServer
 from reft.tools.demo.cluster import LocalNode
-from tests.elastic.cluster import SCRIPTS, WatchedCluster, cluster
+from tests.job.cluster import SCRIPTS, WatchedCluster, cluster
 from tests.machine import free_port
 from tests.prefork import Popen
 
@@ -140,7 +140,7 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
     server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for whoever knows the secret, on a machine that has other things to do.
-    monkeypatch.setattr("reft.store.door.HANDSHAKE_SECS", 2.0)
+    monkeypatch.setattr("reft.control.door.HANDSHAKE_SECS", 2.0)
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     try:
         assert KeyValueStore(endpoint(server), SECRET).check(["secret plan"])
@@ -153,7 +153,7 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
 
 def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte in time, all of them never: the handshake as a whole is bounded."""
-    monkeypatch.setattr("reft.store.door.HANDSHAKE_SECS", 0.5)
+    monkeypatch.setattr("reft.control.door.HANDSHAKE_SECS", 0.5)
     door = Door(listen("127.0.0.1", 0), SECRET, "test", lambda channel: None)
     try:
         with socket.create_connection(("127.0.0.1", door.port)) as stranger:
@@ -314,7 +314,7 @@ def test_p11_a_node_with_another_secret_is_told_so(tmp_path: Path) -> None:
     try:
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "reft.elastic.launch", "--nnodes", "2", "--local-addr", "127.0.0.1"),
+                *(sys.executable, "-m", "reft.job.launch", "--nnodes", "2", "--local-addr", "127.0.0.1"),
                 *("--rdzv-endpoint", server.info.endpoint, "--memory-dir", str(tmp_path / "memory")),
                 *("--rdzv-id", "other", str(SCRIPTS / "light.py"), "end"),
             ],
@@ -341,7 +341,7 @@ def test_p11_one_node_needs_no_set_up(tmp_path: Path) -> None:
     events.mkdir()
     launch = Popen(
         [
-            *(sys.executable, "-m", "reft.elastic.launch", "--nproc-per-node", "2", "--job-id", "alone"),
+            *(sys.executable, "-m", "reft.job.launch", "--nproc-per-node", "2", "--job-id", "alone"),
             *("--memory-dir", str(tmp_path / "memory"), str(SCRIPTS / "allreduce.py"), "100000"),
         ],
         env={**env, "HOME": str(home), "TEST_EVENTS": str(events)},
@@ -376,7 +376,7 @@ def test_p11_the_store_that_node_0_serves_asks_for_the_secret_too(tmp_path: Path
             own = ("--node-rank", str(rank), "--local-addr", "127.0.0.1", "--max-restarts", "1")
             place = ("--node-id", f"n{rank}", "--memory-dir", str(tmp_path / f"memory{rank}"))
             script = (str(SCRIPTS / "allreduce.py"), "100000", "raise@3:1:0")
-            command = [sys.executable, "-m", "reft.elastic.launch", *common, *own, *place, *script]
+            command = [sys.executable, "-m", "reft.job.launch", *common, *own, *place, *script]
             launchers.append(Popen(command, env=env, start_new_session=True))
         deadline = time.monotonic() + 240
         while not any('"attempt": 1' in f.read_text() for f in events.glob("worker-*")):

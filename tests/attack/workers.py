@@ -16,11 +16,17 @@ import torch
 import torch.distributed as dist
 
 from reft.blocks import Section
-from reft.comm.control import ControlGroup
+from reft.control.control import ControlGroup
+from reft.engine.job import JobRecord, noted_commit
 from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.hook.job import JobRecord, noted_commit
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.memory.slot_files import SlotFiles
+from reft.memory.stream import HashingCopier
+from reft.node.protection import OrderWatch, ProtectionRecord, write_order
 from reft.snapshot import handover
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
@@ -39,12 +45,6 @@ from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena
-from reft.store.arena_files import scan
-from reft.store.label import Label
-from reft.store.protection import OrderWatch, ProtectionRecord, write_order
-from reft.store.slot_files import SlotFiles
-from reft.store.stream import HashingCopier
 from tests.machine import free_port
 from tests.spawn import spawn
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
+from reft.memory.jobdir import JobDir, write_json
+from reft.node.history import RESUMED, STARTED, note
+from reft.node.signals import BOARD_FILE, Board, NodeReport, Row, read_board
 from reft.policy.advice import Speed
 from reft.policy.seen import situation
-from reft.store.history import RESUMED, STARTED, note
-from reft.store.jobdir import JobDir, write_json
-from reft.store.signals import BOARD_FILE, Board, NodeReport, Row, read_board
 
 Told = Callable[..., str]
 

@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
+from reft.label import Label
+from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
+from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
+from reft.node.signals import BOARD_FILE, Board, NodeReport, Row
 from reft.speed.effective import Counts
-from reft.store.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
-from reft.store.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
-from reft.store.label import Label
-from reft.store.signals import BOARD_FILE, Board, NodeReport, Row
-from reft.store.status import NodeStatus
+from reft.storage.status import NodeStatus
 from tests.machine import can_give_away
 
 

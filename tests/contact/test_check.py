@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from reft import cli
+from reft.engine.calls import what_to_write
+from reft.engine.script_look import ScriptLook
 from reft.errors import ConfigError
-from reft.hook.calls import what_to_write
-from reft.hook.script_look import ScriptLook
 from reft.tools.planning.check import check_config
 
 ON = {"enabled": True}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.cluster import cluster
+from tests.job.cluster import cluster
 
 pytestmark = pytest.mark.integration
 

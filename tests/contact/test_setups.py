@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.hook.ranks import run_ranks
+from tests.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

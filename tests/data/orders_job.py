@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import reft
-from reft.hook.cpu import avoid_build_at_start
-from reft.hook.deepspeed import session_of
-from tests.hook.ranks import be_a_rank, mse
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
+from tests.engine.ranks import be_a_rank, mse
 
 avoid_build_at_start()
 

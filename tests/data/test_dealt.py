@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from torch.utils.data.distributed import DistributedSampler
 
 from reft.data.dealt import dealt_by
-from reft.hook.data_degrees import LEFT, move_data
-from reft.load.reshape import Resize
+from reft.engine.data_degrees import LEFT, move_data
+from reft.recover.reshape import Resize
 
 SIZES = (12, 13, 24, 25, 26)
 FLAGS = (False, True)

@@ -15,8 +15,8 @@ from torch.distributed import HashStore
 import reft
 from reft.data import batches, loading, place
 from reft.data.order import Order
+from reft.engine.data import DataPosition
 from reft.errors import ConfigError
-from reft.hook.data import DataPosition
 from tests.data.test_watch import Engine
 
 MICRO, STEP = 2, 24

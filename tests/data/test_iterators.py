@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from reft.data.sampler import ResumableSampler
+from reft.engine.data import DataPosition
+from reft.engine.data_degrees import move_data
 from reft.env import ENV_NODES
-from reft.hook.data import DataPosition
-from reft.hook.data_degrees import move_data
-from reft.load.reshape import Resize
+from reft.recover.reshape import Resize
 from tests.data.test_watch import Pipeline
 
 HERE = f"{__name__}.Counted"

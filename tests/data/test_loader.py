@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import reft
 from reft.data.loading import LOADERS
 from reft.data.order import Deal, JobPosition, Order, decode, encode
-from reft.hook.data import DataPosition
+from reft.engine.data import DataPosition
 from reft.state.rng import capture_host_rng, capture_rng, restore_rng, same_host_rng
 from tests.data.test_watch import Engine, Life, Pipeline
 

@@ -10,7 +10,7 @@ import pytest
 
 from reft.data.orders import difference
 from tests.data.orders_job import CASES
-from tests.hook.ranks import run_ranks
+from tests.engine.ranks import run_ranks
 
 JOB = Path(__file__).with_name("orders_job.py")
 MADE = ["alike", "alike_stages", "one_rank_reads", "parts_of_nodes"]

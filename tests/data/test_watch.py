@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import reft
 from reft.data.passes import Skipping
-from reft.hook.data import DataPosition
+from reft.engine.data import DataPosition
 from reft.state.rng import capture_rng, restore_rng
 from tests.megatron.samplers import Sampler
 

@@ -144,7 +144,7 @@ def document() -> str:
         "Written by `python -m tests.docs.support`; do not edit. Tested with "
         "Python 3.11, torch 2.13 and DeepSpeed 0.19; `make matrix` runs a part of the tests with other "
         "releases. Of its row `oldest` (torch 2.4, DeepSpeed 0.17) `tests/state`, `tests/persist`, "
-        "`tests/elastic/test_trainer_store.py` and `tests/hook` but `test_resizing.py` pass, save what DeepSpeed 0.17 does "
+        "`tests/job/test_trainer_store.py` and `tests/engine` but `test_resizing.py` pass, save what DeepSpeed 0.17 does "
         "not have (gradients for `+aor`, DualPipeV); `tests/examples` has not been run to its end. Row `newest` (Python "
         "3.13, torch 2.15) passes `tests/state`; the rest of it has not been run to the end.",
         "## Engines, ZeRO stages and precisions",
@@ -164,7 +164,7 @@ def document() -> str:
         "## Data loaders",
         "After a failure, by `tests/attack/test_p8_data.py`:",
         _table(("the script reads", "what happens"), LOADERS.values()),
-        "The rows with Accelerate need the extra `hf`; `tests/elastic/test_accelerate.py` kills and resumes a job of "
+        "The rows with Accelerate need the extra `hf`; `tests/job/test_accelerate.py` kills and resumes a job of "
         "two processes under `accelerate launch` that reads such a loader. A `DataLoaderDispatcher` "
         "(`dispatch_batches=True`; the default for an `IterableDataset`) is not followed: a warning at the first step "
         "names it with the lines to change, and `reft.resumable` refuses it.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.elastic.cluster import WatchedCluster, cluster
+from tests.job.cluster import WatchedCluster, cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _SECS = 300.0

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from reft.blocks import Section
 from reft.grid import Coordinate, Degrees
-from reft.store.arena import Arena, ArenaHeader, ArenaState, Entry
-from reft.store.header import Geometry
-from reft.store.jobdir import JobDir
-from reft.store.label import Label
+from reft.label import Label
+from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry
+from reft.memory.header import Geometry
+from reft.memory.jobdir import JobDir
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reft.grid import Degrees
-from reft.store.persisted import latest_persisted
+from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch
 

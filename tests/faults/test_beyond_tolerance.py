@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from reft.grid import Degrees
-from reft.store.persisted import latest_persisted
+from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, wrong_losses
 

@@ -15,7 +15,7 @@ import pytest
 
 from reft.blocks import Section
 from reft.grid import Degrees
-from reft.store.persisted import latest_persisted
+from reft.storage.persisted import latest_persisted
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Losses, Scratch, wrong_losses
 from tests.faults.memory import memory_directory, newest_common, plant_strangers, stored

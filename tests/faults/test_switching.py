@@ -11,7 +11,7 @@ import pytest
 
 from reft.cli import main
 from reft.grid import Degrees
-from reft.load.inspect import inspect_job
+from reft.recover.inspect import inspect_job
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import FaultJob, Scratch, broken_promises, wrong_losses
 

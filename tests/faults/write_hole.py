@@ -21,7 +21,7 @@ import psutil
 
 from reft.config import FaultPoint
 from reft.grid import Coordinate, Degrees
-from reft.store.arena import ArenaState
+from reft.memory.arena import ArenaState
 from reft.tools.demo.history import EventReader
 from tests.faults.cases import OPTIMIZERS, Shape
 from tests.faults.job import SECS_PER_LIFE, FaultJob, Scratch, broken_promises, wrong_losses

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.elastic.cluster import cluster
 from tests.examples.runs import run_to_its_end
+from tests.job.cluster import cluster
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|((?: [a-zA-Z() ]+: +[-\d.E+naif]+ \|)+)")
 _TIMED = ("elapsed time per iteration (ms)", "samples per second", "TFLOPs")

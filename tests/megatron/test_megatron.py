@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
+from megatron_patches.deepspeed import commit_of, running_program
 from reft.cli import make_app
+from reft.engine.deepspeed import attach
 from reft.errors import ConfigError, UnsupportedStateError
-from reft.hook.deepspeed import attach
-from reft.megatron.deepspeed import commit_of, running_program
 from reft.state.codec import decode, encode
 from tests.machine import free_port
 from tests.megatron.checkpoints import compare_checkpoints
@@ -118,7 +118,7 @@ class Alone:
             place["TEST_REFT_BLOCK"] = json.dumps(block)
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "reft.elastic.script", str(STANDIN / "pretrain_gpt.py")),
+                *(sys.executable, "-m", "reft.job.script", str(STANDIN / "pretrain_gpt.py")),
                 *(*self.arguments, *more, "--deepspeed", "--deepspeed_config", str(config)),
             ],
             env={**os.environ, **place, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},

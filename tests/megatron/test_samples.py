@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.cluster import WatchedCluster
 from tests.examples.runs import run_to_its_end
+from tests.job.cluster import WatchedCluster
 from tests.megatron.runs import DeepSpeedProgram, Program, lost_node
 from tests.megatron.samplers import Book
 

@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 import reft
-from reft.megatron.core.support import check_release
+from megatron_patches.core.support import check_release
 from tests.megatron_core.cpu import compute_on_cpu
 from tests.megatron_core.job import model_chunks, transformer_config
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
-from reft.megatron.core.adapter import MegatronAdapter
-from reft.megatron.core.engine import MegatronEngine
+from megatron_patches.core.adapter import MegatronAdapter
+from megatron_patches.core.engine import MegatronEngine
 from reft.state.catalogue import Manifest
 from reft.state.codec import decode, encode
 from tests.megatron_core.cpu import compute_on_cpu

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.cluster import cluster
 from tests.examples.runs import run_to_its_end
+from tests.job.cluster import cluster
 from tests.machine import free_port
 
 pytestmark = pytest.mark.skipif(

@@ -149,7 +149,7 @@ def test_a_job_that_is_told_to_stop_saves_its_own_checkpoint(tmp_path: Path) -> 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts the hook into a module of that name that has these functions, with a block in a file."""
-    from reft.megatron.core import program as hooked
+    from megatron_patches.core import program as hooked
 
     monkeypatch.setattr(hooked, "programs", [])
 
@@ -227,7 +227,7 @@ def test_p10_a_block_that_is_not_enabled_changes_nothing(install: Any) -> None:
 
 
 def test_a_local_checkpoint_is_never_claimed_before_there_is_a_training_nor_of_another_iteration() -> None:
-    from reft.megatron.core.local import LocalCheckpoints
+    from megatron_patches.core.local import LocalCheckpoints
 
     manager, protection = LocalCheckpoints(), Namespace(iteration=4, newest=lambda: None)
     for call in (manager.find_latest, manager.load, lambda: manager.save(None, 1)):
@@ -242,8 +242,8 @@ def test_a_local_checkpoint_is_never_claimed_before_there_is_a_training_nor_of_a
 
 
 def test_p5_a_local_checkpoint_that_turns_out_corrupt_is_passed_over_for_what_is_on_disk() -> None:
-    from reft.megatron.core.local import LocalCheckpoints
-    from reft.megatron.core.program import TrainingProgram
+    from megatron_patches.core.local import LocalCheckpoints
+    from megatron_patches.core.program import TrainingProgram
 
     program = TrainingProgram(ENABLED)
     args = Namespace()
@@ -289,7 +289,7 @@ def test_p5_a_local_checkpoint_that_turns_out_corrupt_is_passed_over_for_what_is
 def test_p6_a_local_checkpoint_is_said_to_be_committed_when_its_own_version_is(
     committed: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from reft.megatron.core.local import LocalCheckpoints
+    from megatron_patches.core.local import LocalCheckpoints
 
     manager = LocalCheckpoints()
     stats = Namespace(committed_step=committed, last_error=None)

@@ -22,8 +22,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from reft.blocks import Section
+from reft.engine.cpu import avoid_build_at_start
 from reft.grid import Coordinate
-from reft.hook.cpu import avoid_build_at_start
+from reft.label import Label
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest
@@ -37,9 +38,8 @@ from reft.state.deepspeed_format import (
 )
 from reft.state.host import capture_host_state
 from reft.state.template import same_value
-from reft.store.label import Label
-from reft.store.persist import persist_label, verify_persisted
-from reft.store.persisted import job_directory
+from reft.storage.persist import persist_label, verify_persisted
+from reft.storage.persisted import job_directory
 from tests.old_deepspeed import step_without_autograd
 from tests.persist.job_memory import Memory, RankImages
 

@@ -14,6 +14,11 @@ from reft.blocks import Section
 from reft.config import ReftConfig
 from reft.config_persist import PersistConfig
 from reft.grid import Coordinate, Degrees
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.arena_files import arena_name
+from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
+from reft.memory.jobdir import JobDir
 from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state import codec
@@ -21,11 +26,6 @@ from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template
 from reft.state.per_step import shape_of
 from reft.state.template import TemplateBuilder
-from reft.store.arena import Arena
-from reft.store.arena_files import arena_name
-from reft.store.header import ArenaHeader, ArenaState, Entry, checksum
-from reft.store.jobdir import JobDir
-from reft.store.label import Label
 
 SECRET = bytes(range(32))
 JOB = "job-a"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import ReftConfig
-from reft.store.jobdir import JobDir
-from reft.store.label import Label
-from reft.store.persist import PersistProgress, persist_label
+from reft.label import Label
+from reft.memory.jobdir import JobDir
+from reft.storage.persist import PersistProgress, persist_label
 from tests.persist.job_memory import JOB, SECRET, Memory
 from tests.prefork import Popen
 

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from reft.errors import PersistError
-from reft.store.assemble import NICENESS, NO_DEVICE, AssembleRequest
-from reft.store.assembler import Assembler
-from reft.store.label import Label
-from reft.store.persist import persist_label
-from reft.store.persisted import verify_persisted
-from reft.store.persister import Lag
+from reft.label import Label
+from reft.storage.assemble import NICENESS, NO_DEVICE, AssembleRequest
+from reft.storage.assembler import Assembler
+from reft.storage.persist import persist_label
+from reft.storage.persisted import verify_persisted
+from reft.storage.persister import Lag
 from tests.persist.job_memory import DEGREES, JOB, Memory, made_up_images
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from reft.errors import PersistError
 from reft.grid import Degrees
-from reft.store.label import Label
-from reft.store.persisted import (
+from reft.label import Label
+from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
     file_checksum,
@@ -28,8 +28,8 @@ from reft.store.persisted import (
     tag_of,
     verify_persisted,
 )
-from reft.store.publish import publish, remove_debris
-from reft.store.staging import WorkDir
+from reft.storage.publish import publish, remove_debris
+from reft.storage.staging import WorkDir
 
 JOB = "job-a"
 
@@ -187,7 +187,7 @@ def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path)
 def test_a_stopped_process_that_holds_the_lock_does_not_stop_its_successors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reft.store.publish.LOCK_SECS", 0.1)
+    monkeypatch.setattr("reft.storage.publish.LOCK_SECS", 0.1)
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

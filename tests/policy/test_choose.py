@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
+from reft.memory.arena import reserved_bytes
 from reft.policy.choose import Alternative, Choice, Situation, choose
 from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, Load, OwnedBy, RankSections, group_loads
 from reft.policy.pace import StageWindows, WindowPace
@@ -16,7 +17,6 @@ from reft.protect.placement import place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.snapshot.scheduling.has import Bandwidth
 from reft.snapshot.scheduling.windows import Window, WindowKind
-from reft.store.arena import reserved_bytes
 
 MIB = 2**20
 

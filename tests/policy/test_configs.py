@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from examples.llama.model_config import load_model
+from megatron_patches.deepspeed import MegatronProgram
 from reft import cli
-from reft.megatron.deepspeed import MegatronProgram
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
+from reft.node.history import Round
 from reft.policy.storage_interval import (
     DAY_SECS,
     Because,
@@ -25,7 +26,6 @@ from reft.policy.storage_interval import (
 )
 from reft.protect.codes import Scheme, make_code
 from reft.protect.survival import losses_within, survived_losses
-from reft.store.history import Round
 
 mtbfs = st.floats(600.0, 864_000.0)
 measured = st.builds(

@@ -15,13 +15,13 @@ from deepspeed.runtime.pipe import schedule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.hook.weave import Weaver
+from reft.engine.weave import Weaver
+from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
 from reft.profile.offsets import Round, between, clock_id, estimate
 from reft.profile.profiler import with_times
 from reft.profile.traces import ClockOffset, settled
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
-from reft.store.progress import ProgressPage
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
 seconds = st.floats(0, 0.1)

@@ -179,7 +179,7 @@ def test_a_saved_profile_is_not_run(tmp_path, capsys):
 
 def test_an_option_of_the_script_is_the_scripts(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr("reft.elastic.launch.launch", lambda given: started.append(given) or 1)
+    monkeypatch.setattr("reft.job.launch.launch", lambda given: started.append(given) or 1)
     monkeypatch.setenv(ENV_PROFILE, "")
     cli_profile.main(["--dir", str(tmp_path), "train.py", "--from", "scratch", "--json", "x"])
     assert started[0].arguments[-5:] == ("train.py", "--from", "scratch", "--json", "x")
@@ -188,7 +188,7 @@ def test_an_option_of_the_script_is_the_scripts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("option", ["--json", "--figure"])
 def test_an_option_of_the_script_is_not_judged_by_ours(option, tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr("reft.elastic.launch.launch", lambda given: started.append(given) or 1)
+    monkeypatch.setattr("reft.job.launch.launch", lambda given: started.append(given) or 1)
     monkeypatch.setenv(ENV_PROFILE, "")
     cli_profile.main(["--dir", str(tmp_path), "train.py", option])
     assert started[0].arguments[-2:] == ("train.py", option)
@@ -212,7 +212,7 @@ def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch)
     assert parse_block({}).profile.steps == 0
 
     started = []
-    monkeypatch.setattr("reft.elastic.launch.launch", lambda options: started.append(options) or 1)
+    monkeypatch.setattr("reft.job.launch.launch", lambda options: started.append(options) or 1)
     monkeypatch.setenv(ENV_PROFILE, "")
     command = ["--steps", "7", "--warmup-steps", "2", "--dir", str(tmp_path), "--nproc-per-node", "2"]
     assert cli_profile.main([*command, "train.py", "--steps", "100"]) == 1
@@ -229,7 +229,7 @@ def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch)
 def run_with(monkeypatch, tmp_path, job) -> int:
     """``reft profile`` of a job that is a function of its directory."""
     monkeypatch.setenv(ENV_PROFILE, "")
-    monkeypatch.setattr("reft.elastic.launch.launch", lambda options: job() or 0)
+    monkeypatch.setattr("reft.job.launch.launch", lambda options: job() or 0)
     return cli_profile.main(["--dir", str(tmp_path), "--steps", "3", "train.py"])
 
 
@@ -258,7 +258,7 @@ def test_what_the_command_returns_when_this_node_has_no_profile(tmp_path, monkey
 )
 def test_the_memory_of_the_real_job_is_left_alone(monkeypatch, tmp_path, options, environment, expected):
     started = []
-    monkeypatch.setattr("reft.elastic.launch.launch", lambda given: started.append(given) or 1)
+    monkeypatch.setattr("reft.job.launch.launch", lambda given: started.append(given) or 1)
     monkeypatch.setenv(ENV_PROFILE, "")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

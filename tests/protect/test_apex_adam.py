@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from reft.engine.recomputing import why_inexact
 from reft.errors import UnsupportedStateError
-from reft.hook.recomputing import why_inexact
 from reft.protect.apex_adam import ApexAdam
 from reft.protect.host_adam import AdamKind, AdamRecipe, recipe_of
 from tests.apex_standin import FusedAdam, FusedLAMB, kernel

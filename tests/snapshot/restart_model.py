@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 
+from reft.label import Label
+from reft.memory.commit import preferred_label
+from reft.memory.header import ArenaState
 from reft.protect.placement import place_group
 from reft.snapshot.committing.slots import Slots
-from reft.store.commit import preferred_label
-from reft.store.header import ArenaState
-from reft.store.label import Label
 from tests.snapshot.version_model import NOBODY, Choose
 from tests.snapshot.version_search import Explorer, newest
 

@@ -13,6 +13,9 @@ import pytest
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
+from reft.label import Label
+from reft.memory.slot_files import SlotFiles
+from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import (
     Begin,
@@ -45,9 +48,6 @@ from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
-from reft.store.label import Label
-from reft.store.protection import ProtectionRecord
-from reft.store.slot_files import SlotFiles
 
 NEXT = Label(1, 2)
 FENCE = (FenceNear(), TensorsChange())

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError
+from reft.label import Label
+from reft.memory.arena import Arena, checksum
+from reft.memory.stream import CutRanges, PlainHashingCopier, Ranges
 from reft.protect.placement import place_group
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
@@ -24,9 +27,6 @@ from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena, checksum
-from reft.store.label import Label
-from reft.store.stream import CutRanges, PlainHashingCopier, Ranges
 from tests.snapshot.devices import WAIT_SECS, random_bytes
 
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
+from reft.memory.arena import Arena
 from reft.snapshot.copying import cuda as copy_cuda
 from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
 from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece, copy_engine_for
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 from tests.snapshot.simulated_cuda import SimulatedCudaEngine
 

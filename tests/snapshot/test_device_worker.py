@@ -16,10 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reft.comm.control import ControlGroup
 from reft.config import Variant
+from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.memory.slot_files import SlotFiles
+from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying import cuda as copy_cuda
@@ -33,11 +38,6 @@ from reft.snapshot.scheduling.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena
-from reft.store.arena_files import scan
-from reft.store.label import Label
-from reft.store.protection import ProtectionRecord
-from reft.store.slot_files import SlotFiles
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 SECRET = b"s" * 32

@@ -19,11 +19,11 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
+from reft.memory.header import ArenaState
 from reft.protect.codes import Scheme
 from reft.protect.degrade import Rung
 from reft.snapshot.committing.in_force import InForce
 from reft.snapshot.committing.slots import Slots
-from reft.store.header import ArenaState
 from tests.snapshot import stop_model
 from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer

@@ -8,13 +8,9 @@ import pytest
 
 from reft.cli.protect import describe
 from reft.errors import ConfigError
-from reft.load.decide import plan_recovery
-from reft.load.inventory import take_inventory
-from reft.load.plan import RecoveryPlan
-from reft.protect.codes import Scheme
-from reft.store.arena import Arena
-from reft.store.arena_files import scan
-from reft.store.protection import (
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.node.protection import (
     ProtectionRecord,
     parse_order,
     read_order,
@@ -23,6 +19,10 @@ from reft.store.protection import (
     write_order,
     write_record,
 )
+from reft.protect.codes import Scheme
+from reft.recover.decide import plan_recovery
+from reft.recover.inventory import take_inventory
+from reft.recover.plan import RecoveryPlan
 from tests.machine import free_port
 from tests.snapshot.test_worker import launch, versions_in
 from tests.snapshot.worker_job import SECRET, TOPOLOGY, run

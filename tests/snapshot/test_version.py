@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.label import Label
+from reft.memory.commit import preferred_label
+from reft.memory.header import ArenaState
 from reft.snapshot.committing.protocol import (
     Abort,
     Begin,
@@ -41,9 +44,6 @@ from reft.snapshot.committing.protocol import (
 )
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.version import NOT_STARTED, OVERRUN, PEER_SKIPPED, State, step
-from reft.store.commit import preferred_label
-from reft.store.header import ArenaState
-from reft.store.label import Label
 
 
 def take(

@@ -22,6 +22,8 @@ from itertools import product
 
 import pytest
 
+from reft.label import Label
+from reft.memory.header import ArenaState
 from reft.snapshot.committing.protocol import (
     Broke,
     Copied,
@@ -41,8 +43,6 @@ from reft.snapshot.committing.protocol import (
 )
 from reft.snapshot.committing.slots import Slot, Slots
 from reft.snapshot.committing.version import Next, State, step
-from reft.store.header import ArenaState
-from reft.store.label import Label
 from tests.snapshot.restart_model import LOSSES, Crash, SecondCrash, crash_memories, crashes_in_a_row
 from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer, leaves, whole_jobs

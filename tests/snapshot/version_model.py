@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from reft.label import Label
+from reft.memory.commit import preferred_label
+from reft.memory.header import ArenaState
 from reft.protect.degrade import Rung
 from reft.snapshot.committing import version
 from reft.snapshot.committing.in_force import InForce
@@ -51,9 +54,6 @@ from reft.snapshot.committing.protocol import (
 )
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.version import Next, State
-from reft.store.commit import preferred_label
-from reft.store.header import ArenaState
-from reft.store.label import Label
 
 SOME = Cause("some")
 NOBODY = -1

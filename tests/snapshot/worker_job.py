@@ -17,11 +17,24 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from reft.comm.control import ControlGroup
 from reft.config import FaultConfig, FaultPoint, Variant
+from reft.control.control import ControlGroup
 from reft.errors import ConfigError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.arena_files import scan
+from reft.memory.jobdir import write_json
+from reft.memory.slot_files import SlotFiles
+from reft.node.protection import (
+    REQUEST_FILE,
+    Order,
+    OrderWatch,
+    ProtectionRecord,
+    write_order,
+    write_record,
+)
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
@@ -37,19 +50,6 @@ from reft.snapshot.scheduling.has import Overflow
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena
-from reft.store.arena_files import scan
-from reft.store.jobdir import write_json
-from reft.store.label import Label
-from reft.store.protection import (
-    REQUEST_FILE,
-    Order,
-    OrderWatch,
-    ProtectionRecord,
-    write_order,
-    write_record,
-)
-from reft.store.slot_files import SlotFiles
 
 SECRET = b"s" * 32
 DEGREES = Degrees(2, 2, 1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from reft.elastic import accounts
-from reft.elastic.accounts import Accounts
+from reft.job import accounts
+from reft.job.accounts import Accounts
+from reft.memory.jobdir import write_json
+from reft.node.history import RESUMED, STARTED, note
+from reft.node.progress import ProgressPage
 from reft.speed.effective import Counts, counted, went_back
-from reft.store.history import RESUMED, STARTED, note
-from reft.store.jobdir import write_json
-from reft.store.progress import ProgressPage
 
 NOTHING: dict[str, Any] = {
     **{"elapsed_secs": 1.0, "step": None, "training": False, "step_secs": 0.5},

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from reft.engine.identity import Identity
 from reft.errors import FingerprintError
-from reft.hook.identity import Identity
+from reft.label import Label
+from reft.memory.fingerprints import record_fingerprint
+from reft.memory.jobdir import JobDir
 from reft.state.fingerprint import Fingerprint
-from reft.store.fingerprints import record_fingerprint
-from reft.store.jobdir import JobDir
-from reft.store.label import Label
 
 OLD, NEW = Fingerprint({"seed": 1}), Fingerprint({"seed": 2})
 

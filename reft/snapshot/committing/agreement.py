@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from reft.comm.control import ControlGroup
+from reft.control.control import ControlGroup
 from reft.errors import ReftError
 from reft.grid import Topology
+from reft.label import Label
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
 from reft.snapshot.request import SnapshotRequest, WorkerOptions
-from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
 

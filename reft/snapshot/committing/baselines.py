@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from reft.comm.control import WorkerControl
+from reft.control.control import WorkerControl
 
 
 class PeerTraffic:

@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from reft.comm.control import WorkerControl
+from reft.control.control import WorkerControl
 from reft.grid import Topology
 from reft.snapshot.filling import Filling
 from reft.snapshot.traffic import Kind

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from reft.label import Label
 from reft.snapshot.committing.protocol import NONE_YET
-from reft.store.label import Label
 
 
 @dataclass(frozen=True)

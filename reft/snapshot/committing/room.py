@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import astuple, dataclass
 
-from reft.comm.control import ControlGroup
+from reft.control.control import ControlGroup
 from reft.grid import Topology
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.layout import GroupLayout

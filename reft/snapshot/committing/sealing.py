@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from reft.comm.control import WorkerControl
 from reft.config import FaultPoint, Variant
+from reft.control.control import WorkerControl
 from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Topology

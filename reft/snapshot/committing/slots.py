@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from reft.label import Label
+from reft.memory.header import ArenaState
 from reft.snapshot.committing.protocol import NONE_YET
-from reft.store.header import ArenaState
-from reft.store.label import Label
 
 
 @dataclass(frozen=True)

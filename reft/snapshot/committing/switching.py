@@ -1,7 +1,7 @@
 """Changing the protection while the job runs, at one version boundary on all ranks: by order, or for want of
 memory.
 
-An order (:mod:`reft.store.protection`) on any node travels in the votes of the versions, and so does how far
+An order (:mod:`reft.node.protection`) on any node travels in the votes of the versions, and so does how far
 each rank would go down the ladder (:mod:`reft.protect.degrade`) for the memory its node has left; every rank
 hears the newest order and the lowest rung from the same vote. Once that version is through the protocol the
 worker threads, and only they,
@@ -26,17 +26,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reft.comm.control import WorkerControl
+from reft.control.control import WorkerControl
 from reft.errors import ConfigError
 from reft.grid import Topology
-from reft.protect.degrade import CALM_SECS, MemoryWatch, Rung, ladder
-from reft.protect.placement import tolerance
-from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.committing.in_force import InForce
-from reft.snapshot.committing.room import Room, agree_on_room
-from reft.snapshot.layout import GroupLayout, layout_under
-from reft.store.label import Label
-from reft.store.protection import (
+from reft.label import Label
+from reft.node.protection import (
     MOST_CHARACTERS,
     Degradation,
     Order,
@@ -45,6 +39,12 @@ from reft.store.protection import (
     Refusal,
     parse_order,
 )
+from reft.protect.degrade import CALM_SECS, MemoryWatch, Rung, ladder
+from reft.protect.placement import tolerance
+from reft.snapshot.committing.arenas import ArenaSet
+from reft.snapshot.committing.in_force import InForce
+from reft.snapshot.committing.room import Room, agree_on_room
+from reft.snapshot.layout import GroupLayout, layout_under
 
 logger = logging.getLogger(__name__)
 

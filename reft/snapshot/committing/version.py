@@ -44,6 +44,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reft.label import Label
 from reft.snapshot.committing.protocol import (
     NONE_YET,
     Abort,
@@ -80,7 +81,6 @@ from reft.snapshot.committing.protocol import (
     Voted,
 )
 from reft.snapshot.committing.slots import Slots
-from reft.store.label import Label
 
 # -- one rank -------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import msgpack
 
-from reft.comm.control import Ballot, WorkerControl
+from reft.control.control import Ballot, WorkerControl
 from reft.errors import TransferError
+from reft.label import Label
 from reft.snapshot.committing.stop import may_lag, named_step
 from reft.snapshot.complaints import Complaints, say
-from reft.store.label import Label
 
 logger = logging.getLogger(__name__)
 

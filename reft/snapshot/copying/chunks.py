@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from reft.blocks import Section
+from reft.memory.arena import Arena
+from reft.memory.stream import CutRanges, Range
 from reft.snapshot.copying.engine import CheckedPieces
 from reft.snapshot.copying.parity import Encoding, ParityEncoder
 from reft.snapshot.filling import Filling
@@ -19,8 +21,6 @@ from reft.snapshot.layout import GroupLayout, LiveImages
 from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.traffic import Kind, kind_of
 from reft.state.catalogue import SectionImage
-from reft.store.arena import Arena
-from reft.store.stream import CutRanges, Range
 
 
 @dataclass(frozen=True, slots=True)

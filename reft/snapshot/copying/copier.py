@@ -10,6 +10,7 @@ from contextlib import suppress
 from reft.blocks import Section
 from reft.config import FaultPoint
 from reft.errors import CopyOrderError
+from reft.memory.stream import CutRanges, hashing_copier, ranges_of
 from reft.snapshot.copying.chunks import Chunk, ChunkCache
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.engine import CopyEngine, CopyTicket, Piece
@@ -19,7 +20,6 @@ from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.traffic import Kind
-from reft.store.stream import CutRanges, hashing_copier, ranges_of
 
 _KEPT_CHUNKS = 2**16
 _Queued = list[tuple[Chunk, Permit, CopyTicket]]

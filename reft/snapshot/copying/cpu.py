@@ -16,6 +16,8 @@ import psutil
 import torch
 
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
+from reft.memory.free_memory import cgroup_free_bytes
+from reft.memory.stream import CutRanges, HashingCopier, copier
 from reft.snapshot.copying.engine import (
     CallOrder,
     CheckedPieces,
@@ -26,8 +28,6 @@ from reft.snapshot.copying.engine import (
     bandwidth,
     into_buffer,
 )
-from reft.store.free_memory import cgroup_free_bytes
-from reft.store.stream import CutRanges, HashingCopier, copier
 
 STRIDE_BYTES = 8 * 2**20
 """Bytes copied at a time without looking whether the engine was closed: about a millisecond."""

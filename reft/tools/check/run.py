@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import ConfigError
-from reft.store.rendezvous_store import RendezvousStore
 from reft.tools.check.measures import measure_alone, measure_reduction
 from reft.tools.check.verdict import Alone, Pair, Verdict, first_pairs, judge, second_pairs
 

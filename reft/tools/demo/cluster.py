@@ -28,7 +28,7 @@ import psutil
 
 from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ReftError
-from reft.store.jobdir import STATUS_FILE, read_json
+from reft.memory.jobdir import STATUS_FILE, read_json
 
 _POLL_SECS = 0.05
 _KILL_SECS = 60.0
@@ -191,7 +191,7 @@ class LocalCluster:
         """Of the interpreter: it prints one line of JSON with the ``endpoint``."""
         return [
             "-m",
-            "reft.elastic.rendezvous",
+            "reft.job.rendezvous",
             "--host",
             "127.0.0.1",
             "--port",
@@ -203,7 +203,7 @@ class LocalCluster:
     def _arguments(self, name: str, memory_dir: Path) -> list[str]:
         """Of the interpreter: a node's launcher."""
         return [
-            *("-m", "reft.elastic.launch"),
+            *("-m", "reft.job.launch"),
             *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.procs_per_node)),
             *("--rdzv-backend", "etcd-v3" if self.etcd else "c10d", "--rdzv-endpoint", self.endpoint),
             *("--rdzv-id", self.job_id),

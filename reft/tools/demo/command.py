@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from reft.errors import ConfigError
-from reft.store.history import describe_parts
+from reft.node.history import describe_parts
 from reft.tools.demo.cluster import LocalClusterError
 from reft.tools.demo.display import Screen, make_screen
 from reft.tools.demo.history import History

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from reft.env import ENV_EVENTS
-from reft.store.persisted import job_directory
+from reft.storage.persisted import job_directory
 from reft.tools.demo.cluster import KillKind, LocalCluster, LocalNode
 from reft.tools.demo.display import NodeView, Screen, View
 from reft.tools.demo.history import Event, EventReader, History, Incarnation

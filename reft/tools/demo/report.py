@@ -48,7 +48,7 @@ class Recovery:
         bytes_from: bytes restored by source, all ranks together.
         failure_to_step: the same in its parts, in seconds, as the node saw it that had waited for longest
             when it made the first step: ``detection`` (until its launcher saw that a trainer had failed) and
-            those of :data:`reft.store.history.PARTS`. Empty: no node that saw the failure is left.
+            those of :data:`reft.node.history.PARTS`. Empty: no node that saw the failure is left.
     """
 
     source: str

@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn import functional
 
 from reft.data.sampler import ResumableSampler
+from reft.engine.cpu import avoid_build_at_start
 from reft.errors import ConfigError
 from reft.events import EventLog
-from reft.hook.cpu import avoid_build_at_start
 from reft.tools.demo.options import LAYERS
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256

@@ -1,0 +1,11 @@
+"""Megatron's programs under reft's care: what each holds beside what DeepSpeed or PyTorch know of.
+
+An integration as :mod:`reft.integrations` describes them.
+"""
+
+ON_IMPORT = {
+    "megatron.training.arguments": "megatron_patches.core.program:install",
+    "megatron.training.training": "megatron_patches.core.program:install",
+}
+PROGRAMS = {"megatron.checkpointing": "megatron_patches.deepspeed:running_program"}
+NAMES = {"attach_megatron": "megatron_patches.core.attach"}

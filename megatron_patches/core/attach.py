@@ -1,0 +1,333 @@
+"""``reft.attach_megatron``: a training loop on Megatron-core under reft's care.
+
+What is wrapped, on the instances, never on the classes:
+
+- ``zero_grad_buffer`` of the model chunks, which begins every step. Only then is the step before it whole:
+  the loop steps its scheduler, counts its samples and evaluates behind ``optimizer.step``. So a version is
+  taken there, and random states that were restored hold from there on.
+- ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks come first,
+  it is there, behind the norm of the gradients.
+
+In a pipeline its communicator is told apart too (:mod:`megatron_patches.core.weave`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_patches.core.engine import MegatronEngine
+from megatron_patches.core.support import check_release
+from megatron_patches.core.weave import MegatronWeaver
+from reft import log
+from reft.config_read import parse_block
+from reft.engine.calls import replace
+from reft.engine.device_paths import report_untried
+from reft.engine.engine_state import ClientState
+from reft.engine.memory_rung import MemoryRung
+from reft.engine.session import Session
+from reft.engine.start_checks import warn
+from reft.errors import ConfigError, UnrecoverableError
+from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.recover import RecoveryOutcome
+
+logger = logging.getLogger(__name__)
+
+_LINES = """
+    protected = reft.attach_megatron(model, optimizer, scheduler, client_state=lambda: {"samples": ...})
+    resumed = protected.load()    # None at the first start
+    if resumed is not None:
+        iteration, client_state = resumed"""
+
+
+class Resumed(NamedTuple):
+    """Where a job goes on.
+
+    Attributes:
+        iteration: steps that it has made.
+        client_state: what ``client_state`` had returned behind the last of them; empty where the state was
+            loaded by the script.
+    """
+
+    iteration: int
+    client_state: dict[str, Any]
+
+
+def attach_megatron(
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any = None,
+    *,
+    client_state: ClientState | None = None,
+    config: Mapping[str, Any] | None = None,
+    micro_batches: int | None = None,
+) -> MegatronProtection:
+    """Put a training on Megatron-core under reft's care. Collective: call it on all ranks at the same point,
+    behind ``get_megatron_optimizer``, and :meth:`~MegatronProtection.load` before the first step.
+
+    Args:
+        model: the model chunks of this rank, each in Megatron's ``DistributedDataParallel``.
+        optimizer: what ``get_megatron_optimizer`` returned.
+        scheduler: ``OptimizerParamScheduler``, or another one with ``state_dict`` and ``load_state_dict``.
+        client_state: called at every snapshot; returns what ``load`` gives back, such as consumed samples.
+            Values may be anything :mod:`reft.state.codec` encodes.
+        config: the ``reft`` block; ``"enabled"`` is not needed.
+        micro_batches: of one step; by default what Megatron's calculator says.
+
+    Raises:
+        ConfigError: the block is wrong or asks for what there is not with Megatron-core, or this release of
+            it is not known.
+        UnsupportedStateError: the model or the optimizer holds state reft does not know.
+    """
+    check_release()
+    log.install()
+    parsed = parse_block({"enabled": True, **(config or {})}, os.environ)
+    if not parsed.enabled:
+        raise ConfigError('reft.attach_megatron was called with "enabled": false; leave the call out instead')
+    if parsed.persist.dir is not None:
+        raise ConfigError(
+            f"persist.dir is {parsed.persist.dir}, but of Megatron-core reft writes no checkpoints to disk; "
+            f"remove it, save by Megatron's own means, and give load() what loads that"
+        )
+    engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
+    session = Session(engine, parsed, client_state)
+    protection = MegatronProtection(engine, session)
+    report_untried(session)
+    atexit.register(session.close)
+    return protection
+
+
+class MegatronProtection:
+    """A training under reft's care. Made by :func:`reft.attach_megatron`.
+
+    Attributes:
+        session: takes its versions.
+        memory: restores them.
+        half_written: a version turned out corrupt while it was restored: all of the state has to be loaded.
+    """
+
+    def __init__(self, engine: MegatronEngine, session: Session) -> None:
+        self.session = session
+        self._engine = engine
+        self.memory = MemoryRung(session)
+        self.half_written = False
+        self._begun = self._stepped = self._said = False
+        self._weaver: MegatronWeaver | None = None
+        if session.topology.degrees.pp > 1:
+            self._weaver = MegatronWeaver(session.copying.pacer, traced=lambda: session.tracer.active)
+            session.tracer.weaver = self._weaver
+        for chunk in engine.chunks:
+            replace(chunk, "zero_grad_buffer", self._beginning)
+        replace(engine.optimizer, "step", self._stepping)
+        for part in engine.adapter.parts:
+            if isinstance(part.wrapper.optimizer, torch.optim.Optimizer):
+                part.wrapper.optimizer.register_step_pre_hook(session.fence.before_write)
+
+    # -- what the script calls ---------------------------------------------------------------------
+
+    def load(self, otherwise: Callable[[], int | None] | None = None) -> Resumed | None:
+        """Restore the newest version of the job's memory. Collective, before the first step.
+
+        Args:
+            otherwise: called on all ranks where there is no version in memory, or it turned out corrupt
+                while it was restored; loads all of the state that the script has on disk and returns how
+                many steps that has made, None if there is nothing.
+
+        Returns:
+            Where the job goes on; None where it begins.
+
+        Raises:
+            UnrecoverableError: the job made progress, but nothing of it is left.
+            ConfigError: it was loaded already, or has begun to train.
+        """
+        self._check_not_begun()
+        recovery, plan = self.memory.survey()
+        if isinstance(plan, RecoveryPlan):
+            self.memory.check_identity(plan)
+            outcome = self.memory.restore(recovery)
+            if isinstance(outcome, RecoveryOutcome):
+                return Resumed(self._engine.global_steps, self.memory.client_state)
+            plan, self.half_written = outcome, True
+        began = time.perf_counter()
+        steps = self._load_otherwise(otherwise)
+        if steps is None:
+            if self.half_written:
+                assert isinstance(plan, NotRecoverable)
+                self.memory.refuse_half_written(plan)
+            self.memory.refuse_silent_restart(plan)
+            self.session.start({})
+            return None
+        if self.session.is_rank_zero and not plan.empty:
+            logger.warning("resuming from disk: %s", plan)
+        return self._go_on_from(steps, began)
+
+    def newest(self) -> int | None:
+        """Steps of the version that :meth:`load` would restore, None: there is none. Collective, before the
+        first step; it changes nothing.
+
+        Raises:
+            FingerprintError: it is another job's, or this one's with other settings.
+            ConfigError: the job was loaded already, or has begun to train.
+        """
+        self._check_not_begun()
+        _, plan = self.memory.survey()
+        if not isinstance(plan, RecoveryPlan):
+            return None
+        self.memory.check_identity(plan)
+        return plan.label.step
+
+    def loaded(self, steps: int) -> Resumed:
+        """The script has loaded what it has on disk, rather than the older version in memory. Collective, in
+        the place of :meth:`load`.
+
+        Args:
+            steps: that the checkpoint has made.
+
+        Raises:
+            UnrecoverableError: the ranks have loaded different steps.
+            ConfigError: the job was loaded already, or has begun to train.
+        """
+        self._check_not_begun()
+        began = time.perf_counter()
+        self._load_otherwise(lambda: steps)
+        return self._go_on_from(steps, began)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made: of the state that there is now."""
+        return self._engine.global_steps
+
+    def end_step(self) -> None:
+        """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its
+        version. It is called where the next step begins; call it yourself, on all ranks, behind the last
+        step: what is lost while the script saves is then that step's again.
+
+        Raises:
+            SystemExit: the job was told to stop.
+        """
+        if not self._stepped:
+            return
+        self._stepped = False
+        if self._weaver is not None:
+            self._weaver.end_step()
+        self.session.after_step()
+        if not self._said:
+            self._said = True
+            self.memory.made_first_step()
+            self._advise()
+
+    def begin_step(self) -> None:
+        """A step begins. Called at its ``zero_grad_buffer``; only the first call does anything."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.session.worker is None:
+            self._start_at_first_step()
+        self.end_step()
+        self.memory.restore_rng()
+        self.session.progress.begin_step()
+        self.session.state.restored_client = None
+        if self._weaver is not None:
+            self._weaver.begin_step()
+
+    def close(self) -> None:
+        """Finish what is under way and release everything; the memory stays."""
+        self.session.close()
+
+    # -- what Megatron calls -----------------------------------------------------------------------
+
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad_buffer(*args: Any, **kwargs: Any) -> Any:
+            self.begin_step()
+            return original(*args, **kwargs)
+
+        return zero_grad_buffer
+
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._begun:
+                raise ConfigError(
+                    "optimizer.step() was called, but not zero_grad_buffer() of the model chunks since the "
+                    "step before; call it on every chunk where a step begins: there reft takes its versions"
+                )
+            if self._weaver is not None:
+                self._weaver.pause()
+            self.session.before_optimizer_step()
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self.session.fence.after_optimizer_step()
+            self._engine.global_steps += 1
+            self.session.progress.end_step(self._engine.global_steps)
+            self._begun, self._stepped = False, True
+            return result
+
+        return step
+
+    # -- start ---------------------------------------------------------------------------------------
+
+    def _check_not_begun(self) -> None:
+        if self.session.worker is not None:
+            raise ConfigError(
+                "load() was called a second time or behind the first step; call it once, before"
+            )
+
+    def _go_on_from(self, steps: int, began: float) -> Resumed:
+        """The script has loaded its checkpoint."""
+        self._engine.global_steps = steps
+        self.session.restored()
+        self.session.start({})
+        self.memory.report("disk, loaded by the script", began)
+        return Resumed(steps, {})
+
+    def _load_otherwise(self, otherwise: Callable[[], int | None] | None) -> int | None:
+        """Steps of what the script has loaded, the same on all ranks; None: it has nothing.
+
+        Raises:
+            UnrecoverableError: the ranks have loaded different steps.
+        """
+        steps = None if otherwise is None else otherwise()
+        told = {found[0] for found in self.session.control.gather_ints([-1 if steps is None else steps])}
+        if len(told) > 1:
+            raise UnrecoverableError(
+                f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where there was "
+                f"none; expected the same one on all ranks"
+            )
+        return steps
+
+    def _start_at_first_step(self) -> None:
+        """The script trains, and has not asked for the memory. In time it is said what that means (P12)."""
+        did = "the script trains without calling load() of what reft.attach_megatron returned"
+        _, plan = self.memory.survey()
+        if isinstance(plan, RecoveryPlan):
+            self.memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
+        self.memory.refuse_silent_restart(plan)
+        warn(self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}")
+        self.session.start({})
+
+    def _advise(self) -> None:
+        if self.session.state.client_state is None:
+            warn(
+                self.session,
+                f"reft does not know how many samples were consumed: after a failure the job goes on with "
+                f"other data, unless batches follow from the iteration that load() returns. Write{_LINES}",
+            )
+
+
+def _micro_batches() -> int:
+    """Of one step, as Megatron's calculator has it.
+
+    Raises:
+        ConfigError: it was not initialised.
+    """
+    from megatron.core import num_microbatches_calculator as calculator
+
+    if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        raise ConfigError("Megatron's calculator of micro-batches is not initialised; pass micro_batches=...")
+    return int(calculator.get_num_microbatches())

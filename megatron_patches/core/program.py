@@ -1,0 +1,437 @@
+"""NVIDIA's Megatron-LM: ``pretrain_gpt.py`` and its like under reft's care, unmodified.
+
+``megatron.training`` calls its own functions by their names in its modules. Those by which a training is set
+up, and by which an iteration begins and ends, are wrapped there when the module is imported:
+
+================================  ====================================================================
+``validate_args``                 what reft cannot resume is refused; local checkpoints are reft's own
+``setup_model_and_optimizer``     is given reft's manager of local checkpoints, if any; a program without
+                                  ``--load`` resumes behind it
+``load_checkpoint``, called in    the newest version in memory, else what the program loads
+it
+``train_step``                    an iteration begins
+``training_log``                  a resumed program prints the means that it would have printed
+``save_checkpoint``               a local one is a version of reft's; others are the program's
+``checkpoint_and_decide_exit``    an iteration is over: evaluated, counted, and saved where it is due
+================================  ====================================================================
+
+The data is the program's: its loaders begin behind the samples that it has consumed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_patches.core.attach import MegatronProtection, Resumed, attach_megatron
+from megatron_patches.core.local import NONE, LocalCheckpoints, RestoredInPlaceError
+from megatron_patches.core.support import PROGRAM_RELEASES, check_release
+from reft import log
+from reft.config_read import parse_block, read_block
+from reft.engine.calls import bind, replace
+from reft.engine.start_checks import warn
+from reft.env import ENV_CONFIG
+from reft.errors import ConfigError, UnrecoverableError
+from reft.naming import BLOCK_NAME
+from reft.node.progress import Phase
+from reft.refusal import end_in_words
+
+logger = logging.getLogger(__name__)
+
+_PLACES = {
+    "megatron.training.arguments": ("validate_args",),
+    "megatron.training.training": (
+        "setup_model_and_optimizer",
+        "load_checkpoint",
+        "train_step",
+        "training_log",
+        "save_checkpoint",
+        "checkpoint_and_decide_exit",
+    ),
+}
+"""What is wrapped in which module."""
+_PHASES = {
+    "evaluate_and_print_results": Phase.EVALUATION,
+    "save_checkpoint_and_time": Phase.SAVING,
+}
+"""Of ``megatron.training.training``: what has limits of its own for who looks for trainers that hang."""
+_COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+"""What the program counts in its arguments, and its checkpoints hold."""
+_ITERATION, _OPERATIONS = "iteration", "num_floating_point_operations_so_far"
+_SUMS = "total_loss_dict"
+"""What the lines that it prints are the means of; all but the counts are tensors."""
+_REFUSED = {
+    "inprocess_restart": "it keeps trainers that reft starts anew; leave it out",
+    "perform_rl_step": "the rollouts are not captured",
+    "moe_use_upcycling": "every restart would upcycle anew. Start once without the reft block and with "
+    "--save DIR --exit-interval 1, then train with --load DIR and without it",
+}
+"""Options with which a restart would not go on as the undisturbed run does, each with the reason."""
+_LOCAL, _MANAGER = "local", "local_checkpoint_manager"
+"""Of ``--non-persistent-ckpt-type``, and the name in ``checkpointing_context`` of what answers it."""
+
+Function = Callable[..., Any]
+
+programs: list[TrainingProgram] = []
+"""The one of this process, from the first import on."""
+
+
+def install(module: ModuleType) -> None:
+    """Wrap what is to be wrapped in a module of Megatron-LM that was just imported. Nothing, where the block
+    says ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block cannot be read or is wrong, or the module is not as reft knows it.
+    """
+    if not programs:
+        log.install()
+        end_in_words()
+        programs.append(TrainingProgram(read_block(Path(os.environ[ENV_CONFIG]))))
+    program = programs[0]
+    if not program.enabled:
+        return
+    names = _PLACES[module.__name__]
+    if missing := [name for name in names if not callable(getattr(module, name, None))]:
+        raise ConfigError(
+            f"{ENV_CONFIG} is set, but {module.__name__} has no {', '.join(missing)}: reft does not know "
+            f"this release of Megatron-LM; use core_v0.16, or unset {ENV_CONFIG} and call "
+            f"reft.attach_megatron in the script"
+        )
+    program.modules[module.__name__] = module
+    for name in names:
+        replace(module, name, getattr(program, name))
+    for name, phase in _PHASES.items():
+        if hasattr(module, name):
+            replace(module, name, partial(program.during, phase))
+
+
+class TrainingProgram:
+    """The program of this process.
+
+    Args:
+        block: the ``reft`` block.
+
+    Raises:
+        ConfigError: it is wrong.
+
+    Attributes:
+        modules: of Megatron-LM, by name, as they are imported.
+    """
+
+    def __init__(self, block: dict[str, Any]) -> None:
+        self.enabled = parse_block(dict(block), os.environ).enabled
+        self.modules: dict[str, ModuleType] = {}
+        self._block = block
+        self._protection: MegatronProtection | None = None
+        self._sets_up = False
+        self._iteration = 0
+        self._operations: float = 0
+        self._sums: dict[str, Any] = {}
+        self._resumed_sums: dict[str, Any] | None = None
+        self._copies_wanted = 0
+        self._local: LocalCheckpoints | None = None
+        self._every: int | None = None
+
+    @property
+    def _training(self) -> Any:
+        return self.modules["megatron.training.training"]
+
+    # -- what is in the place of Megatron's ------------------------------------------------------------
+
+    def validate_args(self, original: Function) -> Function:
+        def wrapped(args: Any, *more: Any, **options: Any) -> Any:
+            self._check(args)
+            self._take_over_local_checkpoints(args)
+            return original(args, *more, **options)
+
+        return wrapped
+
+    def setup_model_and_optimizer(self, original: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            call = bind(original, args, kwargs)
+            if self._local is not None:
+                self._hand_over_local_checkpoints(call, self._local)
+            self._sets_up = True
+            try:
+                model, optimizer, scheduler = original(**call)
+            finally:
+                self._sets_up = False
+            if self._protection is None and optimizer is not None:
+                into = self._training.get_args()
+                resumed = self._resume(model, optimizer, scheduler, None)
+                into.iteration, into.num_floating_point_operations_so_far = resumed
+            return model, optimizer, scheduler
+
+        return wrapped
+
+    def load_checkpoint(self, original: Function) -> Function:
+        def wrapped(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *a: Any, **k: Any) -> Any:
+            def load() -> Any:
+                return original(ddp_model, optimizer, opt_param_scheduler, *a, **k)
+
+            if not self._sets_up or self._protection is not None or optimizer is None:
+                return load()
+            return self._resume(ddp_model, optimizer, opt_param_scheduler, load)
+
+        return wrapped
+
+    def train_step(self, original: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._protection is not None:
+                # Before the program notes the random states, with which it may run a step once more.
+                self._protection.begin_step()
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    def training_log(self, original: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            call = bind(original, args, kwargs)
+            if self._resumed_sums is not None:
+                call[_SUMS].update(self._resumed_sums)
+                # Behind the first iteration of a process an extra line is printed, and nothing is reset.
+                call["is_first_iteration"], self._resumed_sums = False, None
+            result = original(**call)
+            # The program has just waited for the device, to look for losses that are no numbers.
+            self._sums = {k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()}
+            return result
+
+        return wrapped
+
+    def save_checkpoint(self, original: Function) -> Function:
+        whole = self.during(Phase.SAVING, original)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            call = bind(original, args, kwargs)
+            if self._local is None or not call.get("non_persistent_ckpt"):
+                return whole(*args, **kwargs)
+            # Before the program assembles a state that is not needed.
+            is_async = bool(getattr(self._training.get_args(), "async_save", False))
+            call["checkpointing_context"][_MANAGER].save(None, int(call[_ITERATION]), is_async=is_async)
+            return None
+
+        return wrapped
+
+    def checkpoint_and_decide_exit(self, original: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            exits = original(*args, **kwargs)
+            if self._protection is not None:
+                call = bind(original, args, kwargs)
+                self._iteration, self._operations = int(call[_ITERATION]), call[_OPERATIONS]
+                self._end_step(self._protection, call)
+                if self._local is not None:
+                    self._local.settle()
+            return exits
+
+        return wrapped
+
+    def during(self, phase: Phase, original: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._protection is None:
+                return original(*args, **kwargs)
+            with self._protection.session.progress.during(phase):
+                return original(*args, **kwargs)
+
+        return wrapped
+
+    # -- start -----------------------------------------------------------------------------------------
+
+    def _check(self, args: Any) -> None:
+        """
+        Raises:
+            ConfigError: the program is of a release that was never tried, or was started with an option that
+                reft cannot resume.
+        """
+        check_release(PROGRAM_RELEASES)
+        for name, reason in _REFUSED.items():
+            if getattr(args, name, False):
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"Megatron was started with {option}, which reft cannot resume: {reason}")
+        if getattr(args, "dataloader_type", None) == "external":
+            raise ConfigError(
+                "Megatron was started with --dataloader-type external, whose position reft does not know; "
+                "use single or cyclic"
+            )
+
+    def _take_over_local_checkpoints(self, args: Any) -> None:
+        """``--non-persistent-ckpt-type local`` asks for what reft does: the state in the memory of its node,
+        and of others with ``--replication``. The program would import what it does not need; it finds its
+        flags again where reft's manager is there.
+
+        Raises:
+            ConfigError: the flags contradict the block, or a version would not be an iteration's.
+        """
+        if getattr(args, "non_persistent_ckpt_type", None) != _LOCAL:
+            return
+        self._every = args.non_persistent_save_interval or None
+        block = self._block.get("interval_steps")
+        if self._every and block not in (None, self._every):
+            raise ConfigError(
+                f"--non-persistent-save-interval is {self._every}, but the {BLOCK_NAME} block says "
+                f'"interval_steps": {json.dumps(block)}: a local checkpoint is a version of reft. Leave one '
+                f"of both out"
+            )
+        if getattr(args, "iterations_to_skip", None):
+            raise ConfigError(
+                "Megatron was started with --non-persistent-ckpt-type local and --iterations-to-skip: "
+                "versions are counted in optimizer steps, of which a skipped iteration makes none. Leave one "
+                "of both out"
+            )
+        if self._every:
+            self._block = {**self._block, "interval_steps": self._every}
+        if args.rank == 0:
+            logger.warning(
+                "--non-persistent-ckpt-type local is answered from reft's memory: a version every %s; its "
+                "directory (%s) is not used",
+                f"{self._every} iterations" if self._every else f"interval_steps of the {BLOCK_NAME} block",
+                args.non_persistent_local_ckpt_dir,
+            )
+        if args.replication:
+            self._copies_wanted = int(args.replication_factor) - 1
+        self._local = LocalCheckpoints()
+        args.non_persistent_ckpt_type = args.non_persistent_save_interval = None
+        args.replication, args.replication_jump = False, None
+
+    def _hand_over_local_checkpoints(self, call: dict[str, Any], local: LocalCheckpoints) -> None:
+        """The program's own flags again, with the manager that it looks for."""
+        args = self._training.get_args()
+        args.non_persistent_ckpt_type, args.non_persistent_save_interval = _LOCAL, self._every
+        if call.get("checkpointing_context") is None:
+            call["checkpointing_context"] = {}
+        call["checkpointing_context"][_MANAGER] = local
+
+    def _resume(
+        self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
+    ) -> tuple[int, float]:
+        """Take the training into reft's care, and restore the newest version there is. Collective.
+
+        Args:
+            load: loads what the program has on disk; None where it was given nothing to load.
+
+        Returns:
+            Iterations made, and floating-point operations, as the program counts them.
+        """
+        protection = attach_megatron(
+            model, optimizer, scheduler, client_state=self._client_state, config=self._block
+        )
+        session = protection.session
+        if session.tolerance < self._copies_wanted:
+            warn(
+                session,
+                f"--replication-factor asks for {self._copies_wanted} copies on other nodes; reft survives "
+                f'the loss of {session.tolerance} nodes. Write another "protection" into the reft block',
+            )
+        found: list[Any] = []
+
+        def from_disk() -> int | None:
+            assert load is not None
+            iteration, operations = load()
+            if not iteration:
+                return None
+            self.check_loaded_whole(protection)
+            found.extend((iteration, operations))
+            # On a CPU its loaders draw from the generator that dropout draws from.
+            protection.memory.keep_rng()
+            return int(iteration)
+
+        if self._local is not None:
+            self._local.attach(protection)
+        if load is None:
+            resumed = protection.load()
+        elif self._local is None:
+            resumed = protection.load(from_disk)
+        else:
+            resumed = self.load_what_is_newer(protection, self._local, from_disk)
+        if resumed is not None and not found:
+            found = list(self._go_on(resumed.client_state, session.engine.device))
+        self._protection = protection
+        self._iteration, self._operations = found or (0, 0)
+        return self._iteration, self._operations
+
+    def check_loaded_whole(self, protection: MegatronProtection) -> None:
+        """
+        Raises:
+            UnrecoverableError: what memory had half written was not all replaced.
+        """
+        args = self._training.get_args()
+        if protection.half_written and (
+            getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+        ):
+            raise UnrecoverableError(
+                "the job's memory turned out corrupt while it was restored, and the program loads without "
+                "its optimizer, of which some is written: leave --no-load-optim and --finetune out"
+            )
+
+    def load_what_is_newer(
+        self, protection: MegatronProtection, local: LocalCheckpoints, from_disk: Callable[[], int | None]
+    ) -> Resumed | None:
+        """As the program decides it: local checkpoints, unless those on disk are newer. Where it would count
+        anew from what it loads, the numbers say nothing: local ones then.
+        """
+        args = self._training.get_args()
+        anew = getattr(args, "finetune", False) or getattr(args, "pretrained_checkpoint", None) is not None
+        if anew and local.find_latest() != NONE:
+            return protection.load()
+        try:
+            steps = from_disk()
+        except RestoredInPlaceError as restored:
+            return restored.resumed
+        except UnrecoverableError:
+            # Memory turned out corrupt while it was restored, on all ranks alike: down the ladder (P5).
+            local.pass_over()
+            if (steps := from_disk()) is None:
+                raise
+            return protection.loaded(steps)
+        return protection.load() if steps is None else protection.loaded(steps)
+
+    def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:
+        """Count from where the version was taken."""
+        sums = client_state[_SUMS].items()
+        self._resumed_sums = {k: v.to(device) if torch.is_tensor(v) else v for k, v in sums}
+        args = self._training.get_args()
+        for name in _COUNTED:
+            setattr(args, name, client_state[name])
+        self._training.update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+        return client_state[_ITERATION], client_state[_OPERATIONS]
+
+    # -- every iteration -------------------------------------------------------------------------------
+
+    def _client_state(self) -> dict[str, Any]:
+        """What the program's own checkpoint would hold beside model, optimizer and random states."""
+        args = self._training.get_args()
+        counted = {name: getattr(args, name) for name in _COUNTED}
+        return {_ITERATION: self._iteration, _OPERATIONS: self._operations, _SUMS: self._sums, **counted}
+
+    def _end_step(self, protection: MegatronProtection, call: dict[str, Any]) -> None:
+        """The iteration's version is taken.
+
+        Raises:
+            SystemExit: the job was told to stop. Where all ranks do, the program has saved its checkpoint.
+        """
+        try:
+            protection.end_step()
+        except SystemExit:
+            if protection.session.stopping.together:
+                self._save(call)
+            raise
+
+    def _save(self, call: dict[str, Any]) -> None:
+        """As the program does where it exits by itself: with ``--save``, and where it has not just saved."""
+        args = self._training.get_args()
+        every = args.save_interval
+        if not args.save or (every and self._iteration % every == 0):
+            return
+        self._training.save_checkpoint_and_time(
+            *(call[name] for name in ("iteration", "model", "optimizer", "opt_param_scheduler")),
+            *(self._operations, call["checkpointing_context"]),
+            train_data_iterator=call["train_data_iterator"],
+        )
+        self._training.maybe_finalize_async_save(blocking=True)

@@ -1,0 +1,283 @@
+"""Megatron-DeepSpeed's own training state: what its checkpoint holds beside DeepSpeed's files.
+
+Its training loop counts in its arguments, behind the optimizer step; a version is taken before it has done
+so. What a checkpoint of that step would hold is worked out here, and ``load_checkpoint`` gives it back as
+the program expects it. Nothing of the program is changed but ``--load`` where it was not given: without it,
+the program would not ask for the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from reft.data.passes import raw_iterator
+from reft.engine.calls import replace
+from reft.engine.data_degrees import nodes_may_change
+from reft.engine.start_checks import warn
+from reft.errors import ConfigError, UnsupportedStateError
+from reft.state.rng import capture_host_rng, restore_host_rng
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINTING = "megatron.checkpointing"
+_CHECKPOINT_VERSION = 3.0
+_GIT_SECS = 10.0
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
+_START_ONCE = (
+    "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, then train "
+    "with --load DIR"
+)
+_REFUSED = {
+    "finetune": f"every restart after a failure would begin anew from the weights alone. {_START_ONCE}",
+    "reset_iteration": f"every restart after a failure would begin at iteration 0. {_START_ONCE}",
+    "universal_checkpoint": f"what reft persists is no universal checkpoint. {_START_ONCE}",
+    "curriculum_learning_legacy": "reft does not know how many tokens its steps consume",
+    "data_efficiency_curriculum_learning": "reft does not know how many tokens its steps consume",
+    "random_ltd": "reft does not know how many tokens its steps consume",
+    "compression_training": "the state of the compression is not captured",
+    "mos": "the teacher's state is not captured",
+    "kd": "the teacher's state is not captured",
+}
+"""Options by which a restart would not go on as the undisturbed run does, each with the reason."""
+_REFUSED_ABOVE_ONE = {
+    "num_experts": "its checkpoints are distributed by expert; reft knows dense models only",
+    "ds_sequence_parallel_size": "reft knows stages, data-parallel and tensor-parallel ranks only",
+}
+"""Numbers that must be 1, each with the reason."""
+_SINGLE, _CYCLIC = "single", "cyclic"
+_BOUND = (
+    "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) deals a pass out by the "
+    "data-parallel degree: with another one, samples of the pass are trained on twice, and others not at all"
+    ". Use --dataloader-type single, whose order is the job's at every degree"
+)
+_IN_CONFIG = {
+    "curriculum_learning_legacy": "curriculum_learning",
+    "compression_training": "compression_training",
+}
+"""What is asked for in the DeepSpeed configuration."""
+
+
+def running_program(engine: Any) -> MegatronProgram | None:
+    """The Megatron-DeepSpeed program that has made the engine; None for every other script."""
+    checkpointing = sys.modules.get(_CHECKPOINTING)
+    get_args = getattr(checkpointing, "get_args", None)
+    if get_args is None:
+        return None
+    try:
+        args = get_args()
+    except AssertionError:  # imported for something else: its arguments were never parsed
+        return None
+    return MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
+
+
+class MegatronProgram:
+    """Gives the client state of ``pretrain_gpt.py`` and its like.
+
+    Args:
+        engine: a DeepSpeed engine.
+        args: the program's arguments and counters.
+        checkpointing: its module of that name.
+
+    Raises:
+        ConfigError: it was started with an option that reft cannot resume.
+    """
+
+    def __init__(self, engine: Any, args: Any, checkpointing: Any) -> None:
+        self._engine = engine
+        self._args = args
+        self._checkpointing = checkpointing
+        self._universal: dict[str, Any] | None = None
+        self._evaluates = self._begins_to_evaluate = False
+        """Whether this rank reads the samples of evaluations, and whether the first one follows the step."""
+        for name, reason in (*_REFUSED.items(), *_REFUSED_ABOVE_ONE.items()):
+            if _is_given(args, name):
+                raise ConfigError(
+                    f"Megatron was started with {_option(name)}, which reft cannot resume: {reason}"
+                )
+        kind = getattr(args, "dataloader_type", None) or _SINGLE
+        if kind not in {_SINGLE, _CYCLIC}:
+            raise ConfigError(
+                f"Megatron was started with --dataloader-type {kind}, whose position reft does not know; use "
+                f"{_SINGLE} or {_CYCLIC}"
+            )
+        self.data_is_bound = _BOUND if kind == _CYCLIC else ""
+
+    def join(self, session: Session) -> None:
+        """Leave the position in the data to the program, which derives it from the samples that it has
+        consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
+        is anything, and the program is given a directory, to ask for the counters."""
+        session.state.data.leave_to_program()
+        session.stopping.at_next_step = True
+        replace(session.engine, "capture", self._capture)
+        at, degrees = session.coordinate, session.topology.degrees
+        self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
+        if self.data_is_bound and (nodes := nodes_may_change()):
+            warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
+        if session.is_rank_zero:
+            logger.info(
+                "the program is Megatron-DeepSpeed, %s. It needs no patch; its iteration, consumed samples "
+                "and tokens, arguments and random states are part of every version. Refused are %s",
+                *(commit_of(Path(self._checkpointing.__file__ or "")), ", ".join(map(_option, _refused()))),
+            )
+        if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
+            logger.warning(
+                "with reft, --exit-signal-handler does nothing: told to stop (SIGTERM), the job commits its "
+                "step in memory and ends, and the program writes no checkpoint to --save. To have one "
+                'written then, write "persist": {"dir": ...} into the reft block'
+            )
+        if self._args.load is None:
+            if session.is_rank_zero:
+                logger.info("Megatron was started without --load: it resumes from the job's memory only")
+            if self._engine.load_checkpoint(None)[0] is not None:
+                self._args.load = str(session.memory.job_dir.path)
+
+    def client_state(self) -> dict[str, Any]:
+        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine counts.
+
+        Raises:
+            UnsupportedStateError: the program does not count its iterations as the engine counts steps.
+        """
+        args, step = self._args, int(self._engine.global_steps)
+        counted = int(getattr(args, "iteration", 0))
+        if step - counted not in (0, 1):
+            raise UnsupportedStateError(
+                f"Megatron is in iteration {counted}, the engine has made {step} steps; expected the same "
+                f"number, or one step more that is not counted yet"
+            )
+        args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
+        self._begins_to_evaluate = False
+        if step > counted:
+            self._count(args)
+        state = {
+            "args": args,
+            "checkpoint_version": _CHECKPOINT_VERSION,
+            "iteration": step,
+            "tokens": args.consumed_train_tokens,
+            **self._universal_info(),
+        }
+        with _evaluation_begun(self._begins_to_evaluate):
+            return {**state, "rng_state": self._rng_state()}
+
+    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The host state, with the random states that the next iteration begins with."""
+
+        def capture(client_state: Mapping[str, Any] | None) -> Any:
+            begins, self._begins_to_evaluate = self._begins_to_evaluate, False
+            with _evaluation_begun(begins):
+                return original(client_state)
+
+        return capture
+
+    def _count(self, args: Namespace) -> None:
+        """Count the step as the loop will, and the evaluation that follows it: the next step to come is the
+        next iteration's."""
+        samples = int(self._engine.train_batch_size())
+        args.iteration += 1
+        args.consumed_train_samples += samples
+        args.consumed_train_tokens += samples * args.seq_length
+        if args.eval_interval and args.iteration % args.eval_interval == 0 and args.do_valid:
+            opens = bool(self.data_is_bound) and not args.consumed_valid_samples
+            self._begins_to_evaluate = self._evaluates and opens
+            args.consumed_valid_samples += args.eval_iters * samples
+
+    def _universal_info(self) -> dict[str, Any]:
+        """What DeepSpeed's universal checkpoints are converted by; some releases do not have it."""
+        if self._universal is None:
+            describe = getattr(self._checkpointing, "_universal_checkpoint_info", None)
+            key = getattr(self._checkpointing, "UNIVERSAL_CHECKPOINT_INFO", "")
+            info = describe([self._engine]) if describe is not None else None
+            self._universal = {key: info} if _is_plain(info) and info else {}
+        return self._universal
+
+    def _rng_state(self) -> list[dict[str, Any]]:
+        """In the program's form: one entry, or one per data-parallel rank, of which each reads its own."""
+        from deepspeed.accelerator import get_accelerator
+
+        tracker = self._checkpointing.tensor_parallel.get_cuda_rng_tracker()
+        states = {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": get_accelerator().get_rng_state(),
+            "rng_tracker_states": tracker.get_states(),
+        }
+        several = getattr(self._args, "data_parallel_random_init", False)
+        return [states] * (int(self._engine.dp_world_size) if several else 1)
+
+
+@contextmanager
+def _evaluation_begun(begins: bool) -> Iterator[None]:
+    """Within, the random states are those behind the draw by which an evaluation begins to read, if it does:
+    ``--dataloader-type cyclic`` opens a loader when its first batch is asked for."""
+    here = capture_host_rng() if begins else None
+    if begins:
+        raw_iterator(DataLoader([0]))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if here is not None:
+            restore_host_rng(here)
+
+
+def commit_of(module: Path) -> str:
+    """The commit of the checkout that a module is in, in words; short, and whether it has changes."""
+    try:
+        # Whatever repository the directory is in need not be the program's.
+        _git(module, "ls-files", "--error-unmatch", module.name)
+        return f"commit {_git(module, 'describe', '--always', '--dirty=, with changes', '--exclude=*')}"
+    except (OSError, subprocess.SubprocessError):
+        return "of an unknown commit"
+
+
+def _git(module: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(module.parent), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=_GIT_SECS,
+    )
+    return done.stdout.strip()
+
+
+def _refused() -> list[str]:
+    return sorted((*_REFUSED, *_REFUSED_ABOVE_ONE))
+
+
+def _option(name: str) -> str:
+    """How it is asked for."""
+    if name in _IN_CONFIG:
+        return f'"{_IN_CONFIG[name]}" in the DeepSpeed configuration'
+    return "--" + name.replace("_", "-")
+
+
+def _is_given(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    if name not in _REFUSED_ABOVE_ONE:
+        return bool(value)
+    return any(degree > 1 for degree in (value if isinstance(value, list) else [value or 1]))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether any process can read it back. The rest of the arguments is made anew by the program."""
+    kind = type(value)
+    if kind in _PLAIN:  # most of some hundred arguments, at every step
+        return True
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    return kind is dict and all(_is_plain(k) and _is_plain(v) for k, v in value.items())

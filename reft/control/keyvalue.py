@@ -1,0 +1,361 @@
+"""The rendezvous store: a table of bytes behind a door (P11).
+
+It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to ask for a
+secret. etcd (:mod:`reft.job.etcd`) outlives its host, but is one more server to install and to keep; this
+one lives in a launcher. One request, one answer: ``[operation, arguments...]`` and ``[True, result]`` or
+``[False, why not]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from reft.control.door import Door, knock
+from reft.control.journal import Journal
+from reft.control.presence import Presence
+from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.control.wire import Channel
+from reft.errors import AuthenticationError
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "rendezvous"
+_SLICE_SECS = 0.5
+"""A wait at the server lasts so long at most: the client's other threads share the connection."""
+_RETRY_SECS = 1.0
+_LOOK_SECS = 0.05
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "wait", "left")
+"""Doing these twice leaves what doing them once does; a lost answer is asked for again."""
+_LEFT_SECS = 600.0
+"""Whose connection has ended is known for so long."""
+
+
+class KeyValueServer:
+    """Serves a table to everybody who knows the secret.
+
+    Args:
+        listener: listening socket; closed with the server.
+        secret: the user's secret.
+        table: what it holds from the start.
+        journal: keeps the table on disk, and has that of an earlier server.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        table: Mapping[str, bytes] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self._journal = journal
+        self._table: dict[str, bytes] = {**(journal.table if journal else {}), **(table or {})}
+        self._changed = threading.Condition()
+        self._holders: dict[str, Channel] = {}
+        self._left: dict[str, float] = {}
+        self._operations: dict[str, Callable[..., Any]] = {
+            "get": self._get,
+            "set": self._set,
+            "add": self._add,
+            "check": self._check,
+            "delete": self._delete,
+            "compare_set": self._compare_set,
+            "wait": self._wait,
+            "left": self._left_for,
+        }
+        self._door = Door(listener, secret, PURPOSE, self._serve_until_it_ends)
+        self.host, self.port = self._door.host, self._door.port
+
+    def close(self) -> None:
+        """Stop serving; every connection ends."""
+        self._door.close()
+        with self._changed:
+            if self._journal is not None:
+                self._journal.close()
+
+    def holders(self) -> set[str]:
+        """Names of those who are connected."""
+        with self._changed:
+            return set(self._holders)
+
+    def _serve_until_it_ends(self, channel: Channel) -> None:
+        try:
+            _serve(channel, {**self._operations, "hold": partial(self._hold, channel)})
+        finally:
+            self._release(channel)
+
+    def _hold(self, channel: Channel, name: str) -> None:
+        with self._changed:
+            self._holders[_text(name)] = channel
+            self._left.pop(name, None)
+
+    def _release(self, channel: Channel) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for name in [n for n, holder in self._holders.items() if holder is channel]:
+                del self._holders[name]
+                self._left[name] = now
+            self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+
+    def _left_for(self, prefix: str) -> dict[str, float]:
+        now = time.monotonic()
+        with self._changed:
+            return {n: now - at for n, at in self._left.items() if n.startswith(_text(prefix))}
+
+    def _get(self, key: str) -> bytes | None:
+        with self._changed:
+            return self._table.get(key)
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._put(_text(key), _bytes(value))
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._table[key] = value
+        if self._journal is not None:
+            self._journal.note(self._table, key)
+        self._changed.notify_all()
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._table.get(key, b"0")) + int(amount)
+            self._put(_text(key), str(total).encode())
+            return total
+
+    def _check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(k in self._table for k in keys)
+
+    def _delete(self, key: str) -> bool:
+        with self._changed:
+            was_there = self._table.pop(key, None) is not None
+            if was_there and self._journal is not None:
+                self._journal.note(self._table, key)
+            return was_there
+
+    def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
+        """Set ``key`` if it holds ``expected`` (None: nothing): [whether it was set, what it holds]."""
+        with self._changed:
+            held = self._table.get(_text(key))
+            if held != expected:
+                return [False, held]
+            self._put(key, _bytes(value))
+            return [True, value]
+
+    def _wait(self, keys: list[str], timeout_secs: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(k in self._table for k in keys), min(float(timeout_secs), _SLICE_SECS)
+            )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"key is {type(value).__name__}; expected text")
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"value is {type(value).__name__}; expected bytes")
+    return value
+
+
+class StoreRelay:
+    """Another store, for those on this host who speak to a :class:`KeyValueServer`.
+
+    Args:
+        listener: listening socket; closed with the relay.
+        secret: the user's secret.
+        store: that answers.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, store: RendezvousStore) -> None:
+        self._store = store
+        self._operations: dict[str, Callable[..., Any]] = {
+            "get": store.peek,
+            "set": store.set,
+            "add": store.add,
+            "check": store.check,
+            "delete": store.delete,
+            "compare_set": store.compare_set,
+            "wait": self._wait,
+        }
+        self._door = Door(listener, secret, PURPOSE, lambda channel: _serve(channel, self._operations))
+        self.port = self._door.port
+
+    def close(self) -> None:
+        """Stop serving; every connection ends."""
+        self._door.close()
+
+    def _wait(self, keys: list[str], timeout_secs: float) -> bool:
+        deadline = time.monotonic() + min(float(timeout_secs), _SLICE_SECS)
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECS)
+        return True
+
+
+def _serve(channel: Channel, operations: Mapping[str, Callable[..., Any]]) -> None:
+    while True:
+        request = channel.receive()
+        try:
+            name, *arguments = request
+            answer = [True, operations[name](*arguments)]
+        except (KeyError, TypeError, ValueError, StoreError, AuthenticationError) as error:
+            answer = [False, f"{type(error).__name__}: {error}"]
+        channel.send(answer)
+
+
+class KeyValueStore(RendezvousStore):
+    """A client of :class:`KeyValueServer`. Connects at the first request and again at the next one after the
+    connection broke.
+
+    Args:
+        endpoint: ``host:port`` of the server.
+        secret: the user's secret.
+        timeout_secs: for every request, and for the keys that :meth:`get` waits for.
+        prefix: put before every key.
+    """
+
+    def __init__(self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = "") -> None:
+        self.prefix = prefix
+        self._endpoint = endpoint
+        self._line = _Line(endpoint, secret, timeout_secs)
+        self._timeout_secs = timeout_secs
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._line.ask("set", self.prefix + key, value.encode() if isinstance(value, str) else value)
+
+    def peek(self, key: str) -> bytes | None:
+        value: bytes | None = self._line.ask("get", self.prefix + key)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._line.ask("add", self.prefix + key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._line.ask("check", [self.prefix + k for k in keys]))
+
+    def delete(self, key: str) -> bool:
+        return bool(self._line.ask("delete", self.prefix + key))
+
+    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
+        done, held = self._line.ask("compare_set", self.prefix + key, expected, value)
+        return bool(done), held
+
+    def hold(self, name: str, secs: float = 0.0) -> None:
+        """Does not wait for the store."""
+        self._line.hold(self.prefix + name)
+
+    def left(self, prefix: str) -> dict[str, float]:
+        """The kernel ends the connection of a process that dies; that of a host which dies stays."""
+        found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
+        return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        secs = self._timeout_secs if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + secs
+        wanted = [self.prefix + k for k in keys]
+        while not self._line.ask("wait", wanted, max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+
+    def local_address(self) -> str:
+        self.check([])
+        return self._line.local_address
+
+    def close(self) -> None:
+        self._line.close()
+
+
+class _Line:
+    """The connection that all views of a store share."""
+
+    def __init__(self, endpoint: str, secret: bytes, timeout_secs: float) -> None:
+        self._endpoint = endpoint
+        self._secret = secret
+        self._timeout_secs = timeout_secs
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._refused_until = 0.0
+        self._presences: dict[str, Presence] = {}
+        self.local_address = ""
+
+    def hold(self, name: str) -> None:
+        """Once: it is said again with every new connection."""
+        if name not in self._presences:
+            self._presences[name] = Presence(self._dial, name)
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        with self._lock:
+            was_connected = self._channel is not None
+            if not was_connected and time.monotonic() < self._refused_until:
+                raise StoreError(f"the rendezvous store at {self._endpoint} did not answer its last request")
+            try:
+                try:
+                    done, result = self._ask_once(operation, *arguments)
+                except (ConnectionError, EOFError):
+                    if not was_connected or operation not in _REPEATABLE:
+                        raise
+                    # The server was started again since the last request.
+                    self._drop()
+                    done, result = self._ask_once(operation, *arguments)
+            except AuthenticationError:
+                self._drop()
+                raise
+            except (OSError, EOFError) as error:
+                self._drop()
+                # Others that wait for the lock are not made to wait as long each.
+                self._refused_until = time.monotonic() + _RETRY_SECS
+                raise StoreError(
+                    f"the rendezvous store at {self._endpoint} does not answer: {error}"
+                ) from error
+            except BaseException:
+                # A signal's exception, too: an answer left unread would be taken for the next one's.
+                self._drop()
+                raise
+        if not done:
+            raise StoreError(f"the rendezvous store refuses {operation}: {result}")
+        return result
+
+    def close(self) -> None:
+        for presence in self._presences.values():
+            presence.close()
+        # Without the lock: a request under way, to a store that stands still, is not waited for.
+        channel = self._channel
+        if channel is not None:
+            channel.shutdown()
+
+    def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
+        channel = self._connected()
+        channel.send([operation, *arguments])
+        answer: list[Any] = channel.receive()
+        return answer
+
+    def _connected(self) -> Channel:
+        if self._channel is None:
+            self._channel = self._dial()
+            self.local_address = self._channel.local_address
+        return self._channel
+
+    def _dial(self) -> Channel:
+        return knock(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
+
+    def _drop(self) -> None:
+        if self._channel is not None:
+            with suppress(OSError):
+                self._channel.close()
+        self._channel = None

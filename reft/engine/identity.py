@@ -1,0 +1,327 @@
+"""Which job this is (P7): its name, its hold on its memory, and the fingerprint of what it trains.
+
+All collective: every rank comes to the same result or raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reft.config import ReftConfig
+from reft.control.control import ControlGroup
+from reft.engine.coordinates import kernel_id
+from reft.engine.engine import TrainingEngine
+from reft.engine.living import require_no_other
+from reft.env import ENV_LAUNCHER_PID
+from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
+from reft.grid import Coordinate, Degrees
+from reft.label import Label
+from reft.memory.fingerprints import newest_record, record_fingerprint
+from reft.memory.jobdir import find_jobs, make_job_directory
+from reft.memory.joblock import JobLock, holder
+from reft.memory.scale_orders import note_size
+from reft.naming import own_name_of_process, siblings
+from reft.state.codec import decode, encode
+from reft.state.fingerprint import (
+    AT_LAUNCH,
+    Fact,
+    Fingerprint,
+    differences,
+    require_same,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOCK_SECS = 10.0
+"""Trainers that were just killed hold the lock until the kernel has taken their memory down."""
+
+
+def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
+    """The block with the name of the job in it: the one given, else rank 0's own.
+
+    Raises:
+        ConfigError: the ranks were given different names.
+    """
+    given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
+    own = own_name_of_process() if control.rank == 0 and not given[0] else ""
+    derived = control.gather_bytes(own.encode())[0].decode()
+    names = {name or derived for name in given}
+    if len(names) > 1 or "" in names:
+        found = ", ".join(sorted(name or "none" for name in names))
+        raise ConfigError(
+            f"the ranks of this job give it different names: {found}. Give all nodes the same "
+            f'--job-id NAME, or write "job_id" into the reft block'
+        )
+    if derived and control.rank == 0:
+        logger.info("the job's name is %s, by its user, directory and command line", derived)
+        tell_of_siblings(config.memory_dir, derived)
+    return config.model_copy(update={"job_id": names.pop()})
+
+
+def tell_of_siblings(memory_dir: Path, name: str) -> None:
+    """Say how to resume what the same program left under other arguments, where ``name`` has nothing."""
+    if (memory_dir / name).exists():
+        return
+    others = siblings([path.name for path in find_jobs(memory_dir)], name)
+    if others:
+        logger.warning(
+            "there is no memory of job %s, but of the same program with other arguments: %s. To "
+            "go on with one of them, give its name: --job-id NAME, or REFT_JOB_ID=NAME under plain torchrun",
+            name,
+            ", ".join(others),
+        )
+
+
+def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
+    """Hold the job's memory on this node against every other start, before anything in it is touched.
+
+    The launcher holds it for its trainers, over all their restarts; under plain ``torchrun`` they hold it
+    themselves, all that share a directory together.
+
+    Returns:
+        This rank's part, to be closed with the session; None where the launcher holds it.
+
+    Raises:
+        ConfigError: another engine of this process has it.
+        JobInUseError: another job, or another start of this one, has it on some node.
+    """
+    path = config.memory_dir / job_id
+    place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
+    first = control.gather_bytes(place).index(place) == control.rank
+    lock: JobLock | None = None
+
+    def lead() -> None:
+        nonlocal lock
+        require_no_other(path)
+        make_job_directory(config.memory_dir, job_id)
+        if first and not _held_by_launcher(path):
+            lock = JobLock(path, job_id, wait_secs=_LOCK_SECS)
+            lock.share()
+
+    def join() -> None:
+        nonlocal lock
+        if not first and not _held_by_launcher(path):
+            lock = JobLock.join(path, job_id)
+
+    try:
+        for attempt in (lead, join):
+            _all_or_none(attempt, control)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+    return lock
+
+
+def _held_by_launcher(path: Path) -> bool:
+    launcher = os.environ.get(ENV_LAUNCHER_PID)
+    return launcher is not None and str((holder(path) or {}).get("pid")) == launcher
+
+
+def _all_or_none(attempt: Callable[[], None], control: ControlGroup) -> None:
+    """Run ``attempt`` on all ranks; where it fails on one, raise everywhere."""
+    own: Exception | None = None
+    try:
+        attempt()
+    except (ReftError, OSError) as error:
+        own = error
+    told = control.gather_bytes(b"" if own is None else str(own).encode())
+    if own is not None:
+        raise own
+    if failed := [t.decode() for t in told if t]:
+        raise JobInUseError(f"the job's memory cannot be had on another rank: {failed[0]}")
+
+
+_BATCH = frozenset({"config", "config.train_batch_size"})
+"""To accept one of these changes is to accept another global batch."""
+
+
+class Identity:
+    """The fingerprint of the running job, and what it says to stored state.
+
+    Args:
+        fingerprint: the same on all ranks.
+        config: the block, with the job's name in it.
+        control: to agree by.
+        restarted: whether any rank was started again.
+    """
+
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        config: ReftConfig,
+        control: ControlGroup,
+        *,
+        restarted: bool,
+        why_one_size: str = "",
+        is_one_size: bool = False,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self._why_one_size, self._is_one_size = why_one_size, is_one_size
+        self._config = config
+        self._control = control
+        self.restarted = restarted
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: TrainingEngine,
+        config: ReftConfig,
+        *,
+        at: Coordinate,
+        degrees: Degrees,
+        control: ControlGroup,
+    ) -> Identity:
+        """Of what trains: rank 0's settings, everybody's shapes. Collective.
+
+        Args:
+            engine: the engine.
+            config: as above.
+            at: coordinate of this rank.
+            degrees: of the job.
+            control: as above.
+        """
+        mine = encode([str(at), engine.shapes(), _restarts()])
+        told = [decode(data) for data in control.gather_bytes(mine)]
+        facts = {**engine.settings(), **_layout(degrees)}
+        facts |= {
+            f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
+        }
+        common = control.gather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"")[0]
+        restarted = any(restarts for _, _, restarts in told)
+        resizing = engine.resizing
+        why = "its training loop resumes at its own degree alone" if resizing is None else resizing.why_not
+        # Data that belong to a degree do not keep a job from another one.
+        fixed = resizing is None or why not in ("", resizing.data_is_bound)
+        said = Fingerprint.decode(common)
+        return cls(said, config, control, restarted=restarted, why_one_size=why, is_one_size=fixed)
+
+    def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
+        """Refuse stored state of another job, or of this one with other settings.
+
+        The same on all ranks if ``was`` is.
+
+        Args:
+            was: stored with the state.
+            of: what holds it, for the message.
+            but: facts that may differ here.
+
+        Raises:
+            FingerprintError: it differs; says in what.
+        """
+        was, now = was.without(but), self.fingerprint.without(but)
+        if self.restarted:
+            # Nobody is there to answer: the job goes on, and says so.
+            for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
+                logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)
+            was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
+        require_same(was, now, of=of, accepted=self._config.accept_changes)
+
+    def check_memory(self, job_dir: Path, label: Label, *, reads: bool, but: Collection[str] = ()) -> None:
+        """Before a version is restored from memory: was it written by this job as it is now? Collective.
+
+        Args:
+            job_dir: the job's memory on this node.
+            label: the version.
+            reads: this rank is the one of its node that reads the record.
+            but: facts that may differ: at another data-parallel degree, or in another layout, it is no
+                other job as long as the global batch is the same.
+
+        Raises:
+            FingerprintError: no; on all ranks.
+        """
+        record = newest_record(job_dir, label.incarnation) if reads else None
+        told = self._control.gather_bytes(encode(record and list(record)))
+        records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
+        # A node that was away has not recorded what came after.
+        newest = max((number for number, _ in records), default=0)
+        found = []
+        for text in sorted(text for number, text in records if number == newest):
+            try:
+                found.append(Fingerprint.decode(text))
+            except FingerprintError as error:
+                logger.warning("a node's record is left aside: %s", error)
+        of = f"the memory of job {self._config.job_id}"
+        if not found and self._control.rank == 0:
+            logger.warning(
+                "%s has no record of the settings it was written with; whether they are those of this "
+                "job cannot be checked",
+                of,
+            )
+        for fingerprint in found:
+            self.require_same(fingerprint, of, but)
+
+    def check_checkpoint(self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()) -> None:
+        """Before a checkpoint is loaded from disk: was it written by this job as it is now?
+
+        Another job's checkpoint is loaded only where the script names its directory: that is its user's
+        decision, and the differences are said.
+
+        Args:
+            was: encoded fingerprint of the checkpoint; None where it has none.
+            of: the checkpoint, for the message.
+            own: it was written by this job.
+            but: facts that may differ here, as above.
+
+        Raises:
+            FingerprintError: it was, with other settings.
+        """
+        if was is None:
+            return
+        stored = Fingerprint.decode(was)
+        if own:
+            self.require_same(stored, of, but)
+        elif self._control.rank == 0:
+            for line in differences(stored, self.fingerprint):
+                logger.warning("%s is another job's: %s", of, line)
+
+    def record(self, job_dir: Path, incarnation: int) -> None:
+        """Note whose work the versions from ``incarnation`` on are. By one rank per node."""
+        try:
+            record_fingerprint(job_dir, incarnation, self.fingerprint)
+            any_batch = not _BATCH.isdisjoint(self._config.accept_changes)
+            fixed = self._is_one_size and not any_batch
+            note_size(job_dir, self.fingerprint, self._why_one_size, fixed=fixed, any_batch=any_batch)
+        except OSError as error:
+            logger.warning("the job's settings cannot be recorded beside its memory: %s", error)
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+
+
+def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from flat_facts(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from flat_facts(f"{name}.{index}", item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield name, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        yield name, value.item()
+
+
+def _layout(degrees: Degrees) -> dict[str, Fact]:
+    return {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
+
+
+def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
+    digest = hashlib.blake2b(digest_size=6)
+    tensors = numbers = 0
+    for name, parameter in parameters:
+        tensors, numbers = tensors + 1, numbers + parameter.numel()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+        )
+    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"

@@ -1,0 +1,249 @@
+"""A session's memory as a rung of the ladder: what is recovered from it is whole and protected again on
+every node before the first step, and what recovery reads is not overwritten until then (P3). The same for
+every engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NoReturn
+
+from reft.engine import marks
+from reft.engine.completing import completing, is_still_protected
+from reft.engine.coordinates import local_rank
+from reft.engine.job import noted_commit
+from reft.engine.on_import import uncollected
+from reft.engine.session import Session
+from reft.engine.target import Target
+from reft.errors import ConfigError, NotResumedError, UnrecoverableError
+from reft.memory.arena_files import slots_with
+from reft.node import history
+from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.recover import Recovery, RecoveryOutcome
+from reft.state.fingerprint import BY_REPLICAS
+from reft.state.rng import capture_rng, restore_rng
+
+logger = logging.getLogger(__name__)
+
+
+class ClientStateView(dict[str, Any]):
+    """The client state of a version in memory. A key that was never given to reft is an error that
+    says so, not a ``KeyError`` that looks like a broken checkpoint."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ConfigError(
+            f"client_state[{key!r}] is not part of the snapshot in memory; it holds {sorted(self)}. A "
+            f"snapshot is taken after every step, so reft must be able to ask for this value: pass "
+            f"client_state=lambda: {{{key!r}: ...}} to reft.attach or reft.attach_megatron, or derive it "
+            f"from the number of steps made"
+        )
+
+
+class MemoryRung:
+    """Restores one session from memory.
+
+    Attributes:
+        client_state: of what was restored last.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._rng: dict[str, Any] | None = None
+        self.client_state = ClientStateView()
+
+    @uncollected()
+    def survey(self) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
+        """What is in the memory of all nodes, and what would be restored from it. Collective."""
+        session = self._session
+        recovery = Recovery(
+            session.topology,
+            session.control,
+            job_id=session.job_id,
+            job_dir=session.memory.job_dir.path,
+            secret=session.memory.job_dir.secret,
+            faults=session.faults,
+            completing=completing(session),
+            resizable=session.engine.resizing is not None,
+        )
+        marks.mark(marks.SURVEY)
+        plan = recovery.survey()
+        marks.mark(marks.AGREED)
+        return recovery, plan
+
+    def check_identity(self, plan: RecoveryPlan) -> None:
+        """Refuse what another job left, or this one with other settings. Collective.
+
+        Raises:
+            FingerprintError: it is such.
+        """
+        session = self._session
+        session.memory.identity.check_memory(
+            *(session.memory.job_dir.path, plan.label),
+            reads=session.is_first_on_node,
+            but=BY_REPLICAS if plan.resized else (),
+        )
+
+    @uncollected()
+    def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
+        """Restore what was surveyed, start the session, and protect it. Collective."""
+        session = self._session
+        began = time.perf_counter()
+        target = Target(session)
+        outcome = recovery.restore(target.prepare, target.write)
+        if isinstance(outcome, NotRecoverable):
+            return outcome
+        session.engine.restore(target.blob.state)
+        self.after_restore(target.blob.state)
+        session.events.write(
+            "restored",
+            source="memory",
+            version=outcome.plan.label.step,
+            incarnation=outcome.plan.label.incarnation,
+            bytes_from=outcome.stats.bytes_from,
+            repaired=[str(r) for r in outcome.repaired],
+            secs=time.perf_counter() - began,
+        )
+        for repair in outcome.repaired:
+            logger.warning("corrupt memory was repaired from another source: %s", repair)
+        # What holds the version just recovered is kept until it is protected anew.
+        job_dir, label = session.memory.job_dir, outcome.label
+        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
+        session.start(dict.fromkeys(held, label))
+        if outcome.plan.resized and session.is_rank_zero:
+            logger.warning(
+                "%s was written at DP%d and is taken up at DP%d. What DP%d left in memory is kept until the "
+                "first version of DP%d is committed. From here on the losses are those of a job of DP%d",
+                *(label, written := outcome.plan.written_dp, now := session.topology.degrees.dp),
+                *(written, now, now),
+            )
+        if not is_still_protected(session, held.values(), outcome):
+            self.protect()
+        self.report(f"memory, {outcome.plan.label}", began)
+        return outcome
+
+    def after_restore(self, state: dict[str, Any]) -> None:
+        """The host state was restored, from wherever it came."""
+        session = self._session
+        session.state.data.restore(state.get("data") or {}, state.get("rng"))
+        session.state.restored_client = dict(state.get("client") or {})
+        self.client_state = ClientStateView(session.state.restored_client)
+        self._rng = state.get("rng")
+        session.restored()
+
+    def keep_rng(self) -> None:
+        """The program has loaded its random states: what it draws until it trains is undone likewise."""
+        self._rng = capture_rng()
+
+    def restore_rng(self) -> None:
+        """Training begins: whatever the script has drawn since it loaded is undone."""
+        if self._rng is not None:
+            restore_rng(self._rng)
+        self._rng = None
+
+    def protect(self) -> None:
+        """Take the restored state as the first version of this incarnation and wait for its commit:
+        from then on the old version is no longer needed, and the new node is protected too."""
+        session = self._session
+        request = session.submit(must=True)
+        request.done.wait(session.config.commit_timeout_secs)
+        if not request.committed:
+            logger.warning(
+                "the restored state of step %d could not be protected again: %s. Training goes on",
+                request.label.step,
+                session.stats.last_error,
+            )
+
+    # -- refusals ---------------------------------------------------------------------------------
+
+    def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
+        """Nothing to resume from: right for a new job, an error for one that had made progress. Collective.
+
+        Args:
+            plan: of the memory.
+            beside: what is wrong with the checkpoints on disk, in lines.
+
+        Raises:
+            UnrecoverableError: it had made progress, or what is on disk is damaged.
+        """
+        session = self._session
+        assert isinstance(plan, NotRecoverable)
+        note = noted_commit(session.memory.record, session.control, session.job_id)
+        if plan.newest_committed is None and not plan.layout_mismatch and not note:
+            if beside:
+                raise UnrecoverableError(beside)
+            if session.memory.identity.restarted and session.is_rank_zero:
+                logger.warning(
+                    "the job begins anew: nothing was committed and no checkpoint is on storage%s",
+                    history.after_failure(session.memory.job_dir.path),
+                )
+            return
+        where = session.config.persist.dir or "not configured (persist.dir)"
+        progress = note or plan.newest_committed or "versions of another layout"
+        raise UnrecoverableError(
+            f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint "
+            f"is on disk (persist directory: {where}).\n{plan}\n"
+            f"{beside + chr(10) if beside else ''}"
+            f"{self.to_start_anew()}"
+        )
+
+    def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
+        """
+        Raises:
+            UnrecoverableError: always.
+        """
+        raise UnrecoverableError(
+            f"the memory of job {self._session.job_id} turned out corrupt while it was restored, some of the "
+            f"state is written, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
+        )
+
+    def refuse_to_overwrite(
+        self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
+    ) -> NoReturn:
+        """The script trains, and has not resumed what is there.
+
+        Args:
+            plan: of the memory.
+            did: what the script does.
+            to_write: lines that resume.
+            persistable: whether a checkpoint can be written from memory.
+
+        Raises:
+            NotResumedError: always.
+        """
+        job = self._session.job_id
+        persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
+        raise NotResumedError(
+            f"the memory of job {job} holds {plan.label}, but {did}: it would start from "
+            f"scratch and overwrite it. The memory is kept. {to_write}; then start the job again. "
+            f"{persist if persistable else ''}'reft clean --job {job} --force' removes the memory"
+        )
+
+    def to_start_anew(self) -> str:
+        """What to do where nothing can be resumed, as errors say it."""
+        job = self._session.job_id
+        return (
+            f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every node, or give "
+            f"the job another id."
+        )
+
+    # -- what is said -----------------------------------------------------------------------------
+
+    def report(self, source: str, began: float) -> None:
+        """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
+        secs, step = time.perf_counter() - began, self._session.engine.global_steps
+        self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
+        if self._session.is_rank_zero:
+            after = history.after_failure(self._session.memory.job_dir.path)
+            logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
+
+    def made_first_step(self) -> None:
+        """The first step of this life has been made: the recovery, if it was one, is over."""
+        self.note(history.STEPPED)
+        job_dir, events = self._session.memory.job_dir.path, self._session.events
+        if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
+            events.write("recovered", **rounds[-1].to_json())
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Enter it into the history of the job on this node."""
+        if local_rank() == 0:
+            history.note(self._session.memory.job_dir.path, event, **facts)

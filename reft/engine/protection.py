@@ -1,0 +1,179 @@
+"""The protection of a session's versions: agreed at the start, switched by order, noted on every node."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from reft.config import ReftConfig
+from reft.config_persist import AUTO
+from reft.control.control import ControlGroup, WorkerControl
+from reft.engine.coordinates import local_rank
+from reft.events import EventLog
+from reft.grid import Topology
+from reft.memory.free_memory import default_margin_bytes
+from reft.node.protection import (
+    OrderWatch,
+    ProtectionRecord,
+    read_record,
+    resume,
+    write_order,
+    write_record,
+)
+from reft.protect.placement import surviving_schemes, tolerance
+from reft.snapshot.committing.switching import Keeping, SchemeSwitch
+
+logger = logging.getLogger(__name__)
+
+
+class Protection:
+    """Made collectively on all ranks.
+
+    Args:
+        config: the block, with a scheme.
+        chosen: whether the scheme was chosen (``auto``), not named by the block.
+        control: to agree by.
+        topology: placement of this incarnation.
+        job_dir: the job's memory on this node.
+        incarnation: the running one.
+        events: told of every change.
+
+    Raises:
+        ConfigError: the groups are too small for the scheme.
+    """
+
+    def __init__(
+        self,
+        config: ReftConfig,
+        *,
+        chosen: bool,
+        control: ControlGroup,
+        topology: Topology,
+        job_dir: Path,
+        incarnation: int,
+        events: EventLog,
+    ) -> None:
+        self.is_chosen = chosen
+        self._control = control
+        self._topology = topology
+        self._job_dir = job_dir
+        self._events = events
+        self._persist_dir = config.persist.dir
+        margin = config.memory_margin_bytes
+        self._keeping = Keeping(
+            config.arena_count, default_margin_bytes(job_dir) if margin is None else margin
+        )
+        scheme = str(config.scheme)
+        said = f"{AUTO}:{config.tolerance}" if chosen else scheme
+        self.record = replace(self._last_switch(said, scheme), incarnation=incarnation, aor=config.recompute)
+        """What is in force, the same on all ranks."""
+
+    def _last_switch(self, configured: str, scheme: str) -> ProtectionRecord:
+        """The last switch, if any node's memory tells of one and the block has not been edited since; else
+        what the block says."""
+        mine = read_record(self._job_dir)
+        data = b"" if mine is None else json.dumps(mine.to_json()).encode()
+        gathered = [json.loads(d) for d in self._control.gather_bytes(data) if d]
+        found = resume(map(ProtectionRecord.from_json, gathered), configured, scheme)
+        parsed = found.parsed
+        return replace(found, tolerance=tolerance(self._topology, parsed.copies, parsed.parities))
+
+    def switch(self, control: WorkerControl) -> SchemeSwitch:
+        """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
+        self.note()
+        orders = OrderWatch(self._job_dir)
+        return SchemeSwitch(
+            control,
+            self._topology,
+            self.record,
+            orders,
+            keeping=self._keeping,
+            on_change=self._changed,
+        )
+
+    @property
+    def lost(self) -> bool:
+        """Whether memory has become too short to survive the loss of a node, which it did before."""
+        return self.record.degraded is not None and self.record.tolerance == 0
+
+    def order(self, scheme: str) -> None:
+        """Ask for a switch; see :meth:`reft.engine.session.Session.protect`."""
+        write_order([self._job_dir], scheme)
+
+    def why_unprotected(self) -> str:
+        """What to say where the loss of one node is fatal."""
+        if self.record.in_force == "none":
+            return 'the protection is "none"'
+        if self._topology.degrees.dp == 1:
+            return "with a data-parallel degree of 1 nothing is redundant"
+        if len(set(self._topology.failure_domains)) == 1:
+            return (
+                "all ranks share a node with their copies: killed trainers are survived, the loss of the "
+                "node is not"
+            )
+        nodes = [self._topology.group_nodes(*group) for group in self._topology.groups()]
+        others = " or ".join(f'"{scheme}"' for scheme in surviving_schemes(self._topology))
+        if others:
+            return (
+                f"a node holds several data-parallel members of a stage, more than {self.record.in_force} "
+                f"restores (found nodes {nodes}); write {others}, which survive the loss of a node here, or "
+                f"put the members on different nodes: {self._lines_to_write()}"
+            )
+        return (
+            f"data-parallel members of a stage share a node with their copies (found nodes {nodes}); put "
+            f"them on different nodes: {self._lines_to_write()}"
+        )
+
+    def _lines_to_write(self) -> str:
+        """How a job of these degrees is spread over its nodes."""
+        d = self._topology.degrees
+        order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
+        return (
+            f"start it with reft launch --rank-order {order}, or give PipelineModule "
+            f"topology=reft.topology(pp={d.pp}, dp={d.dp}, tp={d.tp})"
+        )
+
+    def _changed(self, record: ProtectionRecord) -> None:
+        """An order was carried out, or refused; or memory ran short, or came back. Called by the worker."""
+        before, self.record = self.record, record
+        self.note()
+        self._events.write("protection", **record.to_json())
+        if self._control.rank == 0:
+            logger.warning("%s", self._words(before, record))
+
+    def _words(self, before: ProtectionRecord, now: ProtectionRecord) -> str:
+        """What has changed."""
+        if now.refused is not None and now.number != before.number:
+            refused = now.refused
+            return (
+                f"protection stays {before.in_force}; {refused.scheme} was refused at step {refused.step}: "
+                f"{refused.cause}"
+            )
+        survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
+        if not now.tolerance:
+            survives += f": TOLERANCE IS 0, {self.why_unprotected()}"
+        if self.lost:
+            survives += (
+                f"; this version is written to {self._persist_dir} at once"
+                if self._persist_dir is not None
+                else '; nothing is on disk to fall back to: write "persist": {"dir": ...} into "reft"'
+            )
+        changed = f"protection {before.in_force} -> {now.in_force} from the version after step {now.step} on"
+        if now.degraded is None:
+            back = "; there is memory for all that is wanted again" if before.degraded else ""
+            return f"{changed}{back}; {survives}"
+        return (
+            f"{changed}, {now.degraded.versions} versions a rank instead of {now.scheme} with "
+            f"{self._keeping.versions}: MEMORY IS SHORT: {now.degraded.cause}; {survives}"
+        )
+
+    def note(self) -> None:
+        """Say on this node what is in force: for ``reft status``, and for the next start."""
+        if local_rank() != 0:
+            return
+        try:
+            write_record(self._job_dir, self.record)
+        except OSError as error:
+            logger.warning("the protection in force cannot be noted for the next start: %s", error)

@@ -1,0 +1,244 @@
+"""A DeepSpeed engine takes up a version that a job of another layout wrote: a checkpoint, or its memory."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from reft.control.control import ControlGroup
+from reft.engine.checkpoint_parts import degrees_of
+from reft.engine.deepspeed_engine import DeepSpeedEngine
+from reft.engine.disk import host_file
+from reft.engine.held import HELD, check_stages, describe, live_tensors
+from reft.engine.session import Session
+from reft.errors import LayoutError, ReftError
+from reft.grid import Coordinate, Degrees
+from reft.recover.relayout import Held, Layout, Move, paddings, plan_layout
+from reft.recover.reshape import Resize
+from reft.state.codec import decode, encode
+from reft.state.rng import capture_rng
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Live = Mapping[str, torch.Tensor]
+"""What a plan names, flat."""
+
+
+def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
+    """The layout that the checkpoint was written in, if it is another one than this job's. Collective."""
+    found = degrees_of(checkpoint) if session.is_rank_zero else None
+    mine = encode(None if found is None else [found.pp, found.dp, found.tp])
+    told = decode(session.control.gather_bytes(mine)[0])
+    was = None if told is None else Degrees(*told)
+    if was is None or was == session.topology.degrees:
+        return None
+    # Rank 0 sees a part of the files where every node keeps those of its own ranks.
+    at = session.coordinate
+    outside = at.pp >= was.pp or at.dp >= was.dp or at.tp >= was.tp
+    has_own = outside and host_file(checkpoint, at).is_file()
+    return None if any(session.control.gather_bytes(b"own" if has_own else b"")) else was
+
+
+class Source(Protocol):
+    """A version of another layout, as :class:`Relayout` reads it. ``str`` names it."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """Of the job that wrote it."""
+        ...
+
+    def host_state(self, at: Coordinate) -> dict[str, Any]:
+        """Of a rank among :func:`spoken_by`, a new object in every call.
+
+        Raises:
+            LayoutError: it is not there.
+        """
+        ...
+
+    def locate(self, old: Layout, moves: Sequence[Move], live: Live, module: Any) -> None:
+        """Find the bytes of these moves; nothing is written.
+
+        Raises:
+            LayoutError: they are not there, or of another type than what is live.
+        """
+        ...
+
+    def carry_out(self) -> None:
+        """Write what was located. Collective; where it fails on one rank it raises on all."""
+        ...
+
+
+def spoken_by(was: Degrees, at: Coordinate) -> set[Coordinate]:
+    """The old ranks whose host state the new rank ``at`` reads: the first replica's, which say what is held,
+    and those of its own replica, which have its buffers."""
+    groups = set(product(range(was.pp), range(was.tp)))
+    own = {Coordinate(pp, at.dp % was.dp, at.tp % was.tp) for pp in range(was.pp)}
+    return own | {Coordinate(pp, 0, tp) for pp, tp in groups}
+
+
+class Relayout:
+    """Takes up one version. Collective: all methods, on all ranks.
+
+    Args:
+        session: of the engine.
+        engine: the engine.
+        source: the version, checked.
+    """
+
+    def __init__(self, session: Session, engine: DeepSpeedEngine, source: Source) -> None:
+        self._control: ControlGroup = session.control
+        self._at: Coordinate = session.coordinate
+        self._topology = session.topology
+        self._engine = engine
+        self._source = source
+        self._was = source.degrees
+
+    def take_up(self) -> dict[str, Any]:
+        """Write model, optimizer and counters into the engine.
+
+        Returns:
+            The host state, as this rank has it now; data and client state are left to the caller.
+
+        Raises:
+            LayoutError: names do not allow it, or the source lacks something; on all ranks. Where it is the
+                names, nothing has been written.
+        """
+        self.check_live_buffers()
+        old, state = on_all(self._control, self._read)
+        mine = on_all(self._control, lambda: self._describe(old))
+        told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
+        at = self._topology.coordinates
+        new = Layout(self._topology.degrees, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
+        on_all(self._control, lambda: check_stages(self._engine.engine.module, old, new, self._at))
+        moves = on_all(self._control, lambda: plan_layout(old, new, self._at))
+        live = on_all(self._control, lambda: self._prepare(old, moves, state))
+        with torch.no_grad():
+            for zeros in paddings(mine, self._at.dp):
+                live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
+            self._source.carry_out()
+        on_all(self._control, lambda: self._engine.restore(state))
+        if self._control.rank == 0:
+            logger.warning(
+                "%s was written by a job of %s and is taken up as one of %s, with the random states of a "
+                "fresh start. From here on the losses are those of a job of %s",
+                *(self._source, self._was, self._topology.degrees, self._topology.degrees),
+            )
+        return state
+
+    def _read(self) -> tuple[Layout, dict[str, Any]]:
+        """Who held what, and the host state that this rank goes on with."""
+        held = {}
+        for pp, tp in product(range(self._was.pp), range(self._was.tp)):
+            told = self._source.host_state(Coordinate(pp, 0, tp)).get(HELD, "an older reft wrote it")
+            if isinstance(told, str):
+                raise LayoutError(f"{self._source} can only be loaded in the layout {self._was}: {told}")
+            held[pp, tp] = Held.decode(told)
+        # The first stage's: it reads the data.
+        of = Coordinate(0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp)
+        state = self._source.host_state(of)
+        state["buffers"] = self.buffers()
+        resizing = self._engine.resizing
+        resizing.convert(state, Resize(self._was.dp, self._topology.degrees.dp), is_new=True)
+        state["rng"] = capture_rng()
+        return Layout(self._was, held), state
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those of this rank's module, from whichever stage had them."""
+        wanted = {name for name, _ in self._engine.engine.module.named_buffers()}
+        found: dict[str, torch.Tensor] = {}
+        for pp in range(self._was.pp):
+            if not wanted - found.keys():
+                break
+            stage = Coordinate(pp, self._at.dp % self._was.dp, self._at.tp % self._was.tp)
+            buffers = self._source.host_state(stage)["buffers"]
+            mine = {name: value for name, value in buffers.items() if name in wanted}
+            # Of the first replica, whose slices every rank may read.
+            slices = [Coordinate(pp, 0, tp) for tp in range(self._was.tp)] if self._resliced else []
+            told = [self._source.host_state(at)["buffers"] for at in slices]
+            for other in told:
+                self._check_alike(digests_of({name: told[0][name] for name in mine}), digests_of(other))
+            found |= mine
+        if wanted - found.keys():
+            raise LayoutError(f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}")
+        return found
+
+    @property
+    def _resliced(self) -> bool:
+        return self._was.tp != self._topology.degrees.tp
+
+    def check_live_buffers(self) -> None:
+        """What was made for one tensor slice is not what another number of slices has. Collective.
+
+        Raises:
+            LayoutError: a buffer follows from the slice; on all ranks.
+        """
+        if not self._resliced:
+            return
+        mine = digests_of({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
+        told = self._control.gather_bytes(encode(mine))
+        at = self._topology.coordinates
+        others = [
+            decode(body)
+            for c, body in zip(at, told, strict=True)
+            if (c.pp, c.dp) == (self._at.pp, self._at.dp)
+        ]
+
+        def check() -> None:
+            for other in others:
+                self._check_alike(mine, other)
+
+        on_all(self._control, check)
+
+    def _check_alike(self, mine: dict[str, bytes], other: dict[str, bytes]) -> None:
+        if unlike := [name for name, digest in mine.items() if other.get(name) != digest]:
+            raise LayoutError(
+                f"the buffers {unlike[:4]} are not equal on all tensor slices: which values another number "
+                f"of slices has is not known. Make them attributes instead of buffers where they follow from "
+                f"the slice, or start with {self._was.tp} tensor slices"
+            )
+
+    def _describe(self, old: Layout) -> Held:
+        """What this rank will hold: the optimizer has no state before its first step."""
+        held = describe(self._engine.engine, self._engine.adapter)
+        kinds = next(iter(old.held.values())).kinds
+        if len(kinds) != len(held.groups):
+            raise LayoutError(
+                f"the optimizer had {len(kinds)} groups of parameters on a stage, and has {len(held.groups)} "
+                f"on {self._at}; expected the same groups on every stage of either layout"
+            )
+        return replace(held, kinds=kinds)
+
+    def _prepare(self, old: Layout, moves: Sequence[Move], state: dict[str, Any]) -> Live:
+        engine, adapter = self._engine.engine, self._engine.adapter
+        adapter.state_like_masters(state["adapter"])
+        live = live_tensors(engine, adapter)
+        self._source.locate(old, moves, live, engine.module)
+        return live
+
+
+def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """By which buffers of different ranks are compared."""
+    return {name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()}
+
+
+def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
+    """Do it on all ranks; where it fails on one, raise everywhere (P6). Collective."""
+    own: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        own = error
+    told = control.gather_bytes(b"" if own is None else str(own).encode())
+    if own is not None:
+        raise own if isinstance(own, ReftError) else LayoutError(f"{type(own).__name__}: {own}") from own
+    if failed := [text.decode() for text in told if text]:
+        raise LayoutError(f"on another rank: {failed[0]}")
+    return result

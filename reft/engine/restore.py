@@ -1,0 +1,390 @@
+"""``load_checkpoint`` as reft gives it back.
+
+Loading returns the newest state there is: this job's memory, else the newest checkpoint on disk. The
+recovered version is whole and protected again on every node before the first step, and what recovery
+reads is not overwritten until then (P3).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reft.config import Variant
+from reft.engine.calls import LoadCall, what_it_did, what_to_write
+from reft.engine.checkpoint_source import CheckpointSource
+from reft.engine.deepspeed_engine import DeepSpeedEngine
+from reft.engine.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
+from reft.engine.memory_rung import MemoryRung
+from reft.engine.other_replicas import differs_in_replicas, host_state_of_replica
+from reft.engine.other_rung import OtherRung
+from reft.engine.relayout import Relayout, other_layout
+from reft.engine.session import Session
+from reft.engine.start_checks import (
+    check_orders,
+    conditional_loads,
+    require_first_version,
+    warn,
+    what_begins_anew,
+)
+from reft.errors import UnrecoverableError
+from reft.label import Label
+from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.recover import RecoveryOutcome
+from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[..., tuple[Any, Any]]
+
+
+class Restorer:
+    """Loads for one session."""
+
+    def __init__(self, session: Session, engine: DeepSpeedEngine) -> None:
+        self._session = session
+        self._engine = engine
+        self._memory = MemoryRung(session)
+        self._other = OtherRung(session, engine, self._memory)
+        self._trains = False
+        """Whether this process has begun to train."""
+        self._resumed: Resumed | None = None
+        self._bases: list[LoadCall] = []
+        """Loads of base weights before the first step."""
+        self._tagged: LoadCall | None = None
+        """A load by tag before the first step, after which snapshots have not been started yet."""
+        self._unprotected = False
+        """Whether a checkpoint without reft's state was loaded: its program has yet to read its counters and
+        random states from it."""
+        self._disk = DiskRung(session.control, session.coordinate, session.job_id, session.config.persist.dir)
+        self._first_step, self._advised = session.engine.global_steps, False
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    def before_batch(self, data_iter: Any) -> None:
+        """``train_batch`` begins, which takes its batches itself. The random states of the version hold from
+        here on: whatever the script has drawn since it loaded is undone."""
+        self.before_first_step(data_iter)
+        self._engine.data.begin_batch(data_iter)
+        self._memory.restore_rng()
+
+    def after_batch(self) -> None:
+        """``train_batch`` ends, however it does."""
+        self._engine.data.end_batch()
+
+    def before_forward(self, *, training: bool) -> None:
+        """A plain engine computes on a batch that the script has read."""
+        session = self._session
+        if training:
+            self.before_first_step()
+        moved = self._engine.data.forward(training=training)
+        if moved is not None:
+            warn(session, moved)
+
+    def before_first_step(self, data_iter: Any = None) -> None:
+        """Called before every step; does its work once.
+
+        Raises:
+            SystemExit: the job was told to stop, and has.
+        """
+        self._session.stopping.end_if_stopped(self._session)
+        if not self._trains:
+            check_orders(self._session, self._engine.data.orders(data_iter))
+            self._first_step = self._session.engine.global_steps
+            if (left := self._engine.data.left_behind()) is not None:
+                warn(self._session, left)
+            if self._session.worker is None:
+                self._start_at_first_step()
+        if self._unprotected:
+            self._unprotected = False
+            self._memory.protect()
+        self._trains = True
+        self._session.state.restored_client = None
+        self._engine.data.trains()
+
+    def after_step(self) -> None:
+        """A step has returned: after the first one it is known how the script reads its data."""
+        session = self._session
+        if self._advised or session.engine.global_steps == self._first_step:
+            return
+        self._advised = True
+        self._memory.made_first_step()
+        text = self._engine.data.advice()
+        if session.copying.variant is Variant.NONE:
+            return
+        if self._resumed is None:
+            require_first_version(session)
+        if session.state.client_state is None:
+            for said in filter(None, (text, *what_begins_anew())):
+                warn(session, said)
+        elif text is not None and session.is_rank_zero:
+            logger.info("the position in the data is left to the client state that is attached")
+
+    def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """``engine.load_checkpoint``: the newest state of memory and disk.
+
+        A script may load several times before it trains: base weights without an optimizer, and its own
+        state. The newest state is resumed once (P3); loads of base weights are DeepSpeed's alone. An explicit
+        tag, or a load of a whole state in a job that trains, means that checkpoint and no other.
+
+        Returns:
+            DeepSpeed's ``(path, client_state)``; ``(None, None)`` where there is nothing at all.
+
+        Raises:
+            UnrecoverableError: the job made progress, but no whole version of it is left.
+            PersistError: the checkpoint that was asked for by its tag is damaged.
+        """
+        if call.base_only:
+            return self._load_base(original, call)
+        if self._resumed is not None and not self._trains and call.tag is None:
+            return self._load_once_more(original, call)
+        if self._session.worker is not None:
+            # Without a directory it is reft.resume, which a job that trains does not need.
+            return (None, None) if call.load_dir is None else self._load_again(original, call)
+        return self._resume(original, call)
+
+    def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """The first load of a whole state in this process."""
+        session = self._session
+        recovery, plan = self._memory.survey()
+        if call.tag is not None:
+            return self._load_by_tag(original, call, plan)
+        self._tagged = None
+        found = self._disk.find(call.directory)
+        self._outnumber(*found.checkpoints)
+        sound = outcome = None
+        other = self._other.survey(plan) if recovery.has_other_layouts else None
+        if other is not None:
+            sound = self._disk.newest_sound(found, beyond=other.label)
+            if sound is None and self._other.restore(other):
+                return self._has_resumed(
+                    f"memory:{session.job_id}/{other.label.step}", self._memory.client_state, other.label
+                )
+        plan = self._other.explain(plan)
+        if isinstance(plan, RecoveryPlan) and sound is None:
+            sound = self._disk.newest_sound(found, beyond=plan.label)
+            if sound is None:
+                self._memory.check_identity(plan)
+                outcome = self._memory.restore(recovery)
+                if isinstance(outcome, RecoveryOutcome):
+                    label = outcome.plan.label
+                    return self._has_resumed(
+                        f"memory:{session.job_id}/{label.step}", self._memory.client_state, label
+                    )
+                plan = outcome
+        sound = sound or self._disk.newest_sound(found)
+        if sound is not None:
+            self._explain_disk(plan, sound.checkpoint)
+            return self._load_sound(original, call, sound)
+        self._memory.refuse_silent_restart(plan, self._nothing_sound(found))
+        if isinstance(outcome, NotRecoverable):
+            self._memory.refuse_half_written(outcome)
+        result: tuple[Any, Any] = (None, None)
+        if call.load_dir is not None:
+            result = original(call.load_dir, tag=call.tag, **call.options)
+        session.start({})
+        return result
+
+    def _has_resumed(
+        self, path: Any, client_state: Any, source: DiskCheckpoint | Label | None
+    ) -> tuple[Any, Any]:
+        if path is not None:
+            self._resumed = Resumed(path, client_state, source)
+        return path, client_state
+
+    # -- disk -------------------------------------------------------------------------------------
+
+    def _load_sound(self, original: Load, call: LoadCall, sound: Sound) -> tuple[Any, Any]:
+        disk = sound.checkpoint
+        self._check_identity(disk)
+        self._outnumber(disk)
+        path, client_state = self._load_from_disk(
+            original, disk.directory, disk.tag, call.options, sound.host_state
+        )
+        return self._has_resumed(path, client_state, disk)
+
+    def _outnumber(self, *checkpoints: DiskCheckpoint) -> None:
+        """The versions to come are newer than these (P3): a directory of the script's may know incarnations
+        that memory, which was lost, does not. Equal on all ranks, as what was found is."""
+        seen = (c.label.incarnation for c in checkpoints if c.label is not None)
+        self._session.memory.count_on(1 + max(seen, default=0))
+
+    def _check_identity(self, disk: DiskCheckpoint) -> None:
+        session = self._session
+        was = other_layout(session, disk.path)
+        but = () if was is None else BY_REPLICAS if differs_in_replicas(session, was) else BY_LAYOUT
+        own = disk.job_id == session.job_id
+        session.memory.identity.check_checkpoint(disk.fingerprint, f"the checkpoint {disk}", own=own, but=but)
+
+    def _load_from_disk(
+        self,
+        original: Load,
+        directory: Path | None,
+        tag: Any,
+        options: dict[str, Any],
+        state: dict[str, Any] | None,
+        *,
+        start: bool = True,
+    ) -> tuple[Any, Any]:
+        """Load what was checked (P5). ``state``: this rank's host state from there."""
+        session = self._session
+        began = time.perf_counter()
+        checkpoint = None if directory is None or tag is None else directory / str(tag)
+        was = None if checkpoint is None else other_layout(session, checkpoint)
+        relaid: dict[str, Any] | None = None
+        if checkpoint is not None and was is not None:
+            if differs_in_replicas(session, was):
+                state = host_state_of_replica(session, self._engine, checkpoint, was)
+            else:
+                # DeepSpeed does not load it.
+                source = CheckpointSource(checkpoint, was, session.control)
+                relaid = Relayout(session, self._engine, source).take_up()
+        if relaid is None:
+            path, client_state = original(str(directory), tag=tag, **options)
+        else:
+            path, client_state = str(checkpoint), client_state_of(relaid)
+        if session.worker is None and start:
+            session.start({})
+        if path is None:
+            return path, client_state
+        if relaid is not None:
+            self._memory.after_restore(relaid)
+        elif state is not None:
+            scheduler = bool(options.get("load_lr_scheduler_states", True))
+            self._engine.restore_beside_checkpoint(state, scheduler=scheduler)
+            self._memory.after_restore(state)
+            client_state = {**(client_state or {}), **client_state_of(state)}
+        session.restored()
+        session.events.write(
+            "restored",
+            source="disk",
+            version=session.engine.global_steps,
+            bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
+            secs=time.perf_counter() - began,
+        )
+        foreign = relaid is None and state is None
+        self._unprotected = start and foreign and self._engine.data.left_to_program
+        if session.worker is not None and not self._unprotected:
+            self._memory.protect()
+        self._memory.report(f"disk, {path}", began)
+        return path, client_state
+
+    def _leave_this_future(self) -> None:
+        """What is in memory is the abandoned future: the versions to come belong to a new incarnation."""
+        session = self._session
+        assert session.worker is not None
+        session.worker.drain(session.config.commit_timeout_secs)
+        session.worker.fence()
+        session.memory.count_on(session.memory.incarnation + 1)
+
+    def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """A load in a running job, for example back to before a loss spike."""
+        self._leave_this_future()
+        if call.tag is not None:
+            sound = self._disk.check_named(call.directory, call.tag)
+        else:
+            found = self._disk.find(call.directory)
+            sound = self._disk.newest_sound(found)
+            if sound is None and (refused := self._disk.refused(found)):
+                raise UnrecoverableError(nothing_sound(refused))
+        if sound is not None:
+            return self._load_sound(original, call, sound)
+        path, client_state = self._load_from_disk(original, call.directory, call.tag, call.options, None)
+        return self._has_resumed(path, client_state, None)
+
+    # -- several loads before the first step ---------------------------------------------------------
+
+    def _load_base(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """Weights without an optimizer: what a job starts from, never what it resumes (P3).
+
+        Over what this job itself had trained they are not loaded: its script did so at its first start.
+        """
+        session = self._session
+        resumed = self._resumed
+        if resumed is not None and not self._trains and resumed.is_the_jobs_own:
+            if session.is_rank_zero:
+                logger.warning(
+                    "%s is left out: the job was resumed at step %d, and base weights would replace "
+                    "what it has learnt since it started from them",
+                    *(call, session.engine.global_steps),
+                )
+            return resumed.path, resumed.client_state
+        if session.worker is not None:
+            session.worker.fence()  # P2: nothing is copied while weights are written
+        self._disk.check_named(call.directory, call.tag, whole=False)
+        if not self._trains:
+            self._bases.append(call)
+        result = original(call.load_dir, tag=call.tag, **call.options)
+        session.restored()
+        return result
+
+    def _load_once_more(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
+        """A second load of a whole state before the first step: only what is newer than memory, or another
+        checkpoint than the one from disk, takes its place."""
+        assert self._resumed is not None
+        source = self._resumed.source
+        sound = self._disk.newest_sound(
+            self._disk.find(call.directory), beyond=source if isinstance(source, Label) else None
+        )
+        if sound is not None and sound.checkpoint != source:
+            self._leave_this_future()
+            return self._load_sound(original, call, sound)
+        if self._session.is_rank_zero:
+            logger.info("%s found nothing newer: the job has been resumed already", call)
+        return self._resumed.path, self._resumed.client_state
+
+    def _load_by_tag(
+        self, original: Load, call: LoadCall, plan: RecoveryPlan | NotRecoverable
+    ) -> tuple[Any, Any]:
+        """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded yet."""
+        sound = self._disk.check_named(call.directory, call.tag)
+        state = None if sound is None else sound.host_state
+        if sound is not None:
+            self._check_identity(sound.checkpoint)
+            self._outnumber(sound.checkpoint)
+        result = self._load_from_disk(original, call.directory, call.tag, call.options, state, start=False)
+        if result[0] is None:
+            return result
+        self._tagged = call
+        if isinstance(plan, RecoveryPlan) and self._session.is_rank_zero:
+            logger.warning(
+                "the memory of job %s holds %s, but the script asks for tag %r. It goes back there, "
+                "unless it calls engine.load_checkpoint(save_dir) without a tag before it trains",
+                *(self._session.job_id, plan.label, call.tag),
+            )
+        return result
+
+    # -- refusals ---------------------------------------------------------------------------------
+
+    def _nothing_sound(self, found: Found) -> str:
+        """What is wrong with the checkpoints on disk, in lines; empty where there are none."""
+        refused = self._disk.refused(found)
+        return nothing_sound(refused) if refused else ""
+
+    def _start_at_first_step(self) -> None:
+        """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
+        session = self._session
+        did = what_it_did(self._bases, self._tagged, () if self._bases else conditional_loads())
+        to_write = what_to_write(self._bases, self._tagged)
+        if self._tagged is None:
+            _, plan = self._memory.survey()
+            if isinstance(plan, RecoveryPlan):
+                self._memory.refuse_to_overwrite(plan, did, to_write, persistable=True)
+            self._memory.refuse_silent_restart(plan)
+            consequence = "After a failure the job would not be resumed: it would stop with an error."
+        else:
+            consequence = "After every failure it would go back there."
+        warn(session, f"{did}. {consequence} {to_write}")
+        session.start({})
+
+    def _explain_disk(self, plan: RecoveryPlan | NotRecoverable, disk: DiskCheckpoint) -> None:
+        if self._session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
+            logger.warning("resuming from disk (%s): %s", disk, plan)
+
+
+def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's part of a captured host state."""
+    return dict(state.get("client") or {})

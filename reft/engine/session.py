@@ -1,0 +1,399 @@
+"""One engine under reft's care: how its parts come together, and what happens at every step boundary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+
+from reft import log
+from reft.config import FaultPoint, ReftConfig, Variant
+from reft.engine.coordinates import local_rank
+from reft.engine.copying import Copying
+from reft.engine.device_memory import DeviceMemory
+from reft.engine.engine import TrainingEngine
+from reft.engine.engine_state import ClientState, EngineState
+from reft.engine.fence import OptimizerFence
+from reft.engine.identity import Identity, name_job
+from reft.engine.joining import gather_topology, open_control
+from reft.engine.living import note_session
+from reft.engine.memory import JobMemory
+from reft.engine.monitoring import Monitoring
+from reft.engine.preempt import Preemption
+from reft.engine.protection import Protection
+from reft.engine.rates import Rates
+from reft.engine.recomputing import Recomputing
+from reft.engine.reports import Reports
+from reft.engine.start_checks import check_start, warn
+from reft.engine.stopping import Stopping
+from reft.engine.tracing import Tracer
+from reft.engine.watching import open_page
+from reft.events import EventLog
+from reft.faults import FaultPlan, kill_this_node
+from reft.label import Label
+from reft.memory.slot_files import SlotFiles
+from reft.node.client import DaemonClient
+from reft.protect.backend import backend_for
+from reft.protect.codes import Scheme
+from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
+from reft.snapshot.complaints import Complaints
+from reft.snapshot.scheduling.has import HasSchedule
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+
+
+class Session:
+    """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on all ranks.
+
+    Args:
+        engine: what trains.
+        config: the checked ``reft`` block.
+        client_state: returns what the user wants restored together with the weights.
+
+    Raises:
+        UnsupportedStateError: the engine holds state reft does not know.
+        LayoutError: the ranks do not form a pp x dp x tp grid.
+        ConfigError: another engine of this process has the job's memory.
+
+    Attributes:
+        control: agrees with the other ranks, on the training thread.
+        topology: where all ranks are; ``places`` says what that is known from.
+        memory: what the job has on this node.
+        protection: against lost nodes.
+        copying: by what and when bytes are copied.
+        state: of the engine.
+        fence: training waits there (P2).
+        progress: what this rank is at, for its node's daemon.
+        device_memory: what it has of its device, beside that.
+        monitoring: tells DeepSpeed's monitor, on rank 0.
+        stopping: ends the job that is told to end.
+        tracer: of steps, for tests, pictures and the profiler.
+        worker: takes versions; None before :meth:`start`.
+        rates: how often, and how often they go to storage; from :meth:`start` on.
+    """
+
+    def __init__(self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None) -> None:
+        self.engine = engine
+        self.coordinate, degrees = engine.place()
+        self.control = open_control(config)
+        self.config = config = name_job(config, self.control)
+        log.set_place(self.job_id, str(self.coordinate), engine.global_steps)
+        self.topology, self.places = gather_topology(self.control, self.coordinate, degrees)
+        identity = Identity.of_engine(
+            engine, config, at=self.coordinate, degrees=degrees, control=self.control
+        )
+        # Whoever goes on with another engine, should this one be refused, may have the memory.
+        with ExitStack() as undo:
+            undo.callback(self.control.leave)
+            undo.callback(engine.data.close)
+            self.memory = JobMemory(
+                config, identity, node=self.node, writes=self.is_first_on_node, control=self.control
+            )
+            undo.callback(self.memory.close)
+            self.progress = open_page(
+                self.memory.job_dir.path, local_rank(), self.control.rank, config.patience
+            )
+            undo.callback(self.progress.close)
+            self._put_together(client_state)
+            undo.callback(self.daemon.close)
+            undo.callback(self.state.close)
+            check_start(self)
+            undo.pop_all()
+        note_session(config.memory_dir / self.job_id, self)
+
+    def _put_together(self, client_state: ClientState | None) -> None:
+        """Everything that needs the job's memory. Collective."""
+        self.worker: SnapshotWorker | None = None
+        self._reports: Reports | None = None
+        self.faults = FaultPlan(
+            self.config.faults,
+            self.coordinate,
+            self.memory.incarnation,
+            kill_node=lambda: kill_this_node(self.memory.job_dir.path),
+        )
+        self.stats = SnapshotStats()
+        self.events = EventLog(self.control.rank)
+        self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
+        self.copying = Copying(
+            self.config,
+            self.engine.device,
+            stage_id=self.coordinate.pp,
+            stages=self.topology.degrees.pp,
+            micro_batches=self.engine.micro_batches,
+            ranks_here=self.ranks_here,
+        )
+        self.device_memory = DeviceMemory(self.progress, self.engine.device)
+        if not self.copying.engine.asynchronous:  # else calls return before their work is done
+            self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
+        self.protection = self._protect_as_configured()
+        if self.copying.engine.asynchronous and self.protection.record.parsed.parities:
+            backend_for(torch.empty(0, dtype=torch.uint8, device=self.engine.device))  # tried before step 1
+        self.fence = OptimizerFence(lambda: self.worker, self.copying, self.stats)
+        recomputing = Recomputing(
+            self.config,
+            adapter=self.engine.adapter,
+            at=self.coordinate,
+            topology=self.topology,
+            scheme=lambda: Scheme.parse(self.protection.record.in_force),
+            fence=self.fence.hold,
+        )
+        self.state = EngineState(self.engine, recomputing, client_state, strict=self.config.strict)
+        memory = self.memory
+        self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
+        watched = self.engine if self.is_rank_zero else None
+        self.monitoring = Monitoring.of(watched, self.stats, memory.job_dir.path)
+        self.stopping = Stopping(self.config.grace_secs, Preemption())
+        self.tracer = Tracer()
+        self._last_step = self.engine.global_steps
+        self.progress.set_step(self._last_step)
+        self._boundary_secs = time.perf_counter()
+        self._closed = False
+        self.first_request: SnapshotRequest | None = None
+        """Of this life; what has become of it is noted there."""
+
+    def _protect_as_configured(self) -> Protection:
+        """Choose the protection first, where the block leaves that to reft. Collective."""
+        chosen = self.config.chooses
+        if chosen:
+            from reft.engine.choosing import choose_protection
+
+            adapter = self.engine.adapter
+            exact = not self.copying.engine.asynchronous or adapter.steps_exactly
+            self.config = choose_protection(
+                self.config,
+                adapter.expected_bytes(),
+                control=self.control,
+                topology=self.topology,
+                job_dir=self.memory.job_dir.path,
+                events=self.events,
+                exact=exact,
+            )
+        return Protection(
+            self.config,
+            chosen=chosen,
+            control=self.control,
+            topology=self.topology,
+            job_dir=self.memory.job_dir.path,
+            incarnation=self.memory.incarnation,
+            events=self.events,
+        )
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    @property
+    def job_id(self) -> str:
+        assert self.config.job_id is not None  # name_job() has seen to it
+        return self.config.job_id
+
+    @property
+    def node(self) -> str:
+        """Name of this rank's node."""
+        return self.topology.nodes[self.control.rank]
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this node, from the placement: not every launcher says LOCAL_WORLD_SIZE."""
+        return len(self.topology.local_ranks(self.node))
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.control.rank == 0
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """One rank per node reads and writes what the node has once."""
+        return self.topology.local_ranks(self.node)[0] == self.control.rank
+
+    @property
+    def schedule(self) -> HasSchedule | None:
+        """The plan by which bytes are copied now; None before one was made."""
+        return self.copying.pacer.plan
+
+    @property
+    def tolerance(self) -> int:
+        """Node losses that every sharding group survives, from the real placement (P4)."""
+        return self.protection.record.tolerance
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory may be another's."""
+        return self._closed
+
+    # -- what the script may change ------------------------------------------------------------------
+
+    def use(self, variant: Variant | str) -> None:
+        """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
+        self.copying.variant = Variant(variant)
+
+    def pause_recomputing(self, paused: bool) -> None:
+        """Have partitions sent instead of recomputed (AOR) from the next version on, or recomputed again.
+        Call it between steps, on all ranks."""
+        self.state.recomputing.paused = paused
+
+    def protect(self, scheme: str) -> None:
+        """Switch the protection of the versions to come, at one version boundary on all ranks. One rank
+        that asks is enough; ``reft protect`` does the same from outside.
+
+        Raises:
+            ConfigError: there is no such scheme.
+        """
+        self.protection.order(scheme)
+
+    # -- start and end -----------------------------------------------------------------------------
+
+    def start(self, frozen: Mapping[int, Label]) -> None:
+        """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
+        self.memory.record_identity()
+        self.rates = Rates(self, from_memory=bool(frozen))
+        self.control.end_pairs()  # of the load, with all of the sharding group
+        control = self.control.for_worker(self.memory.job_dir.secret)
+        self.worker = SnapshotWorker(
+            control=control,
+            topology=self.topology,
+            arenas=self._arenas(frozen),
+            options=WorkerOptions(
+                block_bytes=self.config.block_bytes,
+                host_bytes=self.config.host_state_bytes,
+                recompute=self.state.recomputing.options,
+            ),
+            switch=self.protection.switch(control),
+            copying=self.copying.paced_copier(),
+            watchers=self._watchers(),
+        )
+        self.daemon.configure(self.config)
+        self.tracer.profile(self)
+        # Without versions there are no votes to stop by.
+        if self.copying.takes_versions and (lacks := self.stopping.preemption.install()):
+            warn(self, lacks)
+
+    def _arenas(self, frozen: Mapping[int, Label]) -> ArenaSet:
+        job_dir, limit = self.memory.job_dir, self.config.memory_limit_bytes
+        ranks = self.ranks_here
+        return ArenaSet(
+            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
+            ArenaIdentity(self.job_id, self.node, self.topology.degrees, self.coordinate),
+            frozen=frozen,
+            limit_bytes=limit // ranks if limit is not None else None,
+            engine=self.copying.engine,
+            remake=self._remake_memory,
+        )
+
+    def _watchers(self) -> Watchers:
+        record = self.memory.record if self.is_rank_zero else None
+        complaints = Complaints()
+        self._reports = reports = Reports(
+            stats=self.stats,
+            events=self.events,
+            daemon=self.daemon,
+            record=record,
+            at=self.coordinate,
+            unprotected=lambda: self.protection.lost,
+            rates=self.rates,
+            complaints=complaints,
+        )
+        watchers = Watchers(self.stats, self.faults, reports.committed, reports.skipped, complaints)
+        if self.rates.memory is not None:
+            watchers.interval_wish = self.rates.memory.wish
+        if self.rates.storage is not None:
+            watchers.persist_wish = self.rates.storage.wish
+        return watchers
+
+    def _remake_memory(self) -> None:
+        self.memory.remake()
+        self.protection.note()
+
+    def close(self, timeout_secs: float | None = None) -> None:
+        """Finish what is under way, within the grace unless another time is given, and release everything.
+        The memory stays: the launcher removes it when the whole job ended well."""
+        if self._closed:
+            return
+        self._closed = True
+        self.progress.close()
+        self.stopping.preemption.uninstall()
+        if self.worker is not None:
+            self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
+        self.state.close()
+        self.daemon.close()
+        if self._reports is not None:
+            self._reports.close()
+        self.memory.close()
+        self.control.leave()
+        self.events.write("closed", **self.stats.to_json())
+
+    # -- every step --------------------------------------------------------------------------------
+
+    def before_optimizer_step(self) -> None:
+        """The engine is about to change its state."""
+        self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
+        self.fence.before_optimizer_step()
+
+    def boundary(self) -> None:
+        """The state after an optimizer step is final: take a snapshot if one is due. A state that cannot be
+        captured is not raised here: its version is voted down (P6).
+
+        Called behind the optimizer step where the schedule was woven, else behind the whole step; the
+        second call for the same step does nothing.
+        """
+        step = self.engine.global_steps
+        if step == self._last_step or self.worker is None or self._closed:
+            return
+        now = time.perf_counter()
+        step_secs, self._boundary_secs = now - self._boundary_secs, now
+        self._last_step = step
+        log.set_step(step)
+        if self.tracer.weaver is None:
+            self.copying.pacer.end_step("step", ())
+        if self.rates.memory is not None:
+            self.rates.memory.step(step, step_secs)
+        if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
+            return
+        due = self.rates.takes_version(step)
+        if not due:
+            self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
+        request = self.submit(must=False) if due else None
+        if self.rates.memory is not None:
+            self.rates.memory.handed_over(request)
+
+    def after_step(self) -> None:
+        """A step has returned.
+
+        Raises:
+            SystemExit: the job stops here, as it was told to.
+        """
+        self.boundary()
+        self.progress.end_step(self._last_step)
+        self.device_memory.after_step()
+        self.monitoring.after_step(self._last_step, self.tolerance)
+        waited_secs = self.fence.take_waited_secs()
+        if self.tracer.active and self.worker is not None:
+            self.tracer.add(
+                *(self._last_step, self.control.rank, self.coordinate.pp),
+                chunks=self.worker.copier.records,
+                fence_secs=waited_secs,
+            )
+        self.stopping.stop_if_due(self, self._last_step)
+
+    def submit(self, *, must: bool) -> SnapshotRequest:
+        """Capture the host state and hand the version to the worker."""
+        assert self.worker is not None
+        began = time.perf_counter()
+        label = Label(self.memory.incarnation, self.engine.global_steps)
+        request = self.state.capture(label, must=must, variant=self.copying.variant)
+        self.worker.submit(request)
+        self.first_request = self.first_request or request
+        if request.variant is Variant.BLOCKING:
+            request.copied.wait(self.config.commit_timeout_secs)  # the fence says so if it has not ended
+        self.stats.stalls_secs.append(time.perf_counter() - began)
+        return request
+
+    def restored(self) -> None:
+        """The engine's state was replaced: the images may be other tensors, the step another one."""
+        self.state.replaced()
+        if self.worker is not None and self._last_step != self.engine.global_steps:
+            self.rates.went_to(self.engine.global_steps)
+        self._last_step = self.engine.global_steps
+        self.monitoring.starts_at(self._last_step)
+        self.progress.set_step(self._last_step)
+        log.set_step(self._last_step)

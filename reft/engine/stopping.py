@@ -1,0 +1,157 @@
+"""How a job ends that is told to: after a step that the ranks agreed on, else each by itself (P6)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from reft.engine.preempt import Preemption
+from reft.snapshot.worker import SnapshotWorker
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
+logger = logging.getLogger(__name__)
+
+_STOP_NEXT_SECS = 1.0
+"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
+_LONG_STEP_SECS = 0.5
+"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
+measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
+_VOTE_SECS = 5.0
+_VOTE_SHARE = 0.1
+"""Of a step: most that it waits for a vote that does not come."""
+
+_CLOSE_SECS = 1.0
+_ALONE_SHARE = 0.5
+"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
+
+
+class Stopping:
+    """Decides after which step one rank stops.
+
+    Args:
+        grace_secs: from the wish to stop to the end.
+        preemption: knows the wish.
+
+    Attributes:
+        at_next_step: where all ranks stop, the job ends where the next step would begin. The program prints
+            the line of the last step before, and saves where that is due.
+    """
+
+    def __init__(self, grace_secs: float, preemption: Preemption) -> None:
+        self.preemption = preemption
+        self._grace_secs = grace_secs
+        self.at_next_step = False
+        self._stop: Callable[[Session, int], None] | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether the job stops, and all ranks after the same step."""
+        return self._stop is stop_together
+
+    def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
+        """Whether the job stops after the step that has just ended, or this rank does.
+
+        Args:
+            worker: its votes carry the wish, and the answer.
+            step: the step.
+            step_secs: what it took.
+        """
+        votes = worker.votes
+        if self.preemption.requested:
+            # The vote that carries this is over when training gets there: all ranks know by then.
+            votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
+        if step_secs > _LONG_STEP_SECS:
+            worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
+        if votes.stop_step is not None and step >= votes.stop_step:
+            self._stop = stop_together
+        elif votes.stop_step is None and self._must_stop_alone(worker):
+            self._stop = stop_alone
+        return self._stop is not None
+
+    def _must_stop_alone(self, worker: SnapshotWorker) -> bool:
+        """Whether this rank was told to stop, and no vote will say in time after which step all do (P6)."""
+        waited_long = self.preemption.waited_secs > _ALONE_SHARE * self._grace_secs
+        return self.preemption.requested and (waited_long or worker.broken is not None)
+
+    def stop_if_due(self, session: Session, step: int) -> None:
+        """Called behind the step.
+
+        Raises:
+            SystemExit: it was.
+        """
+        if self._stop is not None:
+            self._stop(session, step)
+
+    def end_if_stopped(self, session: Session) -> None:
+        """Called where a step begins.
+
+        Raises:
+            SystemExit: the job has stopped behind the step before.
+        """
+        if self.at_next_step and self._stop is not None:
+            _end(session)
+
+
+def stop_together(session: Session, step: int) -> None:
+    """Told to stop, and all ranks know: one last version, committed and on disk, then exit.
+
+    Raises:
+        SystemExit: always, unless the job ends at its next step.
+    """
+    committed, persisted = _take_last_version(session, session.config.grace_secs)
+    logger.warning(
+        "stopping as told: step %d is %s%s",
+        step,
+        "committed in memory" if committed else "NOT committed",
+        "" if persisted is None else f", persisted: {persisted}",
+    )
+    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
+    if not session.stopping.at_next_step:
+        _end(session)
+
+
+def _end(session: Session) -> None:
+    session.close()
+    raise SystemExit(session.stopping.preemption.exit_code)
+
+
+def _take_last_version(session: Session, secs: float) -> tuple[bool, Any]:
+    """Whether the state after the last step was committed within the time, and where it was persisted."""
+    deadline = time.monotonic() + secs
+    request = session.submit(must=True)
+    assert session.worker is not None
+    session.worker.drain(max(0.0, deadline - time.monotonic()))
+    persisted = None
+    if request.committed and session.config.persist.dir is not None:
+        persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
+    return request.committed, persisted
+
+
+def stop_alone(session: Session, step: int) -> None:
+    """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
+    longer than half of it, no vote could name one to stop after, but all ranks that were told get here alike.
+
+    Raises:
+        SystemExit: always.
+    """
+    left = session.config.grace_secs - session.stopping.preemption.waited_secs - _CLOSE_SECS
+    committed, persisted = _take_last_version(session, max(0.0, left))
+    if committed:
+        logger.warning(
+            "stopping as told after step %d, alone: the grace is too short for another step. Committed "
+            "in memory%s",
+            step,
+            "" if persisted is None else f", persisted: {persisted}",
+        )
+    else:
+        logger.warning(
+            "stopping as told after step %d, alone: the ranks' votes do not answer. Committed: step %s",
+            *(step, session.stats.committed_step),
+        )
+    session.events.write("stopped", step=step, committed=committed, persisted=bool(persisted))
+    session.close(_CLOSE_SECS)
+    raise SystemExit(session.stopping.preemption.exit_code)

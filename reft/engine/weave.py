@@ -1,0 +1,315 @@
+"""Weaving: snapshot instructions in the schedule that a pipeline engine is about to execute.
+
+The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the same
+training instructions in the same order, with instructions of ours around those in which the device may
+wait, and behind the optimizer step. They are DeepSpeed's own kind of instruction and are looked up in a
+copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
+parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
+
+Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a schedule
+queues its transfers (DualPipeV), that is the instruction which carries them out. The wait for the other
+stages at the end of a step is inside ``_aggregate_total_loss``, which follows the schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+from reft.node.progress import ProgressPage
+from reft.snapshot.scheduling.instructions import queues_transfers, waits
+from reft.snapshot.scheduling.pacing import Pacer
+from reft.snapshot.scheduling.trace import InstructionRecord
+
+
+class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
+    """The device is about to wait: snapshot copies may run.
+
+    Args:
+        window_id (int): position of the waiting instruction in the step's stream.
+        receives (bool): whether it is a receive.
+    """
+
+    def __init__(self, window_id: int, receives: bool) -> None:
+        super().__init__(window_id=window_id, receives=receives)
+
+
+class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
+    """The device goes on: no snapshot copy runs any more.
+
+    Args:
+        window_id (int): the window that was opened.
+    """
+
+    def __init__(self, window_id: int) -> None:
+        super().__init__(window_id=window_id)
+
+
+class TakeSnapshot(PipeInstruction):  # type: ignore[misc]
+    """The state after the optimizer step is final: a version begins here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+SNAPSHOT_INSTRUCTIONS = (OpenSnapshotWindow, CloseSnapshotWindow, TakeSnapshot)
+
+
+@dataclass
+class _Stream:
+    """What is known about a schedule from having executed it."""
+
+    names: list[str] = field(default_factory=list)
+    ends_with_optimizer_step: bool = False
+    queues: bool = False
+
+
+class WovenSchedule:
+    """A schedule with snapshot instructions; everything else is the schedule's own.
+
+    Args:
+        schedule: what the engine was about to execute.
+        take: insert :class:`TakeSnapshot` behind the optimizer step.
+        seen: takes the names of the training instructions, in order.
+        queues: its transfers are known to be queued, as in DualPipeV; else that shows with the first.
+    """
+
+    def __init__(self, schedule: Any, *, take: bool, seen: list[str], queues: bool = False) -> None:
+        self._schedule = schedule
+        self._take = take
+        self._seen = seen
+        self._queues = queues
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for commands in self._schedule:
+            yield list(self._weave(commands))
+
+    def _weave(self, commands: Any) -> Iterator[Any]:
+        for command in commands:
+            name = type(command).__name__
+            position = len(self._seen)
+            self._seen.append(name)
+            self._queues = self._queues or queues_transfers((name,))
+            may_wait, receives = waits(self._seen, self._queues)
+            if may_wait:
+                yield OpenSnapshotWindow(position, receives)
+                yield command
+                yield CloseSnapshotWindow(position)
+            else:
+                yield command
+            if self._take and name == "OptimizerStep":
+                yield TakeSnapshot()
+
+
+class Weaver:
+    """Weaves the schedules of one pipeline engine. Made once, at ``attach``.
+
+    Args:
+        engine: a ``PipelineEngine``.
+        pacer: opens and closes windows.
+        take_snapshot: called behind the optimizer step, where nothing follows it in the schedule.
+        active: whether anything is to be woven; asked before every schedule.
+        traced: whether every instruction is timed; asked before every schedule.
+        progress: told of every instruction.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        pacer: Pacer,
+        *,
+        take_snapshot: Callable[[], None],
+        active: Callable[[], bool],
+        traced: Callable[[], bool],
+        progress: ProgressPage,
+    ) -> None:
+        self._progress = progress
+        self._pacer = pacer
+        self._take_snapshot = take_snapshot
+        self._active = active
+        self._traced = traced
+        self._streams: dict[Hashable, _Stream] = {}
+        self._records: list[InstructionRecord] = []
+        self._marks: list[tuple[Any, Any]] = []
+        self.mark: Callable[[], Any] | None = None
+        """Set to have the device's time marked before and after every traced instruction, too."""
+        self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
+        self._counts: Counter[str] = Counter()
+        self._position = 0
+        self._began = 0.0
+        self._drains = False
+        self._key: Hashable = None
+        self._source: Mapping[type, Callable[..., Any]] = {}
+        self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
+        self._wrap(engine, "_exec_schedule", self._exec_schedule)
+        self._wrap(engine, "_aggregate_total_loss", self._aggregate)
+
+    @staticmethod
+    def _wrap(engine: Any, name: str, method: Callable[..., Any]) -> None:
+        original = getattr(engine, name, None)
+        if original is not None:
+            setattr(engine, name, functools.wraps(original)(functools.partial(method, engine, original)))
+
+    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
+        """Instructions timed since the last call, and when the last schedule began."""
+        records, self._records = self._records, []
+        return tuple(records), self._began
+
+    def take_marks(self) -> list[tuple[Any, Any]]:
+        """What :attr:`mark` returned before and after each instruction since the last call."""
+        marks, self._marks = self._marks, []
+        return marks
+
+    # -- execution -----------------------------------------------------------------------------------
+
+    def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
+        self._began = time.perf_counter()
+        traced = self._traced()
+        for stamps in self._computing.values():
+            stamps.clear()
+        engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
+        if not (traced or self._active()):
+            return original(schedule)
+        key = _key_of(schedule)
+        known = self._streams.get(key)
+        stream = _Stream()
+        woven = WovenSchedule(
+            schedule,
+            take=known is not None and known.ends_with_optimizer_step,
+            seen=stream.names,
+            queues=known is not None and known.queues,
+        )
+        self._position = 0
+        self._counts.clear()
+        self._pacer.begin_step(key)
+        try:
+            result = original(woven)
+        finally:
+            self._pacer.close()  # whatever happened, no window stays open
+        stream.ends_with_optimizer_step = stream.names[-1:] == ["OptimizerStep"]
+        stream.queues = queues_transfers(stream.names)
+        self._streams[key] = stream
+        self._drains = stream.ends_with_optimizer_step
+        if not self._drains:
+            self._end_step(key, stream)
+        else:
+            self._key = key
+        return result
+
+    def _aggregate(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of the step: the first stages wait here for the last one, or all for all."""
+        self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
+        if not self._drains:
+            return original(*args, **kwargs)
+        self._drains = False
+        stream = self._streams[self._key]
+        self._pacer.open(len(stream.names), receives=True)
+        mark = self._mark() if self._traced() else None
+        began = time.perf_counter()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            ended = time.perf_counter()
+            self._pacer.close()
+        if self._traced():
+            self._records.append(
+                InstructionRecord(len(stream.names), "AggregateTotalLoss", None, began, ended)
+            )
+            self._mark_end(mark)
+        self._end_step(self._key, stream)
+        return result
+
+    def _end_step(self, key: Hashable, stream: _Stream) -> None:
+        forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
+        self._pacer.end_step(key, stream.names, forwards, backwards)
+
+    def _exec_open(self, engine: Any, window_id: int, receives: bool) -> None:
+        self._pacer.open(window_id, receives)
+
+    def _exec_close(self, engine: Any, window_id: int) -> None:
+        self._pacer.close()
+
+    def _exec_take(self, engine: Any) -> None:
+        self._take_snapshot()
+
+    # -- timing --------------------------------------------------------------------------------------
+
+    def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
+        """This engine's map: what its class has now, with clocks (around everything if traced, else
+        around computation), and the snapshot instructions."""
+        source = type(engine)._INSTRUCTION_MAP
+        if source != self._source:
+            self._source = dict(source)
+            self._maps.clear()
+        if traced not in self._maps:
+            own: dict[type, Callable[..., Any]] = {
+                OpenSnapshotWindow: self._exec_open,
+                CloseSnapshotWindow: self._exec_close,
+                TakeSnapshot: self._exec_take,
+            }
+            clocked = {
+                kind: self._clocked(kind.__name__, execute, traced)
+                if traced or kind.__name__ in self._computing
+                else self._noted(kind.__name__, execute)
+                for kind, execute in source.items()
+            }
+            self._maps[traced] = {**clocked, **own}
+        return self._maps[traced]
+
+    def _clocked(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+        stamps, stamp = self._computing.get(name), self._pacer.stamp
+        number, note = self._progress.number_of(name), self._progress.instruction
+
+        def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
+            mark = self._mark() if traced else None
+            came = stamp() if stamps is not None else None
+            began = time.perf_counter()
+            try:
+                return execute(engine, *args, **kwargs)
+            finally:
+                ended = time.perf_counter()
+                if stamps is not None:
+                    stamps.append((came, stamp()))
+                if traced:
+                    self._record(name, "buffer_id" in kwargs, began, ended)
+                    self._mark_end(mark)
+
+        return clocked
+
+    def _noted(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+        number, note = self._progress.number_of(name), self._progress.instruction
+
+        def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            note(number)
+            return execute(engine, *args, **kwargs)
+
+        return noted
+
+    def _mark(self) -> Any:
+        return None if self.mark is None else self.mark()
+
+    def _mark_end(self, began: Any) -> None:
+        if began is not None and self.mark is not None:
+            self._marks.append((began, self.mark()))
+
+    def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
+        micro_batch = self._counts[name] if of_micro_batch else None
+        self._counts[name] += 1
+        self._records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
+        self._position += 1
+
+
+def _key_of(schedule: Any) -> Hashable:
+    """Tells apart schedules whose streams differ."""
+    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only"))
+    return (type(schedule).__module__, type(schedule).__qualname__, *facts)

@@ -1,0 +1,37 @@
+"""What other packages bring for training programs that reft does not know itself.
+
+An integration is a module named by an entry point of the group ``reft.integrations``, such as this one in the
+``pyproject.toml`` of the package::
+
+    [project.entry-points."reft.integrations"]
+    megatron = "megatron_patches"
+
+Importing the module must be cheap: it is imported before the training script. It may hold any of
+
+- ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module right after
+  it was imported, where ``REFT_CONFIG`` names a block;
+- ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a program
+  that has imported it; returns a :class:`~reft.engine.programs.Program`, or None for an engine of nobody's;
+- ``NAMES``: public name, found in ``reft`` -> module that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+GROUP = "reft.integrations"
+
+
+def found(table: str) -> Iterator[tuple[str, str]]:
+    """Pairs of ``table`` (``"ON_IMPORT"``, ``"PROGRAMS"`` or ``"NAMES"``) in all integrations."""
+    for integration in entry_points(group=GROUP):
+        yield from getattr(integration.load(), table, {}).items()
+
+
+def load(target: str) -> Any:
+    """The object that ``"module:name"`` names."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)

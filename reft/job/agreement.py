@@ -1,0 +1,209 @@
+"""What the agents of a round agree on, worked out by each from the same node infos.
+
+Every agent lays a :class:`NodeInfo` into the store of a new rendezvous round and reads all others. The
+rest is a pure function of them, so there is no counter in the store that a crash could leave
+half done, and a store that was lost and came back empty takes nothing along.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from reft.errors import ConfigError
+from reft.job.exits import Cause
+
+
+class DuplicateNodeError(ConfigError):
+    """Several launchers claim to be the same node.
+
+    Attributes:
+        refused: agents that have to go.
+    """
+
+    def __init__(self, node: str, refused: tuple[str, ...]) -> None:
+        super().__init__(
+            f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
+            f"--node-id, or a --memory-dir of its own to each launcher on one host"
+        )
+        self.refused = refused
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What one agent brings into a round.
+
+    Attributes:
+        node: node id.
+        agent: unique id of the launcher process.
+        workers: trainers on this node.
+        turn: how many ranks each node gets in its turn (:func:`deal_ranks`).
+        round: last round this agent took part in; 0 for a new agent.
+        members: agents of that round.
+        restarts_used: restarts the job had used up at that round.
+        known_step: newest committed step that any node of that round knew of; -1: none.
+        newest_step: the one that this node knows of now.
+        incarnation: number of the newest start of the job that this node knows of.
+        cause: why the agent's trainers of that round ended; None if they did not fail.
+        failure: the same for people, with the rank.
+    """
+
+    node: str
+    agent: str
+    workers: int
+    turn: int = 0
+    round: int = 0
+    members: tuple[str, ...] = ()
+    restarts_used: int = 0
+    known_step: int = -1
+    newest_step: int = -1
+    incarnation: int = 0
+    cause: Cause | None = None
+    failure: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> NodeInfo:
+        fields = json.loads(text)
+        cause = fields.pop("cause")
+        return cls(
+            **{**fields, "members": tuple(fields["members"]), "cause": Cause(cause) if cause else None}
+        )
+
+    def after(self, agreement: Agreement) -> NodeInfo:
+        """What this node brings into the next round, if the trainers of this one do not fail."""
+        return replace(
+            self,
+            round=agreement.round,
+            members=agreement.members,
+            restarts_used=agreement.restarts_used,
+            known_step=agreement.known_step,
+            incarnation=agreement.incarnation,
+            cause=None,
+            failure="",
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The outcome, equal on all agents.
+
+    Attributes:
+        round: 1 for the first start of the trainers, one more after every restart.
+        members: agents of this round, by group rank.
+        nodes: node ids, by group rank.
+        ranks: global rank of every trainer of each node, by local rank.
+        restarts_used: of ``--max-restarts``, by the whole job.
+        known_step: newest committed step that any of the nodes knows of; -1: none.
+        incarnation: number of this start of the job, greater than that of every start that any of the nodes,
+            or the store, knows of. Whoever carries a lower one was replaced and is refused.
+        failures: why trainers of the round before ended, on the nodes that are still there.
+    """
+
+    round: int
+    members: tuple[str, ...]
+    nodes: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    restarts_used: int
+    known_step: int
+    incarnation: int = 1
+    failures: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Trainers of the job."""
+        return sum(map(len, self.ranks))
+
+    def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
+        """Nodes of this round whose agents are not among ``members``."""
+        return tuple(n for n, agent in zip(self.nodes, self.members, strict=True) if agent not in members)
+
+
+def agree(infos: Sequence[NodeInfo], *, renews: bool = False) -> Agreement:
+    """Work out a round from what its agents bring.
+
+    A round that ended with at least one failure by own cause uses one restart of the job, however
+    many nodes failed in it; a round that ended because a node vanished, or because somebody joined,
+    uses none.
+
+    Args:
+        infos: one per agent, by group rank.
+        renews: restarts are counted from the last new version on.
+
+    Raises:
+        DuplicateNodeError: two nodes have the same id.
+    """
+    _refuse_doubles(infos)
+    last_round = max(c.round for c in infos)
+    last = [c for c in infos if c.round == last_round and last_round]
+    newest = max(c.newest_step for c in infos)
+    known = max((c.known_step for c in last), default=-1)
+    used = 0 if renews and newest > known else max((c.restarts_used for c in last), default=0)
+    return Agreement(
+        round=last_round + 1,
+        members=tuple(c.agent for c in infos),
+        nodes=tuple(c.node for c in infos),
+        ranks=deal_ranks([c.workers for c in infos], infos[0].turn),
+        restarts_used=used + _uses_restart(last),
+        known_step=max(newest, known),
+        incarnation=1 + max(c.incarnation for c in infos),
+        failures=_failures(last),
+    )
+
+
+def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
+    """Number the trainers of a job.
+
+    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
+    other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
+    row, so that peers share nodes. Dealt out in turns as large as the tensor-parallel degree, neighbouring
+    peers are on different nodes, and a tensor-parallel group stays on one.
+
+    Args:
+        workers: trainers of each node, by group rank.
+        turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
+
+    Returns:
+        The global ranks of each node, by local rank: every rank once, rank 0 on the first node.
+    """
+    dealt: list[list[int]] = [[] for _ in workers]
+    rank = 0
+    while rank < sum(workers):
+        for ranks, count in zip(dealt, workers, strict=True):
+            given = min(turn or count, count - len(ranks))
+            ranks.extend(range(rank, rank + given))
+            rank += given
+    return tuple(map(tuple, dealt))
+
+
+def _refuse_doubles(infos: Sequence[NodeInfo]) -> None:
+    for node, times in Counter(c.node for c in infos).items():
+        if times > 1:
+            same = sorted((c for c in infos if c.node == node), key=lambda c: -c.round)
+            # Whoever is new has to go; the one that trains already keeps its name.
+            keeps = same[:1] if same[0].round > same[1].round else []
+            raise DuplicateNodeError(node, tuple(c.agent for c in same if c not in keeps))
+
+
+def _uses_restart(last: Sequence[NodeInfo]) -> bool:
+    """Whether the round that ``last`` took part in ended by the job's own fault."""
+    causes = {c.cause for c in last}
+    # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
+    return Cause.OWN in causes or (Cause.UNCLEAR in causes and not _somebody_vanished(last))
+
+
+def _somebody_vanished(last: Sequence[NodeInfo]) -> bool:
+    return {c.agent for c in last} != (set(last[0].members) if last else set())
+
+
+def _failures(last: Sequence[NodeInfo]) -> tuple[str, ...]:
+    """Causes, not consequences: that peers were lost is said only where nothing else is known."""
+    causes = (Cause.OWN, Cause.UNCLEAR)
+    told = [c for c in last if c.cause in causes]
+    if not told and not _somebody_vanished(last):
+        told = [c for c in last if c.cause is not None]
+    return tuple(f"{c.node}, {c.failure}" for c in told)

@@ -1,0 +1,387 @@
+"""The signals of a job's nodes, broadcast: each launcher tells of its node and knows of all others.
+
+Every launcher writes a report of its node into the rendezvous store and reads the board, on which one of
+them, the keeper, puts all reports together. A node whose report does not change is OFFLINE. The board has a
+number: whoever sees it stand still takes the keeper's place, by compare-and-swap, so that two do not fight. A
+copy lies in the job's memory on every node, where ``reft status`` and the daemon's metrics read it.
+
+It all happens in a thread of the launcher, over a connection of its own: no trainer and no rendezvous waits
+for it, and nothing depends on it (P6). Its traffic is bounded: a period is longer where there are more nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.engine.coordinates import kernel_id
+from reft.errors import ReftError
+from reft.grid import Coordinate, Degrees
+from reft.job.accounts import Accounts
+from reft.job.options import LaunchOptions
+from reft.job.rendezvous_client import RendezvousClient
+from reft.memory.jobdir import write_json
+from reft.node.observe import Doing, NodeObserver
+from reft.node.signals import (
+    BOARD_FILE,
+    Board,
+    NodeReport,
+    Row,
+    Signal,
+    newest_start,
+    place,
+    scheme_of,
+    tolerance_now,
+    updated_row,
+)
+from reft.node.speed_report import speed_report
+from reft.speed.reports import SpeedReport, Straggler
+from reft.speed.stragglers import SpeedWatch
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_SECS = 1.0
+_NODES_PER_SEC = 64
+_OFFLINE_PERIODS = 6
+_KEEPER_PERIODS = 4
+"""A board that has not changed for so long has lost its keeper."""
+_SHOWN_SECS = 600.0
+"""A node that is gone, and has been replaced, is shown for so long; and no more of them than so many:"""
+_MOST_GONE = 16
+_END_SECS = 3.0
+_CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
+
+
+def make_board(options: LaunchOptions, rendezvous: RendezvousClient, path: Path) -> StatusBoard:
+    """A launcher's. ``path``: the job's memory on this node."""
+    domain = domain_of(options.node, declared=options.node_declared)
+    return StatusBoard(
+        rendezvous.connect_for_status,
+        NodeObserver(path, options.node, domain, has_daemon=options.daemon),
+        rendezvous.is_spare,
+        job_id=options.job_id,
+        node=options.node,
+        path=path,
+    )
+
+
+class StatusBoard:
+    """One launcher's part.
+
+    Args:
+        connect: makes a connection to the job's store that nobody else uses.
+        observer: of this node.
+        is_spare: whether this node waits for a place.
+        job_id: the job.
+        node: this node's id.
+        path: the job's memory on this node.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], RendezvousStore],
+        observer: NodeObserver,
+        is_spare: Callable[[], bool],
+        *,
+        job_id: str,
+        node: str,
+        path: Path,
+    ) -> None:
+        self._connect = connect
+        self._observer = observer
+        self._is_spare = is_spare
+        self._job_id = job_id
+        self._node = node
+        self._path = path
+        self._store: RendezvousStore | None = None
+        self._doing = Doing()
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._left = ""
+        self._closed = False
+        self._number = time.time_ns()  # more than that of a launcher before it that had the same node
+        self._board = Board(job_id=job_id)
+        self._held: bytes | None = None
+        self._still_periods = 0
+        self._looked_at = time.monotonic()
+        self._lost_since: float | None = None
+        self._watch = SpeedWatch()
+        self._accounts = Accounts(path)
+        self._memory_told: set[str] = set()
+        self._memory_round = 0
+        self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
+
+    def start(self) -> None:
+        """Begin; does not wait for the store."""
+        self._thread.start()
+
+    def tell(self, words: str, *, round: int | None = None, failed: str = "") -> None:
+        """The launcher does something else now.
+
+        Args:
+            words: what.
+            round: of the trainers that it has started; None: it has started none.
+            failed: why its trainers have ended by themselves; "" where they have not.
+        """
+        doing = replace(self._doing, words=words, failed=failed)
+        if round is not None:
+            doing = replace(doing, round=round, since_unix_secs=time.time())
+        self._doing = doing
+        self._wake.set()
+
+    def warn(self, *warnings: str) -> None:
+        """What the status says of this node from now on, in place of what it said; none: nothing."""
+        if warnings != self._doing.warnings:
+            self._doing = replace(self._doing, warnings=warnings)
+            self._wake.set()
+
+    @property
+    def board(self) -> Board:
+        """As this launcher last saw it."""
+        return self._board
+
+    @property
+    def degrees(self) -> Degrees | None:
+        """Of the newest version; None while there is none."""
+        return place(self._board.rows)[0]
+
+    @property
+    def holders(self) -> dict[Coordinate, tuple[str, str]]:
+        """Node and failure domain of whoever holds each rank's newest version."""
+        return {at: (row.report.node, row.report.domain) for at, row in place(self._board.rows)[1].items()}
+
+    @property
+    def scheme(self) -> str:
+        """The protection of the newest version; "" where nobody said."""
+        return scheme_of(self._board.rows)
+
+    def tolerance_left(self, incarnation: int) -> int | None:
+        """Node losses that the job survives now, as :func:`reft.node.signals.tolerance_now`; None while not
+        every rank has a version of this start of the job."""
+        rows = self._board.rows
+        _, holders = place(rows)
+        if not holders or any(newest_start(row) < incarnation for row in holders.values()):
+            return None
+        return tolerance_now(rows)
+
+    def close(self, why: str) -> None:
+        """Say that this node has ended, and end."""
+        self._left = why or "ended"
+        self._ending.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECS)
+        self._closed = True
+        if self._store is not None:
+            self._store.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        told = ""
+        while True:
+            ending = self._ending.is_set()
+            try:
+                self._turn(ending)
+            except Exception as error:  # a status that fails is a status that fails
+                if (cause := f"{type(error).__name__}: {error}") != told:
+                    told = cause
+                    logger.warning("the status of this node cannot be told at this moment: %s", cause)
+            if ending:
+                return
+            self._wake.wait(self._period_secs())
+            self._wake.clear()
+
+    def _period_secs(self) -> float:
+        return _PERIOD_SECS * max(1.0, len(self._board.rows) / _NODES_PER_SEC)
+
+    def _turn(self, ending: bool) -> None:
+        """Look at this node, tell of it, and learn of the others."""
+        self._number += 1
+        doing = replace(self._doing, spare=self._is_spare())
+        counts = self._accounts.look(self._board.slow)
+        changes = {"number": self._number, "counts": counts}
+        report = self._observer.look(doing).model_copy(update=changes)
+        self._tell_memory(report)
+        if ending:
+            report = report.model_copy(update={"left": True, "why": self._left})
+        try:
+            self._exchange(report)
+            self._lost_since = None
+        except _CANNOT as error:
+            self._lost_since = self._lost_since or time.time()
+            logger.debug("the status board cannot be reached: %s", error)
+            self._drop()
+        self._write(report)
+
+    def _tell_memory(self, report: NodeReport) -> None:
+        """Log what is running out on this node: each memory once in a start of the trainers."""
+        if report.round != self._memory_round:
+            self._memory_round = report.round
+            self._memory_told.clear()
+        for found in report.runs_out:
+            if found.name not in self._memory_told:
+                self._memory_told.add(found.name)
+                logger.warning("%s", found)
+
+    def _exchange(self, report: NodeReport) -> None:
+        if self._store is None:
+            self._store = self._connect()
+        store = self._store
+        store.set(f"node/{self._node}", report.pack())
+        speed = speed_report(self._path, self._node, report.round)
+        store.set(f"speed/{self._node}", speed.pack())
+        held = store.peek("board")
+        now = time.monotonic()
+        elapsed, self._looked_at = now - self._looked_at, now
+        if held != self._held:
+            self._held, self._still_periods = held, 0
+            try:
+                self._board = Board(job_id=self._job_id) if held is None else Board.unpack(held)
+            except ValueError:  # another release's: it is put together anew
+                self._board = Board(job_id=self._job_id)
+        else:
+            self._still_periods += 1
+        if self._board.row(self._node) is None:
+            self._enlist(store)
+        if self._is_keeper():
+            self._keep(store, report, speed, elapsed)
+
+    def _enlist(self, store: RendezvousStore) -> None:
+        """Let the keeper know that there is this node."""
+        held = store.peek("nodes")
+        names = [] if held is None else json.loads(held)
+        if self._node not in names:
+            # Where another node was quicker, the next turn tries again.
+            store.compare_set("nodes", held, json.dumps([*names, self._node]).encode())
+
+    def _is_keeper(self) -> bool:
+        if self._board.keeper == self._node:
+            return True
+        # One after the other, so that not all try at once.
+        names = [row.report.node for row in self._board.rows if row.signal is not Signal.OFFLINE]
+        turn = names.index(self._node) if self._node in names else len(names)
+        patience = 0 if not self._board.keeper else _KEEPER_PERIODS + min(turn, 8)
+        return self._still_periods >= patience
+
+    def _keep(
+        self, store: RendezvousStore, mine: NodeReport, speed: SpeedReport, elapsed_secs: float
+    ) -> None:
+        """Put the reports together."""
+        period, now = self._period_secs(), time.time()
+        # The keeper may have stood still itself: that is nobody else's silence.
+        elapsed = min(elapsed_secs, 2 * period)
+        before = {row.report.node: row for row in self._board.rows}
+        listed = store.peek("nodes")
+        names = set() if listed is None else set(json.loads(listed))
+        rows = []
+        for name in sorted({*before, *names, self._node}):
+            report = mine if name == self._node else _report(store, name)
+            known = before.get(name)
+            if report is None and known is None:
+                continue
+            rows.append(
+                updated_row(
+                    known,
+                    report or known.report,  # type: ignore[union-attr]
+                    elapsed_secs=elapsed,
+                    offline_after_secs=_OFFLINE_PERIODS * period,
+                    now=now,
+                )
+            )
+        kept, forgotten = sort_out(rows, now)
+        others = [row for row in kept if row.report.node != self._node]
+        self._watch.look([speed, *_speeds(store, others)], now)
+        board = Board(
+            job_id=self._job_id,
+            keeper=self._node,
+            number=self._board.number + 1,
+            unix_secs=now,
+            rows=tuple(kept),
+            slow=self._watch.slow(),
+            speeds=self._watch.speeds(),
+        )
+        data = board.pack()
+        done, held = store.compare_set("board", self._held, data)
+        if not done:
+            return  # somebody else keeps it: read it at the next turn
+        tell_changes(self._board.slow, board.slow)
+        self._board, self._held, self._still_periods = board, held, 0
+        if forgotten and listed is not None:
+            left = [n for n in json.loads(listed) if n not in forgotten]
+            store.compare_set("nodes", listed, json.dumps(left).encode())
+            for name in forgotten:
+                store.delete(f"node/{name}")
+                store.delete(f"speed/{name}")
+
+    def _write(self, report: NodeReport) -> None:
+        """The copy on this node, with this node's own newest report."""
+        row = Row(report=report)
+        others = [r for r in self._board.rows if r.report.node != self._node]
+        changes = {
+            "rows": (*others, row),
+            "written_unix_secs": time.time(),
+            "store_lost_unix_secs": self._lost_since,
+        }
+        if self._path.is_dir() and not self._closed:
+            fields = self._board.model_copy(update=changes).model_dump(mode="json")
+            write_json(self._path / BOARD_FILE, fields)
+
+    def _drop(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+
+def domain_of(node: str, *, declared: bool) -> str:
+    """What fails as one with a node: itself if somebody declared it to be one, else its host (P4)."""
+    return node if declared else f"host {socket.gethostname()} {kernel_id()[:8]}"
+
+
+def _report(store: RendezvousStore, node: str) -> NodeReport | None:
+    data = store.peek(f"node/{node}")
+    if data is None:
+        return None
+    try:
+        return NodeReport.unpack(data)
+    except ValueError:
+        return None
+
+
+def _speeds(store: RendezvousStore, rows: Sequence[Row]) -> Iterator[SpeedReport]:
+    """Of the nodes that are there."""
+    for row in rows:
+        data = None if row.signal is Signal.OFFLINE else store.peek(f"speed/{row.report.node}")
+        if data is not None:
+            with suppress(ValueError):
+                yield SpeedReport.unpack(data)
+
+
+def tell_changes(before: Sequence[Straggler], after: Sequence[Straggler]) -> None:
+    """Log who has become slow, and who is no more: each once."""
+    was, now = {s.name: s for s in before}, {s.name: s for s in after}
+    for name, straggler in now.items():
+        if name not in was:
+            logger.warning("%s", straggler)
+    for name in was.keys() - now.keys():
+        logger.info("%s is no slower than its peers any more", name)
+
+
+def sort_out(rows: list[Row], now: float) -> tuple[list[Row], set[str]]:
+    """The rows that are shown, and the nodes that are forgotten: gone, and nobody needs what they held.
+    Pure."""
+    _, holders = place(rows)
+    needed = {row.report.node for row in holders.values()}
+    gone = [r for r in rows if r.signal is Signal.OFFLINE and r.report.node not in needed]
+    newest = sorted(gone, key=lambda r: r.offline_unix_secs or 0.0)[-_MOST_GONE:]
+    shown = {r.report.node for r in newest if now - (r.offline_unix_secs or 0.0) < _SHOWN_SECS}
+    forgotten = {r.report.node for r in gone} - shown
+    return [r for r in rows if r.report.node not in forgotten], forgotten

@@ -1,0 +1,478 @@
+"""``reft launch``: torchrun's options, one daemon per node, and any node may die.
+
+The training script runs through :mod:`reft.job.script`, so that it needs no change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from enum import Enum, auto
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.launcher.api import LaunchConfig
+
+from reft import log
+from reft.builds import tell_of_abandoned_builds
+from reft.config_read import parse_block
+from reft.env import (
+    ENV_CONFIG,
+    ENV_DRY_RUN,
+    ENV_INCARNATION,
+    ENV_JOB_ID,
+    ENV_LAUNCHER_PID,
+    ENV_MEMORY_DIR,
+    ENV_NODE_DECLARED,
+    ENV_NODE_ID,
+    ENV_NODES,
+    ENV_ROUND,
+    ENV_SECRET,
+    ENV_STORE,
+)
+from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
+from reft.events import EventLog
+from reft.job.agent import JobEndedError, ReftAgent, new_agent_id
+from reft.job.agreement import Agreement, NodeInfo
+from reft.job.board import make_board
+from reft.job.exits import EX_FENCED, Cause, Failure
+from reft.job.handler import LeftError, StoreRendezvous
+from reft.job.hostfile import show_devices
+from reft.job.hung import Hangs
+from reft.job.node import DaemonKeeper, NodeMemory
+from reft.job.observer import Observer
+from reft.job.options import LaunchOptions, parse_options
+from reft.job.rendezvous_client import RendezvousClient
+from reft.job.scaling import Scaler
+from reft.job.stop_signals import StopSignals
+from reft.job.warm import WarmTrainers, trainers_environ
+from reft.memory.jobdir import read_json
+from reft.memory.user_secret import user_secret
+from reft.node import history
+from reft.node.daemon import CONFIG_FILE
+from reft.node.watch import CommitWatch
+
+logger = logging.getLogger("reft.job.launch")
+
+_GRACE_MARGIN_SECS = 5.0
+_LEAST_FLUSH_SECS = 1.0
+_ENDED_WELL = "the job ended well"
+
+
+class End(Enum):
+    """How this node's part in the job ends."""
+
+    UNFINISHED = auto()
+    """Told to stop, or the job has failed: it may be started again."""
+    WELL = auto()
+    LEFT = auto()
+    """It was told to leave, and the others have a version without it."""
+    REPLACED = auto()
+    """It was cut off, and the job went on without it."""
+
+
+_WHY = {End.WELL: _ENDED_WELL, End.LEFT: "it has left, as it was told to"}
+
+
+class Launcher(Observer):
+    """One node of a job.
+
+    Args:
+        options: of ``reft launch``.
+    """
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._secret = user_secret()
+        self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
+        self._rendezvous = RendezvousClient(options, self._secret)
+        self._events = EventLog(-1)
+        self._signals = StopSignals()
+        self._daemon: DaemonKeeper | None = None
+        self._hangs = Hangs(options.node, self._memory.path)
+        self._agent: ReftAgent | None = None
+        self._warm: WarmTrainers | None = None
+        self._board = make_board(options, self._rendezvous, self._memory.path)
+        self._end = End.UNFINISHED
+        self._scaler: Scaler | None = None
+        self._before: Agreement | None = None
+        self._failed_at: float | None = None
+        self._over_at: float | None = None
+
+    # -- observer ----------------------------------------------------------------------------------
+
+    def round_formed(self, agreement: Agreement) -> None:
+        self._memory.make_again(self._secret)
+        os.environ.update(
+            {
+                ENV_STORE: self._rendezvous.store_endpoint(),
+                ENV_ROUND: str(agreement.round),
+                ENV_INCARNATION: str(agreement.incarnation),
+                ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
+            }
+        )
+        if self._options.daemon and self._daemon is None:
+            assert self._memory.job_dir is not None
+            self._daemon = DaemonKeeper(self._memory.job_dir, self._hangs.take)
+            self._daemon.start()
+        if self._daemon is not None:
+            self._daemon.incarnation = agreement.incarnation
+        logger.info(
+            "round %d, start %d of the job: %d trainers on %s; restarts used: %d of %d",
+            agreement.round,
+            agreement.incarnation,
+            agreement.world_size,
+            ", ".join(agreement.nodes),
+            agreement.restarts_used,
+            self._options.config.max_restarts,
+        )
+        self._events.write(
+            "round",
+            node=self._options.node,
+            round=agreement.round,
+            nodes=list(agreement.nodes),
+            restarts_used=agreement.restarts_used,
+        )
+        # At a restart too: a trainer may have been killed while it built.
+        tell_of_abandoned_builds()
+        self._note_start(agreement)
+
+    def _note_start(self, agreement: Agreement) -> None:
+        """Note in the history what this round follows, as far as this node has seen it."""
+        before = self._before or agreement
+        told: Any = self._rendezvous.handler
+        gone = before.nodes_without(agreement.members)
+        left = tuple(n for rank, n in enumerate(before.nodes) if rank in told.left and n in gone)
+        lost = tuple(n for n in gone if n not in left)
+        history.note(
+            self._memory.path,
+            history.STARTED,
+            round=agreement.round,
+            nodes=agreement.nodes,
+            failures=agreement.failures,
+            lost=lost,
+            left=left,
+            joined=agreement.nodes_without(before.members),
+            newest_step=agreement.known_step,
+            gathering_secs=_between(self._over_at, time.time()),
+            ending_secs=_between(self._failed_at, self._over_at),
+            failed_unix_secs=self._failed_at,
+        )
+        self._before, self._over_at, self._failed_at = agreement, None, None
+
+    def failure_seen(self) -> None:
+        if self._failed_at is None:
+            self._board.tell("a trainer has failed", failed="a trainer has failed")
+        self._failed_at = self._failed_at or time.time()
+
+    def round_over(self) -> None:
+        self._over_at = time.time()
+        self._rendezvous.wait_as_told(self._memory.path)
+
+    def hang(self, table: Any, index: int, pids: list[int], *, silent: bool) -> Failure | None:
+        assert self._before is not None
+        return self._hangs.judge(table, index, len(self._before.members), pids, silent=silent)
+
+    def starting_workers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._warm is None else self._warm.starting()
+
+    def workers_started(self, pids: list[int]) -> None:
+        self._hangs.clear()
+        # TorchElastic has just set its own handlers.
+        self._signals.install()
+        if self._daemon is not None:
+            self._daemon.workers = tuple(pids)
+
+    def trainers_run(self, group_rank: int) -> None:
+        if self._scaler is not None and self._before is not None:
+            self._scaler.look(self._before, group_rank)
+
+    def state_changed(self, state: str, **facts: Any) -> None:
+        failure = self._agent.failure if self._agent is not None else None
+        own = failure is not None and failure.cause is not Cause.PEER
+        self._board.tell(state, round=facts.get("round"), failed=failure.reason if failure and own else "")
+        self._memory.write_state(state=state, **facts)
+        self._events.write("launcher", node=self._options.node, state=state, **facts)
+
+    def newest_step(self) -> int:
+        if self._memory.job_dir is None:
+            return -1
+        try:
+            newest = CommitWatch(self._memory.job_dir).newest()
+        except OSError as error:
+            logger.warning("the versions in %s cannot be read: %s", self._memory.path, error)
+            newest = None
+        return -1 if newest is None else newest.step
+
+    def newest_incarnation(self) -> int:
+        try:
+            return 0 if self._memory.job_dir is None else self._memory.job_dir.newest_incarnation()
+        except (OSError, ReftError) as error:
+            logger.warning("the starts noted in %s cannot be read: %s", self._memory.path, error)
+            return 0
+
+    def fenced(self) -> str:
+        return "" if self._daemon is None else self._daemon.fenced
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run this node to its end; returns the exit code."""
+        self._signals.install()
+        try:
+            self._memory.prepare(self._secret)
+            return self._run()
+        except SignalException as stop:
+            logger.warning("%s; the trainers have ended", stop)
+            if self._agent is not None and self._rendezvous.serves:
+                self._agent.wait_for_peers()
+            return 128 + int(stop.sigval)
+        except FencedError as error:
+            self._end = End.REPLACED
+            history.note(self._memory.path, history.ENDED, reason=str(error))
+            return self._end_replaced(error)
+        except LeftError as left:
+            self._end = End.LEFT
+            history.note(self._memory.path, history.ENDED, reason=str(left))
+            logger.warning("%s (exit code 0)", left)
+            if self._scaler is not None:
+                self._scaler.left()
+            return 0
+        except JobEndedError as error:
+            history.note(self._memory.path, history.ENDED, reason=str(error))
+            raise
+        finally:
+            self._signals.quieten()
+            self._tidy_up()
+            self._signals.ignore()
+
+    def _run(self) -> int:
+        options = self._options
+        os.environ.update(
+            {
+                ENV_NODE_ID: options.node,
+                ENV_NODE_DECLARED: str(int(options.node_declared)),
+                ENV_MEMORY_DIR: str(options.memory_dir),
+                ENV_JOB_ID: options.job_id,
+                ENV_DRY_RUN: str(int(options.dry_run)),
+                ENV_LAUNCHER_PID: str(os.getpid()),
+                ENV_SECRET: self._secret.hex(),
+            }
+        )
+        if options.block_file is not None:
+            os.environ[ENV_CONFIG] = str(options.block_file)
+        if options.devices is not None:
+            show_devices(options.devices, os.environ)
+        if options.warm:
+            self._warm = WarmTrainers(options.preload, trainers_environ())
+        handler = self._rendezvous.connect()
+        self._board.start()
+        info = NodeInfo(
+            node=options.node,
+            agent=new_agent_id(),
+            workers=options.config.nproc_per_node,
+            turn=options.rank_turn,
+        )
+        agent = self._agent = self._make_agent(handler, info)
+        agent.incarnations = self._rendezvous.incarnations
+        if isinstance(handler, StoreRendezvous):
+            self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
+        self._signals.agent = agent
+        try:
+            return self.judge(agent, agent.run())
+        except RendezvousTimeoutError as error:
+            message = (
+                f"{_numbers(handler, options.config)} nodes did not come together in "
+                f"{options.join_timeout_secs:.0f} s: nothing took the place of a missing one. Start `reft "
+                f"launch` on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only "
+                f"nodes with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made "
+                f"of user, directory, program and arguments"
+            )
+            if self._rendezvous.has_taken_part():  # else others may train, or wait longer
+                self._rendezvous.close(message)
+            raise JobEndedError(message) from error
+        except RendezvousClosedError as error:
+            outcome = self._rendezvous.outcome() or "the job ended on another node"
+            if outcome == _ENDED_WELL and agent.agreement is not None:
+                # This node was cut off, and the job went on to its end with another in its place.
+                self._end = End.WELL
+                return 0
+            raise JobEndedError(
+                f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
+                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
+                f"{self._rendezvous.reopens}"
+            ) from error
+        except RendezvousGracefulExitError:
+            return 0
+        except JobEndedError as error:
+            self._rendezvous.close(str(error))
+            raise
+
+    def _end_replaced(self, error: FencedError) -> int:
+        """This node is of an older start of the job than the one that runs."""
+        if self._rendezvous.outcome() == _ENDED_WELL:
+            self._end = End.WELL
+            return 0
+        logger.error("%s (exit code %d)", error, EX_FENCED)
+        return EX_FENCED
+
+    @property
+    def rendezvous(self) -> RendezvousClient:
+        """Where the nodes of the job meet."""
+        return self._rendezvous
+
+    def judge(self, agent: ReftAgent, result: RunResult | None) -> int:
+        """What the end of this node's trainers means for the job; returns the exit code."""
+        if result is None:
+            # A spare that was not needed: TorchElastic ends it when the job ends.
+            if self._rendezvous.outcome() == _ENDED_WELL:
+                self._end = End.WELL
+            return 0
+        if not result.is_failed():
+            if agent.all_ended_well:
+                self._end = End.WELL
+                if not self._options.keep_memory:
+                    self._rendezvous.forget_commits()
+            self._rendezvous.close(_ENDED_WELL)
+            if not agent.all_ended_well:
+                logger.warning("this node's trainers ended well, but not all nodes said so; memory is kept")
+            return 0
+        failure = agent.failure
+        reason = failure.reason if failure else "the trainers failed"
+        self._rendezvous.close(f"node {self._options.node} gave up: {reason}")
+        history.note(self._memory.path, history.ENDED, reason=reason)
+        if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
+            logger.error("%s", ChildFailedError(self._name(), result.failures))
+        return failure.exit_code if failure else 1
+
+    def _make_agent(self, handler: RendezvousHandler, info: NodeInfo) -> ReftAgent:
+        options, config = self._options, self._options.config
+        known = {f.name for f in fields(WorkerSpec)}
+        same = {f.name: getattr(config, f.name) for f in fields(config) if f.name in known}
+        spec = WorkerSpec(
+            **same,
+            local_world_size=config.nproc_per_node,
+            rdzv_handler=handler,
+            entrypoint=options.entrypoint,
+            args=options.arguments,
+        )
+        accepted = inspect.signature(LocalElasticAgent.__init__).parameters
+        wanted = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
+        if hasattr(config, "signals_to_handle"):
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+        return ReftAgent(
+            spec,
+            reconnect=self._rendezvous.reconnect,
+            info=info,
+            secret=self._secret,
+            observer=self,
+            free_restarts=options.free_restarts,
+            renews=options.restarts_renew,
+            stop_secs=options.stop_secs,
+            exits_dir=self._memory.path,
+            grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
+            **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},
+        )
+
+    def _grace_secs(self) -> float:
+        """What the command line says, else the job's own ``reft`` block, which the daemon was told."""
+        if self._options.grace_secs is not None:
+            return self._options.grace_secs
+        told = read_json(self._memory.path / CONFIG_FILE) or {}
+        return float(told.get("grace_secs", parse_block({}).grace_secs))
+
+    def _flush_secs(self) -> float:
+        """Time for the daemon to write the newest version: what the trainers left of the grace."""
+        return max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
+
+    def _tidy_up(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+        self._board.close(_WHY.get(self._end, "told to end, or the job has failed"))
+        self._rendezvous.leave()
+        if self._warm is not None:
+            self._warm.close()
+        if self._daemon is not None:
+            self._daemon.end(self._flush_secs() if self._end is End.UNFINISHED else 0.0)
+        self._memory.write_state(state="ended well" if self._end is End.WELL else "ended")
+        if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
+            self._memory.remove()
+        elif self._agent is None or self._agent.agreement is None:
+            self._memory.discard_unused()
+        elif self._memory.job_dir is not None and self._memory.holds_versions():
+            logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
+        elif not (self._options.keep_memory or self._end is End.REPLACED):
+            self._memory.discard_unused()
+
+    def _name(self) -> str:
+        return next((a for a in self._options.arguments if not a.startswith("-")), self._options.entrypoint)
+
+
+def _numbers(handler: RendezvousHandler, config: LaunchConfig) -> str:
+    """Of nodes with which the job could have gone on, for people."""
+    fitting = handler.fitting if isinstance(handler, StoreRendezvous) else ()
+    if not fitting or set(range(config.min_nodes, config.max_nodes + 1)) <= set(fitting):
+        return str(config.min_nodes)
+    said = ", ".join(map(str, fitting))
+    return f"{said} (of --nnodes {config.min_nodes}:{config.max_nodes}, what the layout and the batch allow)"
+
+
+def _between(began: float | None, ended: float | None) -> float | None:
+    """Seconds, as a clock that may be set meanwhile tells them; None where one is not known."""
+    return None if began is None or ended is None else max(0.0, ended - began)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's or 1, 128 + n
+    only when told to stop by signal n, 2 for wrong use, 76 where another node has taken this one's place."""
+    _log_to_stderr("", "launcher")
+    try:
+        options = parse_options(argv)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
+    return launch(options)
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run one node of a job to its end; returns the exit code, as :func:`main` does."""
+    _log_to_stderr(options.job_id, f"launcher {options.node}")
+    if options.script is not None and not options.script.exists():
+        logger.error(
+            "there is no script %s; write its path behind the options, or -m for a module", options.script
+        )
+        return 2
+    try:
+        return Launcher(options).run()
+    except (ConfigError, AuthenticationError) as error:
+        logger.error("%s", error)
+        return 2
+    except (ReftError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+
+
+def _log_to_stderr(job: str, who: str) -> None:
+    log.set_place(job, who)
+    log.to_stderr()
+    # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

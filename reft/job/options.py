@@ -1,0 +1,321 @@
+"""Options of ``reft launch``: torchrun's own, and where reft keeps what.
+
+The parser is the one that torch makes for torchrun, with one group added: argparse, not typer, because what
+torchrun accepts has to be accepted here in every version of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.run as torchrun
+from torch.distributed.launcher.api import LaunchConfig
+
+from reft.arguments import Parser
+from reft.config_read import parse_block, read_block
+from reft.control.door import format_endpoint
+from reft.errors import ConfigError
+from reft.job.checks import check_numbers
+from reft.job.etcd.settings import BACKEND as ETCD
+from reft.job.etcd.settings import EtcdSettings
+from reft.job.hostfile import apply_hostfile
+from reft.job.node import default_node_id
+from reft.job.slurm import apply_slurm
+from reft.job.usage import DESCRIPTION, RESTARTS, add_own_options
+from reft.job.warm import DEFAULT_MODULES, has_device, imports_of, source_of
+from reft.naming import is_name, own_name, safe_name
+
+logger = logging.getLogger(__name__)
+
+_AUTO = "auto"
+_SMALL_JOB_NODES = 32
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What ``reft launch`` was asked to do.
+
+    Attributes:
+        config: torchrun's part.
+        entrypoint: program to start.
+        script: the training script; None for a module, or another program.
+        arguments: its arguments.
+        memory_dir: directory for the memory of all jobs on this node.
+        node: this node's id.
+        node_declared: somebody gave it, and thereby says that the node fails by itself.
+        job_id: name of the job's memory.
+        block_file: holds the ``reft`` block; None where the DeepSpeed JSON does.
+        dry_run: end before the first step.
+        daemon: start the node daemon.
+        keep_memory: do not remove the memory after a good end, nor where no version was taken.
+        grace_secs: time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says.
+        stop_secs: time for trainers to end when a round is over.
+        free_restarts: restarts because of lost peers, without progress in between.
+        restarts_renew: own failures are counted from the last new version on, not over the job's life.
+        rank_turn: ranks that a node gets in its turn; 0: all of its ranks in a row.
+        devices: those of this node that the trainers see; None: all.
+    """
+
+    config: LaunchConfig
+    entrypoint: str
+    script: Path | None
+    arguments: tuple[str, ...]
+    memory_dir: Path
+    node: str
+    node_declared: bool
+    job_id: str
+    block_file: Path | None
+    dry_run: bool
+    daemon: bool
+    keep_memory: bool
+    grace_secs: float | None
+    stop_secs: float
+    free_restarts: int
+    restarts_renew: bool
+    rank_turn: int
+    devices: tuple[int, ...] | None
+    warm: bool
+    preload: tuple[str, ...]
+
+    @property
+    def meets_at_etcd(self) -> bool:
+        return bool(self.config.rdzv_backend == ETCD)
+
+    @property
+    def join_timeout_secs(self) -> float:
+        return float(self.config.rdzv_configs.get("join_timeout", 600))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """torchrun's parser with ours added."""
+    parser = Parser(
+        prog="reft launch",
+        words="SCRIPT [ARGUMENTS]...",
+        description=DESCRIPTION,
+        parents=[torchrun.get_args_parser()],
+        add_help=False,  # that parser has it
+    )
+    parser.set_defaults(
+        rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
+        max_restarts=os.environ.get("PET_MAX_RESTARTS"),
+        # None where nobody gave them: --slurm knows better than torchrun's defaults.
+        nnodes=os.environ.get("PET_NNODES"),
+        nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
+    )
+    add_own_options(parser)
+    return parser
+
+
+def parse_options(argv: Sequence[str]) -> LaunchOptions:
+    """Parse and complete a command line.
+
+    Raises:
+        ConfigError: something does not fit together; says what to write.
+        SystemExit: argparse's own refusals, and ``--help``.
+    """
+    return options_of(make_parser().parse_args(list(argv)))
+
+
+def options_of(args: argparse.Namespace) -> LaunchOptions:
+    """Complete what :func:`make_parser`, or a parser made of it, has parsed.
+
+    Raises:
+        ConfigError: something does not fit together; says what to write.
+    """
+    apply_hostfile(args)
+    apply_slurm(args)
+    args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
+    memory_dir = _memory_dir(args)
+    job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)
+    restarts_renew = args.max_restarts is None
+    if restarts_renew:
+        args.max_restarts = RESTARTS
+    if args.rdzv_id in ("", "none"):
+        # Jobs that meet at one rendezvous without an id must not be taken for one.
+        args.rdzv_id = job_id
+    try:
+        _choose_rendezvous(args)
+        _check_program(args)
+        config, _, _ = torchrun.config_from_args(args)
+        _check_rendezvous(config)
+        check_numbers(args, config)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"these options cannot be used: {error}") from error
+    _complete_rendezvous_conf(config)
+    entrypoint, arguments = _program(args)
+    return LaunchOptions(
+        config=config,
+        entrypoint=entrypoint,
+        script=None if args.module or args.no_python else Path(args.training_script),
+        arguments=arguments,
+        memory_dir=memory_dir,
+        node=args.node_id or default_node_id(memory_dir),
+        node_declared=bool(args.node_id),
+        job_id=job_id,
+        block_file=_block_file(args),
+        dry_run=args.dry_run,
+        daemon=not args.no_daemon,
+        keep_memory=args.keep_memory,
+        grace_secs=args.grace_secs,
+        stop_secs=args.stop_secs,
+        free_restarts=args.max_peer_restarts,
+        restarts_renew=restarts_renew,
+        rank_turn=args.rank_order,
+        devices=args.devices,
+        warm=_is_warm(args),
+        preload=_preloaded(args),
+    )
+
+
+def _choose_rendezvous(args: argparse.Namespace) -> None:
+    """Resolve the backend as torchrun does, but prefer one that can replace nodes."""
+    _, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    old_style = args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
+    if args.standalone or (
+        args.rdzv_backend == _AUTO and not args.rdzv_endpoint and most + args.spares == 1 and not old_style
+    ):
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = str(uuid.uuid4()) if args.standalone else args.rdzv_id
+    elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
+        args.rdzv_backend = "c10d"
+    elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
+        # torchrun numbers such nodes for good, and none can be replaced. Here node 0 serves the store.
+        args.rdzv_backend = "c10d"
+        args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
+            args.master_addr, args.master_port or 29500
+        )
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"is_host={args.node_rank == 0}")))
+    elif args.rdzv_backend == _AUTO:
+        spares = f" with --spares {args.spares}" if args.spares else ""
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start `reft "
+            f"rendezvous` on a host that does not train and give its address as --rdzv-endpoint HOST:PORT to "
+            f"every node"
+        )
+    if args.master_port is None:
+        args.master_port = 29500
+
+
+def _check_rendezvous(config: LaunchConfig) -> None:
+    """Refuse what would serve strangers (P11): only reft's own stores ask for the secret."""
+    backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
+    if backend not in ("c10d", ETCD) or store != "tcp":
+        found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
+        raise ConfigError(
+            f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote it. Leave it "
+            f"out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not train and "
+            f"give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write --rdzv-backend {ETCD}"
+        )
+    if backend == ETCD:
+        EtcdSettings.of(config.rdzv_endpoint, config.rdzv_configs, os.environ)
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    if getattr(args, "run_path", False):
+        # Every script runs through runpy's like here, in a process of its own.
+        args.run_path = False
+    if args.no_python:
+        if args.module:
+            raise ConfigError("--no-python and --module exclude each other; leave one of them out")
+        logger.warning(
+            "--no-python: %s is started as it is, reft is not installed into it. It is protected only if it "
+            "calls reft.attach() or reft.initialize() itself",
+            args.training_script,
+        )
+
+
+def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
+    if args.no_python:
+        return args.training_script, tuple(args.training_script_args)
+    module = ("-m",) if args.module else ()
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    script = (args.training_script, *args.training_script_args)
+    return python, ("-u", "-m", "reft.job.script", *module, *script)
+
+
+def _complete_rendezvous_conf(config: LaunchConfig) -> None:
+    """Times that suit a job whose nodes are replaced; what the user set stands."""
+    conf: dict[str, Any] = config.rdzv_configs
+    # How long survivors wait for a replacement.
+    conf.setdefault("join_timeout", 1800)
+    # A dead node is struck out, and its place free, after interval x attempts (torch: 5 s x 3). Every
+    # heartbeat rewrites the whole state, so large jobs keep torch's pace.
+    conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
+    conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
+    if config.rdzv_backend in ("c10d", ETCD):
+        # Bounds the wait for a node that dies between joining and introducing itself.
+        conf.setdefault("read_timeout", 30)
+    if config.min_nodes < config.max_nodes:
+        conf.setdefault("last_call_timeout", 10)
+
+
+def _is_warm(args: argparse.Namespace) -> bool:
+    if args.no_python or args.warm is False:
+        return False
+    # Processes with a device have not been forked from anywhere yet: it is for the user to say.
+    return bool(args.warm) or not has_device()
+
+
+def _preloaded(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.no_python:
+        return ()
+    here = Path.cwd() if args.module else None
+    script = Path(args.training_script)
+    found = source_of(args.training_script, [str(here), *sys.path]) if args.module else script
+    return tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload, *imports_of(found, here)]))
+
+
+def _memory_dir(args: argparse.Namespace) -> Path:
+    if not str(args.memory_dir):
+        raise ConfigError("--memory-dir is empty; write a directory on tmpfs, such as /dev/shm/reft")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory was removed ({error.strerror}): cd to one that is there, and start again"
+        ) from error
+    try:
+        Path(args.memory_dir).resolve()
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"--memory-dir is {args.memory_dir}, which cannot be followed ({error}); write a directory "
+            f"that is no link to itself"
+        ) from error
+    return Path(args.memory_dir).absolute()
+
+
+def _block_file(args: argparse.Namespace) -> Path | None:
+    """Looked at here, before any trainer starts.
+
+    Raises:
+        ConfigError: it cannot be read, or the block is wrong.
+    """
+    if not args.block:
+        return None
+    path = Path(args.block).absolute()
+    parse_block(read_block(path))
+    return path
+
+
+def _job_id(args: argparse.Namespace) -> str:
+    job_id: str = args.job_id or ""
+    if job_id and not is_name(job_id):
+        raise ConfigError(
+            f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, no dot "
+            f"first: give --job-id"
+        )
+    if job_id:
+        return job_id
+    if args.rdzv_id not in ("", "none"):
+        return safe_name(args.rdzv_id)
+    return own_name(args.training_script, args.training_script_args, module=args.module)

@@ -1,0 +1,257 @@
+"""Where the agents meet: at reft's own store, which one of them may have to serve, or at an etcd cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+from torch.distributed.launcher.api import LaunchConfig
+
+from reft.control.door import format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
+from reft.control.rendezvous_store import RendezvousStore, StoreError
+from reft.env import ENV_ETCD_PASSWORD
+from reft.errors import ConfigError
+from reft.job.agent import JobEndedError
+from reft.job.etcd.line import EtcdLine
+from reft.job.etcd.settings import EtcdSettings
+from reft.job.etcd.store import RUN_LEASE_SECS, EtcdStore
+from reft.job.options import LaunchOptions
+from reft.job.rendezvous import is_reachable, is_served_by_reft
+
+logger = logging.getLogger(__name__)
+
+_FIRST_CONTACT_SECS = 120.0
+_PROBE_SECS = 2.0
+_ASK_SECS = 0.5
+_LOOPBACK = "127.0.0.1"
+
+
+class Place(ABC):
+    """Where one job's nodes meet, seen from one of them."""
+
+    @abstractmethod
+    def open(self) -> RendezvousStore:
+        """Connect to the store, or serve it.
+
+        Raises:
+            JobEndedError: it cannot be used now.
+            ConfigError, AuthenticationError: nor later, by what is written.
+        """
+
+    @abstractmethod
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
+        """Another connection to the store; does not wait for it."""
+
+    @abstractmethod
+    def trainers_endpoint(self) -> str:
+        """``host:port`` where trainers reach the store."""
+
+    @abstractmethod
+    def outlives_nodes(self, store: RendezvousStore) -> bool:
+        """Whether no worker node's death takes the store along."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started here."""
+
+    serves = False
+    """Whether the store is served here, and ends with this launcher."""
+    advice: str
+    """What to do when the store is lost."""
+    reopens: str
+    """When a run whose end the store has noted can be started again under its name."""
+
+
+def place_of(options: LaunchOptions, secret: bytes) -> Place:
+    """By ``--rdzv-backend``."""
+    return EtcdPlace(options, secret) if options.meets_at_etcd else ServedPlace(options, secret)
+
+
+class ServedPlace(Place):
+    """reft's own store: of a ``reft rendezvous``, or of a launcher."""
+
+    advice = (
+        "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host that does "
+        "not train, so that any node may die"
+    )
+    reopens = "restart `reft rendezvous`"
+
+    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
+        self._options = options
+        self._config: LaunchConfig = options.config
+        self._secret = secret
+        self._server: KeyValueServer | None = None
+
+    def open(self) -> RendezvousStore:
+        if self._has_to_serve():
+            self._serve()
+        store = self.make_client(read_secs(self._config.rdzv_configs))
+        try:
+            store.check([])
+        except StoreError as error:
+            raise JobEndedError(
+                f"the rendezvous endpoint {self._config.rdzv_endpoint} cannot be used: {error}"
+            ) from error
+        return store
+
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
+        return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
+
+    def trainers_endpoint(self) -> str:
+        host, port = parse_endpoint(self._config.rdzv_endpoint)
+        return format_endpoint(host, self._server.port if self._server is not None else port)
+
+    def outlives_nodes(self, store: RendezvousStore) -> bool:
+        with suppress(StoreError):
+            return is_served_by_reft(store)
+        return False
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _has_to_serve(self) -> bool:
+        """Whether this node has to serve the store itself."""
+        conf: dict[str, Any] = self._config.rdzv_configs
+        endpoint = self._config.rdzv_endpoint
+        host, port = parse_endpoint(endpoint)
+        if "is_host" in conf:
+            return str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y")
+        if port == 0:
+            return True
+        if is_reachable(endpoint):
+            return False
+        if _matches_machine_hostname(host):
+            return True
+        self._wait_for_the_store(conf)
+        return False
+
+    def _wait_for_the_store(self, conf: dict[str, Any]) -> None:
+        endpoint, patience = self._config.rdzv_endpoint, contact_secs(conf)
+        logger.info("waiting for the rendezvous store at %s", endpoint)
+        deadline = time.monotonic() + patience
+        while not is_reachable(endpoint):
+            if time.monotonic() > deadline:
+                raise JobEndedError(
+                    f"nothing answers at the rendezvous endpoint {endpoint}; start `reft rendezvous` there "
+                    f"(or the launcher with --node-rank 0), and check that its port is open to the nodes"
+                )
+            time.sleep(_ASK_SECS)
+
+    def _serve(self) -> None:
+        endpoint = self._config.rdzv_endpoint
+        host, port = parse_endpoint(endpoint)
+        try:
+            listener = listen(host, port, "--rdzv-endpoint")
+        except ConfigError:
+            # Another launcher on this machine may have been quicker.
+            if port and is_reachable(endpoint):
+                return
+            raise
+        self._server = KeyValueServer(listener, self._secret)
+        self.serves = True
+        if self._config.max_nodes > 1 and is_loopback(self._server.host) and not is_loopback(host):
+            logger.warning(
+                "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "
+                "host's address as --rdzv-endpoint (or --master-addr)",
+                host,
+                self._server.host,
+            )
+
+
+class EtcdPlace(Place):
+    """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its client nor
+    its password."""
+
+    advice = "Start the members of the etcd cluster again: it needs more than half of them"
+    reopens = f"wait {RUN_LEASE_SECS} s: etcd then forgets a run that has no launcher any more"
+
+    def __init__(self, options: LaunchOptions, secret: bytes) -> None:
+        self._config: LaunchConfig = options.config
+        self._secret = secret
+        conf: dict[str, Any] = self._config.rdzv_configs
+        settings = self._settings = EtcdSettings.of(self._config.rdzv_endpoint, conf, os.environ)
+        self._line = EtcdLine(settings)
+        self._contact_secs = contact_secs(conf)
+        self._relay: StoreRelay | None = None
+        # Whoever reads the environment of a trainer has no business with it.
+        os.environ.pop(ENV_ETCD_PASSWORD, None)
+        if settings.password is not None and not settings.tls:
+            logger.warning(
+                "the password of etcd's user %s crosses the network in the clear: set up TLS", settings.user
+            )
+
+    def open(self) -> RendezvousStore:
+        timeout = read_secs(self._config.rdzv_configs)
+        store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=timeout)
+        self._wait_for_the_cluster(store)
+        self._relay = StoreRelay(listen(_LOOPBACK, 0), self._secret, store.lasting())
+        return store
+
+    def make_client(self, timeout_secs: float) -> RendezvousStore:
+        return EtcdStore.of(self._settings, self._secret, self._config.run_id, timeout_secs=timeout_secs)
+
+    def trainers_endpoint(self) -> str:
+        assert self._relay is not None
+        return format_endpoint(_LOOPBACK, self._relay.port)
+
+    def outlives_nodes(self, store: RendezvousStore) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._line.close()
+        if self._relay is not None:
+            self._relay.close()
+
+    def _wait_for_the_cluster(self, store: EtcdStore) -> None:
+        deadline = time.monotonic() + self._contact_secs
+        told = ""
+        while True:
+            try:
+                store.greet()
+                return
+            except StoreError as error:
+                why = "; ".join(map(self._state_of, self._line.settings.endpoints)) or str(error)
+                if time.monotonic() > deadline:
+                    raise JobEndedError(
+                        f"the etcd cluster {self._config.rdzv_endpoint} cannot be used: {why}. Start its "
+                        f"members, and check that their client ports are open to the nodes"
+                    ) from error
+                if why != told:
+                    logger.warning("waiting up to %.0f s for etcd: %s", self._contact_secs, why)
+                told = why
+            time.sleep(_ASK_SECS)
+
+    def _state_of(self, endpoint: str) -> str:
+        """What is the matter with a member of the cluster, in words."""
+        has_leader = self._line.leader_known_by(endpoint, _PROBE_SECS)
+        if has_leader is not None:
+            no_leader = "has no leader: most members are down or cut off"
+            return f"{endpoint} {'answers' if has_leader else no_leader}"
+        try:
+            socket.create_connection(parse_endpoint(endpoint), timeout=_PROBE_SECS).close()
+        except OSError as error:
+            return f"{endpoint} cannot be reached ({error.strerror or error})"
+        tls = "with" if self._settings.tls else "without"
+        return (
+            f"{endpoint} listens, and is no etcd that answers {tls} TLS: check --rdzv-endpoint (etcd's "
+            f"client port is 2379) and the certificates (--rdzv-conf cacert=FILE,cert=FILE,key=FILE)"
+        )
+
+
+def contact_secs(conf: Mapping[str, Any]) -> float:
+    """How long the first contact is waited for: ``connect_timeout`` of ``--rdzv-conf``."""
+    return float(conf.get("connect_timeout", _FIRST_CONTACT_SECS))
+
+
+def read_secs(conf: Mapping[str, Any]) -> float:
+    """``read_timeout`` of ``--rdzv-conf``."""
+    return float(conf.get("read_timeout", 30))

@@ -1,0 +1,307 @@
+"""Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
+
+An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in the
+state that all nodes share (:class:`reft.job.shared_state.Scaling`). More nodes: spares find places free,
+and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
+the loss of, since their memory goes with them; when the others have committed a version without them, it
+tells the next. As many, without a node that is named: one that waits takes its place in the next round. In
+all cases the trainers are told to stop, commit the step that they are in, and start anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+
+from reft.config_persist import AUTO
+from reft.control.rendezvous_store import StoreError
+from reft.errors import AuthenticationError
+from reft.job.agreement import Agreement
+from reft.job.board import StatusBoard
+from reft.job.handler import StoreRendezvous
+from reft.job.options import LaunchOptions
+from reft.job.scale_rules import Situation, leave_next, of_the_way, refusal, replaces, shortfall
+from reft.job.shared_state import Scaling, leaving_of, member_of, scaling_of, sizes_of
+from reft.job.sizes import Sizes, sizes_of_job
+from reft.job.stop_signals import StopSignals
+from reft.memory.scale_orders import (
+    ORDER_FILE,
+    ScaleAnswer,
+    ScaleOrder,
+    read_answer,
+    read_order,
+    read_size,
+    write_answer,
+    write_order,
+)
+from reft.node.protection import read_record
+from reft.node.signals import Board
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE_SECS = 60.0
+"""An order waits so long, in each start of the job, until the job survives the losses that it means: for the
+first version, for a node that is replaced, or until the launchers have told each other again what a store
+has lost."""
+_WHAT_TO_DO = (
+    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` anew for a node "
+    "that is gone, then ask again; where none is gone, the placement or its protection survives too little "
+    "(`reft plan` says what would do)"
+)
+
+
+class Scaler:
+    """One launcher's part. Looks while the trainers run.
+
+    Args:
+        handler: of the rendezvous.
+        options: of the launcher.
+        path: the job's memory on this node.
+        board: of the job.
+        signals: one of them asks this node to leave.
+    """
+
+    def __init__(
+        self,
+        handler: StoreRendezvous,
+        options: LaunchOptions,
+        path: Path,
+        board: StatusBoard,
+        signals: StopSignals,
+    ) -> None:
+        self._handler = handler
+        self._options = options
+        self._path = path
+        self._board = board
+        self._seen = self._stat()  # an order of an earlier run has been dealt with
+        self._order: ScaleOrder | None = None
+        self._signals = signals
+        self._waits: tuple[Any, int] | None = None
+        self._waits_since = 0.0
+        self._noted: Board | None = None
+
+    def look(self, agreement: Agreement, group_rank: int) -> None:
+        """Take up a new order, and go on with an old one. Best effort: it looks again."""
+        try:
+            self._take_order(agreement)
+            if group_rank == 0:
+                self._note_sizes(agreement)
+                self._name_leavers(agreement)
+            self._tell_when_done(agreement)
+        except (RendezvousError, StoreError, AuthenticationError, OSError) as error:
+            logger.debug("scaling: %s", error)
+
+    def left(self) -> None:
+        """This node has left the job."""
+        if self._order is not None:
+            self._answer(self._order.nodes, done=True)
+
+    def _situation(self, agreement: Agreement) -> Situation:
+        config, record = self._options.config, read_record(self._path)
+        named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
+        return Situation(
+            least=config.min_nodes,
+            most=config.max_nodes,
+            nodes=agreement.nodes,
+            spares=len(self._handler.state.redundancy_list),
+            workers=config.nproc_per_node,
+            tolerance=self._board.tolerance_left(agreement.incarnation),
+            degrees=self._board.degrees,
+            parities=record.parsed if record is not None and named else None,
+            size=read_size(self._path),
+            sizes=self._sizes_of_this_round(),
+        )
+
+    def _sizes_of_this_round(self) -> Sizes | None:
+        state = self._handler.state
+        sizes, ranks = sizes_of(state), state.participants
+        here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
+        return sizes if sizes is not None and sizes.members == here else None
+
+    def _note_sizes(self, agreement: Agreement) -> None:
+        """Have all nodes know with how many the job can train, by its newest version."""
+        if self._board.board is self._noted and sizes_of(self._handler.state) is not None:
+            return
+        self._noted, holders, now = self._board.board, self._board.holders, self._situation(agreement)
+        if now.tolerance is None or now.degrees is None:
+            return
+        fitting = [n for n in range(now.least, now.most + 1) if not now.why_not(n)]
+        self._handler.note_sizes(
+            sizes_of_job(fitting, agreement.nodes, holders, now.degrees, self._board.scheme)
+        )
+
+    def _take_order(self, agreement: Agreement) -> None:
+        if self._signals.asked_to_leave:
+            write_order(self._path, len(agreement.nodes) - 1, (self._options.node,))
+            self._signals.asked_to_leave = False
+        seen = self._stat()
+        if seen == self._seen:
+            return
+        order = read_order(self._path)
+        if order is None or self._handler.is_closed():  # which looks at who waits now
+            self._seen = seen
+            return
+        running, now = len(agreement.nodes), self._situation(agreement)
+        missing = shortfall(order, now)
+        why = refusal(order, now)
+        # Before the first version, a node that waits may not have said so yet.
+        hopeful = now.tolerance is None or not why
+        if missing and hopeful and self._waits_on((seen, agreement.incarnation)):
+            self._say_that_it_waits(order, running, missing)
+            return
+        why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
+        if not why:
+            self._handler.scale(lambda state: asked(order, running, state))
+            granted = scaling_of(self._handler.state)
+            if granted is None or granted.number < order.number:
+                return  # the round is over: another look, in the next one
+            if granted.number > order.number:
+                why = "a later order came from another node: ask again, and set the clocks of the nodes alike"
+        self._seen, self._order = seen, order
+        self._board.warn()
+        if why:
+            logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
+            self._answer(running, refused=why)
+            return
+        if replaces(order, agreement.nodes):
+            logger.warning("the job goes on without %s, as it was told to", ", ".join(order.without))
+        else:
+            logger.warning("the job goes from %d to %d nodes, as it was told to", running, order.nodes)
+        self._answer(running)
+
+    def _waits_on(self, what: tuple[Any, int]) -> bool:
+        """Whether an order, in a start of the job, may wait longer."""
+        now = time.monotonic()
+        if what != self._waits:
+            self._waits, self._waits_since = what, now
+        return now - self._waits_since < TOLERANCE_SECS
+
+    def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
+        """Once, unless something else is missing."""
+        said = f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
+        self._board.warn(said)
+        told = read_answer(self._path)
+        if told is None or (told.number, told.waits) != (order.number, said):
+            write_answer(self._path, ScaleAnswer(order.number, order.nodes, running, waits=said))
+            logger.warning("%s", said)
+
+    def _name_leavers(self, agreement: Agreement) -> None:
+        """Tell the next nodes to leave, where there are more than were asked for."""
+        running = len(agreement.nodes)
+        scaling = scaling_of(self._handler.state)
+        if scaling is None or leaving_of(self._handler.state):
+            return
+        if scaling.replaces:
+            self._name_replaced(agreement, scaling)
+            return
+        if scaling.nodes >= running:
+            return
+        ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement))
+        if not ranks:  # not yet
+            return
+        self._handler.scale(lambda state: told(ranks, running, state))
+        if leaving_of(self._handler.state):  # else the round is over
+            logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
+
+    def _name_replaced(self, agreement: Agreement, scaling: Scaling) -> None:
+        """Tell the nodes to leave that are to be replaced, once."""
+        ranks = tuple(i for i, node in enumerate(agreement.nodes) if node in scaling.without)
+        survived = self._board.tolerance_left(agreement.incarnation)
+        if scaling.round != -1 or not ranks or survived is None or survived < len(ranks):
+            return
+        self._handler.scale(lambda state: told(ranks, len(agreement.nodes), state))
+        if leaving_of(self._handler.state):  # else the round is over
+            logger.warning(
+                "told to leave, for a node that waits: %s", ", ".join(agreement.nodes[rank] for rank in ranks)
+            )
+
+    def _tell_when_done(self, agreement: Agreement) -> None:
+        order, running = self._order, len(agreement.nodes)
+        if order is None or leaving_of(self._handler.state):
+            return
+        if running != order.nodes:
+            self._end_half_way(order, agreement)
+            return
+        if self._board.tolerance_left(agreement.incarnation) is None:
+            return
+        staying = sorted(set(order.without) & set(agreement.nodes))
+        if not staying:
+            self._answer(running, done=True)
+            self._order = None
+        elif self._was_told_before(agreement):
+            self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
+
+    def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
+        """Where the job has gone to a number of nodes from which it can go no further: that one holds."""
+        running = len(agreement.nodes)
+        why = running > order.nodes and of_the_way(order, self._situation(agreement))
+        if not why:
+            return
+        self._handler.scale(lambda state: stays(order, running, state))
+        logger.warning("the job stays at %d nodes: %s", running, why)
+        self._answer(running, refused=f"the job stays at {running} nodes: {why}")
+
+    def _was_told_before(self, agreement: Agreement) -> bool:
+        """Whether nodes were told to leave in a round before this one."""
+        state = self._handler.state
+        scaling = scaling_of(state)
+        return scaling is not None and scaling.round not in (-1, state.round)
+
+    def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
+        assert self._order is not None
+        write_answer(
+            self._path,
+            ScaleAnswer(self._order.number, self._order.nodes, running, refused=refused, done=done),
+        )
+        if refused:
+            self._order = None
+
+    def _stat(self) -> Any:
+        try:
+            info = (self._path / ORDER_FILE).stat()
+        except OSError:
+            return None
+        return info.st_mtime_ns, info.st_ino
+
+
+def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+    """The order in the shared state. More nodes may join now; fewer leave when they are told."""
+    if not state.complete or state.closed:
+        return None
+    before = scaling_of(state)
+    if before is not None and before.number >= order.number:
+        return None
+    replaced = bool(order.without) and order.nodes == running
+    most = max(order.nodes, running)
+    return Scaling(order.number, order.nodes, most, order.without, replaces=replaced)
+
+
+def stays(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+    """The number of nodes that the job has, in the place of an order that went half way; None where another
+    was given."""
+    scaling = scaling_of(state)
+    if scaling is None or scaling.number != order.number or len(state.participants) != running:
+        return None
+    return replace(scaling, nodes=running, limit=running)
+
+
+def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
+    """Nodes that leave, in the shared state; None where the round is over already, or the
+    others could not go on."""
+    scaling = scaling_of(state)
+    whole = state.complete and len(state.participants) == running
+    if scaling is None or scaling.round == state.round or not whole or state.closed:
+        return None
+    stay = tuple(member_of(node) for node, rank in state.participants.items() if rank not in ranks)
+    sizes = sizes_of(state)
+    if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
+        return None  # no number of those that stay fits, or could recover the version
+    leaving_of(state).update(node for node, rank in state.participants.items() if rank in ranks)
+    limit = running if scaling.replaces else running - len(ranks)
+    return replace(scaling, limit=limit, round=state.round)

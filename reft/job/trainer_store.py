@@ -1,0 +1,223 @@
+"""Where the trainers of one round find each other: torch's TCPStore, on loopback only (P11).
+
+Torch's store serves whoever reaches its port, so the launcher of the first node serves it to its own
+host alone. The other launchers listen on their own loopback and relay their trainers' connections,
+through an authenticated door, to that launcher. Trainers on every node find it at ``127.0.0.1``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from reft.control.door import Door, format_endpoint, is_loopback, knock, listen, parse_endpoint
+from reft.control.rendezvous_store import RendezvousStore
+from reft.control.wire import Channel
+from reft.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PURPOSE = "trainers' store"
+_CHUNK_BYTES = 1 << 16
+_CONNECT_SECS = 30.0
+_ENDPOINT_KEY = "trainers"
+_TROUBLE_SECS = 0.1
+
+
+class TrainerStore:
+    """The store of one round, served or relayed.
+
+    Args:
+        port: where this node's trainers connect, on loopback.
+        incarnation: number of the start of the job whose trainers meet here.
+    """
+
+    def __init__(self, port: int, incarnation: int = 0) -> None:
+        self.port = port
+        self._incarnation = incarnation
+        self._store: Any = None
+        self._door: Door | None = None
+        self._listener: socket.socket | None = None
+        self._closed = threading.Event()
+
+    @classmethod
+    def open(
+        cls,
+        store: RendezvousStore,
+        secret: bytes,
+        group_rank: int,
+        nodes: int,
+        local_addr: str | None,
+        *,
+        incarnation: int = 0,
+    ) -> TrainerStore:
+        """Serve the store on the first node, and relay to it on the others.
+
+        Args:
+            store: the agents' own, with the round's prefix.
+            secret: the user's secret.
+            group_rank: of this node; 0 serves.
+            nodes: of this round; a single one opens no door.
+            local_addr: ``--local-addr``; None: the address that the rendezvous sees.
+            incarnation: number of this start of the job: those of another one are refused.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            TimeoutError, StoreError: the first node did not say where it serves.
+        """
+        if group_rank:
+            return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
+        served = cls.serve(incarnation)
+        if nodes > 1:
+            host = local_addr or _own_address(store)
+            port = served.open_door(listen(host, 0, "--local-addr"), secret)
+            store.set(_ENDPOINT_KEY, format_endpoint(host, port))
+        return served
+
+    def open_door(self, listener: socket.socket, secret: bytes) -> int:
+        """Let the relays of the other nodes in; the port where they knock."""
+        self._door = Door(listener, secret, PURPOSE, self._pass_on)
+        return self._door.port
+
+    @classmethod
+    def serve(cls, incarnation: int = 0) -> TrainerStore:
+        """Serve it to this host alone."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        listener = listen(LOOPBACK, 0)
+        served = cls(int(listener.getsockname()[1]), incarnation)
+        # The store takes over the descriptor: torch would listen on all interfaces.
+        options: dict[str, Any] = {
+            "is_master": True,
+            "wait_for_workers": False,
+            "master_listen_fd": listener.detach(),
+        }
+        try:
+            served._store = TCPStore(LOOPBACK, served.port, **options)
+        except NotImplementedError:
+            # Torch 2.4: its store on libuv, which is the default, takes no descriptor.
+            served._store = TCPStore(LOOPBACK, served.port, **options, use_libuv=False)
+        return served
+
+    @classmethod
+    def relay(cls, endpoint: str, secret: bytes, incarnation: int = 0) -> TrainerStore:
+        """Relay this node's trainers to the node that serves it."""
+        listener = listen(LOOPBACK, 0)
+        relay = cls(int(listener.getsockname()[1]), incarnation)
+        relay._listener = listener
+        threading.Thread(
+            target=_accept,
+            args=(listener, relay._closed, lambda trainer: _carry(trainer, endpoint, secret, incarnation)),
+            name="trainers' relay",
+            daemon=True,
+        ).start()
+        return relay
+
+    def _pass_on(self, channel: Channel) -> None:
+        theirs = channel.receive()
+        if theirs != self._incarnation:
+            channel.send(
+                f"it is that of start {self._incarnation} of the job, and this is start {theirs}, which is "
+                f"another one and is refused"
+            )
+            return
+        channel.send("")
+        with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as trainer:
+            _join(trainer, channel)
+
+    def close(self) -> None:
+        """Stop serving: the trainers of the round have ended."""
+        if self._door is not None:
+            self._door.close()
+        self._closed.set()
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        self._store = None
+
+
+def _own_address(store: RendezvousStore) -> str:
+    """An address under which the other nodes reach this one: what the rendezvous sees."""
+    address = store.local_address()
+    rendezvous, _ = parse_endpoint(store.endpoint)
+    if is_loopback(address) and not is_loopback(rendezvous):
+        raise ConfigError(
+            f"the rendezvous host {rendezvous} is {address} on this machine, which other nodes cannot reach: "
+            f"give this machine's address with --local-addr"
+        )
+    return address
+
+
+def _accept(listener: socket.socket, closed: threading.Event, carry: Callable[[socket.socket], None]) -> None:
+    troubled = False
+    while True:
+        trainer = None
+        try:
+            trainer, _ = listener.accept()
+            threading.Thread(target=carry, args=(trainer,), name="trainer's store", daemon=True).start()
+            troubled = False
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            if trainer is not None:
+                trainer.close()
+            if closed.is_set():
+                return
+            if not troubled:
+                logger.warning("the trainers' relay cannot accept connections: %s", error)
+            troubled = True
+            time.sleep(_TROUBLE_SECS)
+
+
+def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:
+    with trainer:
+        try:
+            channel = knock(endpoint, secret, PURPOSE, _CONNECT_SECS)
+        except OSError as error:
+            logger.warning("the trainers' store at %s cannot be reached: %s", endpoint, error)
+            return
+        try:
+            channel.send(incarnation)
+            refused = channel.receive()
+            if refused:
+                logger.warning("the trainers' store at %s refuses this node: %s", endpoint, refused)
+                return
+            _join(trainer, channel)
+        except (EOFError, OSError) as error:
+            logger.warning("the trainers' store at %s has ended: %s", endpoint, error)
+        finally:
+            channel.close()
+
+
+def _join(trainer: socket.socket, channel: Channel) -> None:
+    """Pass bytes both ways until one side ends."""
+    trainer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trainer.settimeout(None)
+    channel.settimeout(None)
+    outgoing = threading.Thread(target=_send, args=(trainer, channel), name="trainer's store", daemon=True)
+    outgoing.start()
+    try:
+        while True:
+            trainer.sendall(channel.receive())
+    except (EOFError, OSError):
+        pass
+    finally:
+        # Ends the other direction, too, wherever it waits.
+        with suppress(OSError):
+            trainer.shutdown(socket.SHUT_RDWR)
+        channel.shutdown()
+        outgoing.join()
+
+
+def _send(trainer: socket.socket, channel: Channel) -> None:
+    try:
+        while data := trainer.recv(_CHUNK_BYTES):
+            channel.send(data)
+    except OSError:
+        pass
+    channel.shutdown()

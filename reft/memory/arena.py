@@ -1,0 +1,492 @@
+"""Arena: one version's bytes of one rank, in a file in host memory that outlives its processes.
+
+The file is mapped by the trainer that writes it and by whoever reads it (daemon, `reft inspect`,
+the next incarnation). Its header (:mod:`reft.memory.header`) says whose version it is and how far it
+got; every change of state is one record, readable as the older state if it is torn at any byte.
+
+Promises kept here: WRITING is on record before any data byte is overwritten, and the record of
+the version that is overwritten is wiped (P3); no reader that pinned an arena sees it change; every
+block carries the checksum of its bytes (P5); all memory is allocated and touched at creation (P9).
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reft.errors import ArenaError
+from reft.memory.arena_lock import ArenaLock
+from reft.memory.files import allocate, new_file, remove_idle_file, touch_pages, write_all
+from reft.memory.free_memory import free_bytes
+from reft.memory.header import (
+    MAGIC,
+    PAGE_BYTES,
+    ArenaHeader,
+    ArenaState,
+    Entry,
+    Geometry,
+    Record,
+    RecordKind,
+    TornRecordError,
+    checksum,
+    decode_geometry,
+    encode_geometry,
+    encode_header,
+    encode_record,
+    newest_record,
+    pack_entries,
+    unpack_entries,
+)
+
+__all__ = [
+    "Arena",
+    "ArenaHeader",
+    "ArenaState",
+    "Entry",
+    "checksum",
+    "free_bytes",
+    "reserved_bytes",
+]
+
+logger = logging.getLogger(__name__)
+
+_READ_ATTEMPTS = 5
+"""A reader may meet both header copies in change only if the writer is faster than it, twice."""
+
+Table = NDArray[np.void]
+
+
+def reserved_bytes(data_bytes: int, max_entries: int) -> int:
+    """Bytes of memory that an arena of this size takes, header included."""
+    return Geometry.of(data_bytes, max_entries).file_bytes
+
+
+class Arena:
+    """An open arena file. Make one with :meth:`create` or :meth:`open`.
+
+    One process writes an arena at a time, from one thread; any number may read. A version goes
+    through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it.
+    """
+
+    def __init__(self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool) -> None:
+        """Map an open file; takes over neither ``fd`` nor its closing. Use :meth:`create`/:meth:`open`."""
+        self._lock = ArenaLock(path, fd, writable)
+        self.path = path
+        self.writable = writable
+        self._secret = secret
+        self._geometry = geometry
+        self._unlock_after_write = False
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
+        if not writable:
+            # It is read once. Else the system marks every page as used again when it is unmapped, which
+            # takes as long as to map it.
+            self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self._view = memoryview(self._map)
+        self._data = self._view[geometry.data_offset : geometry.file_bytes]
+
+    @classmethod
+    def create(
+        cls, path: Path, data_bytes: int, max_entries: int, secret: bytes, *, touch: bool = True
+    ) -> Arena:
+        """Open ``path`` for writing, with all its memory allocated and touched.
+
+        An existing arena of exactly this size keeps its content. Any other file of this name is
+        replaced by an EMPTY arena, whatever it holds: to discard it is the caller's decision.
+
+        Args:
+            path: file in a directory of this job.
+            data_bytes: size of the data region.
+            max_entries: blocks that the table must be able to hold.
+            secret: the job's secret.
+            touch: False leaves memory to whoever fills it with :meth:`write`, and :meth:`allocate`.
+
+        Raises:
+            OutOfMemoryError: if it does not fit; no file is left behind.
+            ArenaError: if another process is writing the existing file.
+        """
+        geometry = Geometry.of(data_bytes, max_entries)
+        arena = cls._existing(path, geometry, secret)
+        if arena is None:
+            remove_idle_file(path)
+            arena = cls._new(path, geometry, secret, allocated=touch)
+        try:
+            if touch and arena._map is not None:
+                # One that was to be filled may have stayed without memory: touched, a hole is a SIGBUS.
+                arena.allocate()
+                touch_pages(arena._map, path)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    @classmethod
+    def _existing(cls, path: Path, geometry: Geometry, secret: bytes) -> Arena | None:
+        try:
+            arena = cls.open(path, secret, writable=True)
+        except FileNotFoundError:
+            return None
+        except ArenaError as error:
+            logger.warning("%s; it is replaced by an empty arena", error)
+            return None
+        if arena._geometry == geometry:
+            return arena
+        arena.close()
+        return None
+
+    @classmethod
+    def _new(cls, path: Path, geometry: Geometry, secret: bytes, *, allocated: bool) -> Arena:
+        # The header's memory in any case: where there is none left, reading a mapped hole is a SIGBUS.
+        fd = new_file(path, geometry.file_bytes, None if allocated else geometry.data_offset)
+        try:
+            os.pwrite(fd, encode_geometry(geometry, secret), 0)
+            empty = encode_record(RecordKind.HEADER, 1, encode_header(None, b""), secret)
+            os.pwrite(fd, empty, geometry.copy_offset(0))
+            return cls(path, fd, geometry, secret, writable=True)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(
+        cls, path: Path, secret: bytes | None, writable: bool = False, job_id: str | None = None
+    ) -> Arena:
+        """Map an existing arena.
+
+        Args:
+            path: the file.
+            secret: the job's secret; None reads without checking who wrote it (never for restoring).
+            writable: map for writing; needs the secret.
+            job_id: refuse the versions of any other job.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ArenaError: if it is foreign, torn, truncated, of another job or of a later format; the
+                message says which.
+        """
+        if writable and secret is None:
+            raise ArenaError(f"{path}: opened for writing without the job's secret; give the secret")
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            geometry = _read_geometry(fd, path, secret)
+            arena = cls(path, fd, geometry, secret, writable)
+        finally:
+            os.close(fd)
+        try:
+            header = arena._newest().head
+            if job_id is not None and header is not None and header.job_id != job_id:
+                raise ArenaError(f"holds a version of job {header.job_id!r}; expected job {job_id!r}")
+        except ArenaError as error:
+            arena.close()
+            raise ArenaError(f"{path}: header: {error}") from error
+        return arena
+
+    # ---- content ----
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Store bytes in the data region of an arena whose memory is not allocated yet. Through the mapping
+        its pages would be zeroed first, and entered there one by one: that takes twice as long.
+
+        Args:
+            offset: from the start of the data region.
+
+        Raises:
+            OutOfMemoryError: there is no memory left.
+            ArenaError: it would lie outside the data region.
+        """
+        if not 0 <= offset <= self.data_bytes - len(data):
+            raise ArenaError(
+                f"{self.path}: {len(data)} bytes at {offset} are outside the data region of "
+                f"{self.data_bytes} bytes"
+            )
+        write_all(self._lock.fd, self.path, data, self._geometry.data_offset + offset)
+
+    def allocate(self) -> None:
+        """Allocate what nobody has written (P9).
+
+        Raises:
+            OutOfMemoryError: there is no memory left.
+        """
+        allocate(self._lock.fd, self.path, self.file_bytes)
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of the data region."""
+        return self._geometry.data_bytes
+
+    @property
+    def max_entries(self) -> int:
+        """Blocks that the table can hold."""
+        return self._geometry.max_entries
+
+    @property
+    def file_bytes(self) -> int:
+        """Memory that the arena takes."""
+        return self._geometry.file_bytes
+
+    @property
+    def header_offsets(self) -> tuple[int, int]:
+        """Where the two copies of the header begin in the file."""
+        return self._geometry.copy_offset(0), self._geometry.copy_offset(1)
+
+    @property
+    def data(self) -> memoryview:
+        """The data region, writable if the arena was opened so. Views keep the mapping alive."""
+        return self._data
+
+    def header(self) -> ArenaHeader | None:
+        """What the arena holds, read anew from memory; None if it is EMPTY or unreadable."""
+        try:
+            return self._newest().header()
+        except ArenaError:
+            return None
+
+    def head(self) -> ArenaHeader | None:
+        """The header without its block table, which takes a while where it has thousands of blocks."""
+        try:
+            return self._newest().head
+        except ArenaError:
+            return None
+
+    @property
+    def state(self) -> ArenaState:
+        """State on record; EMPTY also where the header is unreadable."""
+        try:
+            return _state_of(self._newest())
+        except ArenaError:
+            return ArenaState.EMPTY
+
+    def lost(self) -> str | None:
+        """Whether this file is still what the next start of the job would find and trust.
+
+        Returns:
+            What became of it ("was removed"), for a message that names the path; None if all is well.
+        """
+        try:
+            mine, there = self._lock.stat(), os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return "was removed"
+        except OSError as error:
+            return f"cannot be looked at: {error.strerror}"
+        if not os.path.samestat(mine, there):
+            return "was replaced by another file"
+        if mine.st_size != self.file_bytes:
+            return f"has {mine.st_size} bytes, expected {self.file_bytes}: truncated or extended"
+        try:
+            self._newest()
+        except ArenaError as error:
+            return f"has no whole header copy any more: {error}"
+        return None
+
+    def read_block(self, entry: Entry) -> memoryview:
+        """Bytes of a block, unchecked: a view into the mapping.
+
+        Raises:
+            ArenaError: if the entry points outside the data region.
+        """
+        self._check_bounds(entry)
+        return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
+
+    def verify(self, entry: Entry) -> bool:
+        """Whether the bytes in memory still match the checksum taken when they were copied (P5)."""
+        return checksum(self.read_block(entry)) == entry.checksum
+
+    # ---- transitions ----
+
+    def begin(self, header: ArenaHeader) -> None:
+        """Record that a version is being written, *before* any byte of data is overwritten.
+
+        Takes the exclusive lock if the caller does not hold it, until :meth:`seal` or :meth:`clear`.
+        ``header.state`` and ``header.entries`` are ignored.
+
+        Raises:
+            ArenaError: if a reader has pinned the arena, or it is not open for writing.
+        """
+        if not self._lock.is_exclusive:
+            if not self.try_lock_exclusive():
+                raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
+            self._unlock_after_write = True
+        writing = replace(header, state=ArenaState.WRITING, entries=(), sealed_unix_secs=0.0)
+        self._record(self._newest(), writing, b"", wipe=True)
+
+    def seal(self, entries: Sequence[Entry] | Table, sealed_unix_secs: float | None = None) -> None:
+        """Record that the data region holds the whole version and its checksums.
+
+        Args:
+            entries: every stored block; also packed, as an array of :data:`reft.memory.header.TABLE`.
+            sealed_unix_secs: time to record; now by default.
+
+        Raises:
+            ArenaError: if no version is being written, an entry lies outside the data region, or the
+                table has no room.
+        """
+        newest, header = self._in_state(ArenaState.WRITING, "sealed")
+        if len(entries) > self.max_entries:
+            raise ArenaError(
+                f"{self.path}: {len(entries)} blocks to seal, but room was reserved for "
+                f"{self.max_entries}; create the arena anew with a larger max_entries"
+            )
+        now = time.time() if sealed_unix_secs is None else sealed_unix_secs
+        sealed = replace(header, state=ArenaState.SEALED, sealed_unix_secs=now, entries=())
+        self._record(newest, sealed, self._pack(entries))
+        self._release_own_lock()
+
+    def commit(self) -> None:
+        """Record that every rank sealed this version (learned by the second vote).
+
+        Raises:
+            ArenaError: if the arena is not SEALED.
+        """
+        newest, header = self._in_state(ArenaState.SEALED, "committed")
+        self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
+
+    def clear(self) -> None:
+        """Record that the arena holds nothing."""
+        self._record(self._newest(), None, b"", wipe=True)
+        self._release_own_lock()
+
+    # ---- locks ----
+
+    def try_lock_exclusive(self) -> bool:
+        """Keep readers and other writers out; False if there are some. A shared lock is given up."""
+        if self._lock.is_exclusive:
+            return True
+        self._unlock_after_write = False
+        return self._lock.take_exclusive()
+
+    def lock_shared(self, blocking: bool = False) -> bool:
+        """Pin the content: no writer may begin until :meth:`unlock`. False if one is writing."""
+        self._unlock_after_write = False
+        return self._lock.take_shared(blocking)
+
+    def unlock(self) -> None:
+        """Give up the lock, if any is held."""
+        self._unlock_after_write = False
+        self._lock.release()
+
+    def close(self) -> None:
+        """Release locks and this object's part in the mapping.
+
+        The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
+        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory.
+        """
+        self._lock.close()
+        self._data = self._view = memoryview(b"")
+        self._map = None
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Arena({str(self.path)!r}, data_bytes={self.data_bytes}, writable={self.writable})"
+
+    # ---- inside ----
+
+    def _newest(self) -> Record:
+        size = self._geometry.copy_bytes
+        starts = (self._geometry.copy_offset(0), self._geometry.copy_offset(1))
+        for attempt in range(_READ_ATTEMPTS):
+            try:
+                return newest_record([self._view[s : s + size] for s in starts], self._secret)
+            except TornRecordError:
+                if attempt == _READ_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _pack(self, entries: Sequence[Entry] | Table) -> bytes:
+        if not isinstance(entries, np.ndarray):
+            for entry in entries:
+                self._check_bounds(entry)
+            return pack_entries(entries)
+        begin, nbytes = entries["arena_offset"], entries["nbytes"]
+        # Not their sum, which may be more than 64 bits hold.
+        outside = (begin > self.data_bytes) | (nbytes > self.data_bytes - np.minimum(begin, self.data_bytes))
+        packed = entries.tobytes()
+        for row in np.flatnonzero(outside):
+            self._check_bounds(unpack_entries(packed)[row])
+        return packed
+
+    def _record(self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False) -> None:
+        """Store a new state over the older copy; the newer one stays as it is until this is whole. With
+        ``wipe`` it goes then: damage to the new one must not bring back a block table whose data is being
+        overwritten."""
+        if not self.writable or self._secret is None:
+            raise ArenaError(f"{self.path}: open for reading; open it with writable=True to change it")
+        payload = encode_header(header, table)
+        record = encode_record(RecordKind.HEADER, newest.sequence + 1, payload, self._secret)
+        if len(record) > self._geometry.copy_bytes:
+            raise ArenaError(
+                f"{self.path}: a header of {len(record)} bytes does not fit the {self._geometry.copy_bytes} "
+                f"reserved; shorten job_id or node, or reserve more entries"
+            )
+        self._store(self._geometry.copy_offset(1 - newest.index), record)
+        if wipe:
+            self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
+
+    def _store(self, offset: int, data: bytes) -> None:
+        """The only place where header bytes are changed."""
+        self._view[offset : offset + len(data)] = data
+
+    def _in_state(self, expected: ArenaState, verb: str) -> tuple[Record, ArenaHeader]:
+        newest = self._newest()
+        found = _state_of(newest)
+        if newest.head is None or found is not expected:
+            raise ArenaError(f"{self.path}: is {found} and cannot be {verb}; expected it to be {expected}")
+        return newest, newest.head
+
+    def _check_bounds(self, entry: Entry) -> None:
+        end = entry.arena_offset + entry.nbytes
+        if entry.arena_offset < 0 or entry.nbytes < 0 or end > self.data_bytes:
+            raise ArenaError(
+                f"{self.path}: block {entry.key} lies at [{entry.arena_offset}, {end}), outside the data "
+                f"region of {self.data_bytes} bytes"
+            )
+
+    def _release_own_lock(self) -> None:
+        if self._unlock_after_write:
+            self.unlock()
+
+
+def _state_of(record: Record) -> ArenaState:
+    return ArenaState.EMPTY if record.head is None else record.head.state
+
+
+def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        raise ArenaError(f"{path}: not a regular file; remove it")
+    try:
+        geometry = decode_geometry(memoryview(os.pread(fd, PAGE_BYTES, 0)), secret)
+    except TornRecordError as error:
+        raise ArenaError(f"{path}: not an arena, or its first page is damaged ({error})") from error
+    except ArenaError as error:
+        raise ArenaError(f"{path}: {error}") from error
+    if info.st_size != geometry.file_bytes:
+        raise ArenaError(
+            f"{path}: has {info.st_size} bytes, expected {geometry.file_bytes}: truncated or extended "
+            f"after it was made; its content is lost"
+        )
+    return geometry

@@ -1,0 +1,391 @@
+"""Format of an arena file: superblock, two alternating header copies, data.
+
+    0              superblock (written once): sizes of the regions
+    4096           header copy A
+    4096 + c       header copy B
+    data offset    data, a multiple of 64 KiB from the start of the file
+
+Every record carries magic, format version, a sequence number, its length, an unkeyed hash and a
+keyed MAC. A change of state is written over the *older* copy, so that a write torn at any byte
+leaves the newer one as it was; the reader takes the valid copy with the highest sequence number.
+The hash tells a torn record from one that was written with another job's secret.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from reft.blocks import BlockKey, Section
+from reft.errors import ArenaError
+from reft.grid import Coordinate, Degrees
+from reft.label import Label
+from reft.mac import mac
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAGIC = b"REFTARNA"
+FORMAT_VERSION = 1
+PAGE_BYTES = 4096
+DATA_ALIGNMENT_BYTES = 65536
+"""The data region starts on a page boundary of every page size in use (arm64 has 64 KiB pages)."""
+
+_CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
+_DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
+PREFIX_BYTES = len(MAGIC) + _CORE.size + _DIGESTS.size
+_ENTRY = struct.Struct("<BBHIIQQQQQ")
+TABLE = np.dtype(
+    [
+        ("section", "<u1"),
+        ("owner", "<u1"),
+        ("unused", "<u2"),
+        ("member", "<u4"),
+        ("index", "<u4"),
+        *((name, "<u8") for name in ("start_bytes", "nbytes", "image_bytes", "arena_offset", "checksum")),
+    ]
+)
+"""The same as columns. There are no gaps: NumPy would not copy what is in them."""
+assert TABLE.itemsize == _ENTRY.size
+_HEAD_BYTES = 4096
+"""Room for everything in a header but its block table: names are at most 255 characters."""
+
+_SECTIONS = tuple(Section)
+_SECTION_CODES = {section: code for code, section in enumerate(_SECTIONS)}
+
+
+class ArenaState(StrEnum):
+    """Life of a version in an arena. Data may be read back from SEALED and COMMITTED ones only."""
+
+    EMPTY = "empty"
+    WRITING = "writing"
+    SEALED = "sealed"
+    COMMITTED = "committed"
+
+    @property
+    def whole(self) -> bool:
+        """Whether the data region holds one whole version with its checksums."""
+        return self in (ArenaState.SEALED, ArenaState.COMMITTED)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored block.
+
+    Attributes:
+        key: identity within sharding group and version.
+        start_bytes: offset in the section's image.
+        nbytes: true length.
+        image_bytes: total bytes of that section image, for the exact-cover check at recovery.
+        arena_offset: offset from the start of the arena's data region.
+        checksum: xxh3_64 of the bytes.
+        owner: True for the member's own block, False for a redundant copy or a parity.
+    """
+
+    key: BlockKey
+    start_bytes: int
+    nbytes: int
+    image_bytes: int
+    arena_offset: int
+    checksum: int
+    owner: bool
+
+
+@dataclass(frozen=True)
+class ArenaHeader:
+    """Whose version an arena holds, and which blocks (``entries`` only once it is sealed).
+
+    Attributes:
+        job_id: job that wrote it.
+        node: node (failure domain) it was written on.
+        degrees: parallel degrees of the job.
+        coordinate: (pp, dp, tp) of the rank that wrote it; never its rank number (P7).
+        label: incarnation and step of the version.
+        state: where the version stands.
+        entries: block table.
+        sealed_unix_secs: time of sealing; 0 before.
+        layout: hex hash of degrees and section sizes; versions of other layouts are refused.
+        coding: the erasure code of the replicated section, as
+            :meth:`reft.protect.coded_blocks.BlockCode.describe` writes it; empty without one.
+        scheme: how the version is protected, ``arc:2+aec``; empty where nobody said.
+    """
+
+    job_id: str
+    node: str
+    degrees: Degrees
+    coordinate: Coordinate
+    label: Label
+    state: ArenaState
+    entries: tuple[Entry, ...] = ()
+    sealed_unix_secs: float = 0.0
+    layout: str = ""
+    coding: str = ""
+    scheme: str = ""
+
+
+class RecordKind(IntEnum):
+    SUPERBLOCK = 1
+    HEADER = 2
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of the regions of an arena file."""
+
+    data_bytes: int
+    max_entries: int
+    copy_bytes: int
+
+    @classmethod
+    def of(cls, data_bytes: int, max_entries: int) -> Geometry:
+        """Geometry for so many bytes of data and so many blocks.
+
+        Raises:
+            ArenaError: for negative sizes.
+        """
+        if data_bytes < 0 or max_entries < 0:
+            raise ArenaError(
+                f"an arena of {data_bytes} data bytes and {max_entries} blocks was asked for; expected "
+                f"two sizes that are not negative"
+            )
+        copy_bytes = PREFIX_BYTES + _HEAD_BYTES + max_entries * _ENTRY.size
+        return cls(data_bytes, max_entries, _round_up(copy_bytes, PAGE_BYTES))
+
+    def copy_offset(self, index: int) -> int:
+        """Where header copy 0 or 1 starts in the file."""
+        return PAGE_BYTES + index * self.copy_bytes
+
+    @property
+    def data_offset(self) -> int:
+        return _round_up(self.copy_offset(2), DATA_ALIGNMENT_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_offset + self.data_bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """One decoded header copy.
+
+    Attributes:
+        index: which copy, 0 or 1.
+        sequence: the record's number.
+        head: the header without its entries; None for an EMPTY arena.
+        table: the packed entries.
+    """
+
+    index: int
+    sequence: int
+    head: ArenaHeader | None
+    table: bytes
+
+    def header(self) -> ArenaHeader | None:
+        """The header with its entries, which takes a while for thousands of them.
+
+        Raises:
+            ArenaError: if the table is none (its digests were right, so a program is wrong).
+        """
+        if self.head is None:
+            return None
+        try:
+            return replace(self.head, entries=unpack_entries(self.table))
+        except (IndexError, struct.error) as error:
+            raise ArenaError(f"a whole header copy holds no block table: {error!r}") from error
+
+
+class TornRecordError(ArenaError):
+    """A header copy is not whole: never written, wiped or torn."""
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3_64 of ``data`` (any contiguous buffer); the GIL is released while it is computed."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def encode_record(kind: RecordKind, sequence: int, payload: bytes, secret: bytes) -> bytes:
+    """Bytes of one record, ready to be stored."""
+    body = _CORE.pack(FORMAT_VERSION, kind, sequence, len(payload)) + payload
+    digests = _DIGESTS.pack(xxhash.xxh3_64_intdigest(body), _mac(body, secret))
+    return b"".join((MAGIC, body[: _CORE.size], digests, payload))
+
+
+def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tuple[int, bytes]:
+    """Sequence number and payload of the record at the start of ``raw``.
+
+    Args:
+        raw: the whole region that may hold the record.
+        kind: what it has to be.
+        secret: the job's secret; None checks for tearing only, not for authenticity.
+
+    Raises:
+        TornRecordError: where no whole record stands.
+        ArenaError: for a later format, another kind or another job's secret.
+    """
+    if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
+        raise TornRecordError("no record: the magic number is missing")
+    version, found_kind, sequence, nbytes = _CORE.unpack_from(raw, len(MAGIC))
+    if version > FORMAT_VERSION:
+        raise ArenaError(
+            f"written in format {version}; this reft reads format {FORMAT_VERSION}: use the reft that "
+            f"wrote it, or a later one"
+        )
+    digest, code = _DIGESTS.unpack_from(raw, len(MAGIC) + _CORE.size)
+    if nbytes > len(raw) - PREFIX_BYTES:
+        raise TornRecordError(f"torn: {nbytes} payload bytes do not fit the region of {len(raw)}")
+    payload = bytes(raw[PREFIX_BYTES : PREFIX_BYTES + nbytes])
+    body = bytes(raw[len(MAGIC) : len(MAGIC) + _CORE.size]) + payload
+    if xxhash.xxh3_64_intdigest(body) != digest:
+        raise TornRecordError("torn: its bytes do not match their hash")
+    if secret is not None and _mac(body, secret) != code:
+        raise ArenaError(
+            "whole, but its MAC does not match the job's secret: another job wrote it, or it was "
+            "forged; remove it, or give the secret file of the job that wrote it"
+        )
+    if found_kind != kind:
+        raise ArenaError(f"a record of kind {found_kind} stands where kind {int(kind)} was expected")
+    return sequence, payload
+
+
+def encode_geometry(geometry: Geometry, secret: bytes) -> bytes:
+    """The superblock's record."""
+    payload: bytes = msgpack.packb([geometry.data_bytes, geometry.max_entries, geometry.copy_bytes])
+    return encode_record(RecordKind.SUPERBLOCK, 0, payload, secret)
+
+
+def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
+    """Read the superblock.
+
+    Raises:
+        ArenaError: if it is foreign, damaged or impossible.
+    """
+    _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
+    try:
+        data_bytes, max_entries, copy_bytes = (int(v) for v in msgpack.unpackb(payload))
+    except (ValueError, TypeError) as error:
+        raise ArenaError(f"the superblock holds no sizes: {error}") from error
+    geometry = Geometry.of(data_bytes, max_entries)
+    if geometry.copy_bytes != copy_bytes:
+        raise ArenaError(
+            f"header copies of {copy_bytes} bytes for {max_entries} blocks were found, expected "
+            f"{geometry.copy_bytes}: written by another build of reft"
+        )
+    return geometry
+
+
+def pack_entries(entries: Sequence[Entry]) -> bytes:
+    """The block table."""
+    return b"".join(
+        _ENTRY.pack(
+            _SECTION_CODES[e.key.section],
+            e.owner,
+            0,
+            e.key.member,
+            e.key.index,
+            e.start_bytes,
+            e.nbytes,
+            e.image_bytes,
+            e.arena_offset,
+            e.checksum,
+        )
+        for e in entries
+    )
+
+
+def unpack_entries(table: bytes) -> tuple[Entry, ...]:
+    """Inverse of :func:`pack_entries`; raises ``IndexError`` or ``struct.error`` for nonsense."""
+    return tuple(
+        Entry(BlockKey(_SECTIONS[code], member, index), start, nbytes, image, offset, digest, bool(owner))
+        for code, owner, _, member, index, start, nbytes, image, offset, digest in _ENTRY.iter_unpack(table)
+    )
+
+
+def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
+    """Payload of a header copy; None for an EMPTY arena. ``table`` stands for ``header.entries``."""
+    payload: bytes = msgpack.packb([_head(header), table])
+    return payload
+
+
+def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
+    if header is None:
+        return None
+    degrees, at = header.degrees, header.coordinate
+    return {
+        "job_id": header.job_id,
+        "node": header.node,
+        "degrees": [degrees.pp, degrees.dp, degrees.tp],
+        "coordinate": [at.pp, at.dp, at.tp],
+        "label": [header.label.incarnation, header.label.step],
+        "state": str(header.state),
+        "sealed_unix_secs": header.sealed_unix_secs,
+        "layout": header.layout,
+        "coding": header.coding,
+        "scheme": header.scheme,
+    }
+
+
+def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
+    """Header, without its entries, and packed block table of a header copy's payload.
+
+    Raises:
+        ArenaError: if the payload is not a header (its digests were right, so a program is wrong).
+    """
+    try:
+        head, table = msgpack.unpackb(payload)
+        if head is None:
+            return None, b""
+        header = ArenaHeader(
+            job_id=head["job_id"],
+            node=head["node"],
+            degrees=Degrees(*head["degrees"]),
+            coordinate=Coordinate(*head["coordinate"]),
+            label=Label(*head["label"]),
+            state=ArenaState(head["state"]),
+            sealed_unix_secs=head["sealed_unix_secs"],
+            layout=head["layout"],
+            coding=head.get("coding", ""),
+            scheme=head.get("scheme", ""),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise ArenaError(f"a whole header copy holds no header: {error!r}") from error
+    return header, table
+
+
+def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
+    """The valid header copy with the highest sequence number.
+
+    Raises:
+        TornRecordError: if no copy is whole.
+        ArenaError: if a whole copy is foreign or of a later format, and no other one is valid.
+    """
+    found: list[tuple[int, int, bytes]] = []
+    # Not the errors themselves: their tracebacks lead back here, and the cycle would keep the views,
+    # and with them the mapping, alive.
+    refusals: list[tuple[type[ArenaError], str]] = []
+    for index, raw in enumerate(copies):
+        try:
+            sequence, payload = decode_record(raw, RecordKind.HEADER, secret)
+            found.append((sequence, index, payload))
+        except ArenaError as error:
+            refusals.append((type(error), str(error)))
+    if not found:
+        kind, reason = min(refusals, key=lambda refusal: refusal[0] is TornRecordError)
+        raise kind(reason)
+    sequence, index, payload = max(found)
+    head, table = decode_header(payload)
+    return Record(index, sequence, head, table)
+
+
+def _mac(body: bytes, secret: bytes) -> bytes:
+    return mac(body, secret, b"reft-arena")
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,463 @@
+"""A job's directory in a node's memory: secret, identity, status, who is alive, removal.
+
+``<memory_dir>/<job_id>/`` (mode 0700) holds the arenas, the job's ``secret`` (0600), ``job.json``,
+and, where a daemon runs, ``daemon.json`` and ``status.json``. It outlives the job's processes. A
+directory is *alive* while its daemon runs or a process has an arena open for writing (such processes
+hold the directory with a shared `flock`); otherwise it is an orphan, which `reft clean` removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from reft.durable import whole_file
+from reft.env import ENV_SECRET
+from reft.errors import ArenaError, AuthenticationError, ConfigError, ReftError
+from reft.memory.arena import Arena
+from reft.memory.arena_files import ARENA_SUFFIX, scan
+from reft.memory.joblock import holder
+from reft.memory.trust import check_holder, check_way
+from reft.naming import JOB_ID
+
+logger = logging.getLogger(__name__)
+
+SECRET_FILE = "secret"
+JOB_FILE = "job.json"
+DAEMON_FILE = "daemon.json"
+STATUS_FILE = "status.json"
+INCARNATION_FILE = "incarnation.json"
+SECRET_BYTES = 32
+_START_TIME_SLACK_SECS = 2.0
+"""The kernel's boot time, from which start times are computed, may be adjusted by the clock."""
+
+
+@dataclass(frozen=True)
+class JobDir:
+    """An existing job directory that belongs to this user.
+
+    Attributes:
+        path: the directory.
+        job_id: job whose memory it is.
+        node: node id under which it was made or last opened.
+    """
+
+    path: Path
+    job_id: str
+    node: str
+
+    @classmethod
+    def open_or_create(cls, memory_dir: Path, job_id: str, node: str, secret: bytes | None = None) -> JobDir:
+        """Make the job's directory on this node, or open the one that is there.
+
+        Args:
+            memory_dir: directory for the memory of all jobs on this node.
+            job_id: the job.
+            node: this node's id.
+            secret: the job's secret; None takes REFT_SECRET, else the one that is there, else a new
+                one. Nodes that exchange data must have the same.
+
+        Raises:
+            AuthenticationError: if the directory or its secret belongs to somebody else, can be read
+                by others, or was made with another secret.
+            ArenaError: if the directory is another job's.
+            ConfigError: if the job id is no name of a directory.
+        """
+        path = make_job_directory(memory_dir, job_id)
+        _ensure_secret(path, secret if secret is not None else secret_of_environment())
+        found = read_json(path / JOB_FILE) or {}
+        if found.get("job_id", job_id) != job_id:
+            raise ArenaError(
+                f"{path} holds the memory of job {found['job_id']!r}, expected {job_id!r}; choose another "
+                f"job_id or memory_dir"
+            )
+        if found.get("node") != node:
+            record = {
+                "job_id": job_id,
+                "owner_uid": os.geteuid(),
+                "created": found.get("created", time.time()),
+                "node": node,
+            }
+            write_json(path / JOB_FILE, record)
+        return cls(path, job_id, node)
+
+    @classmethod
+    def open(cls, path: Path) -> JobDir:
+        """Open an existing directory.
+
+        Raises:
+            ArenaError: if there is none, or it is not a job's directory.
+            AuthenticationError: if it is somebody else's, or others can read it.
+        """
+        if not is_job_dir(path):
+            raise ArenaError(f"{path}: not a job's memory; expected a directory with {JOB_FILE} or arenas")
+        _check_private(path, directory=True)
+        job = read_json(path / JOB_FILE) or {}
+        return cls(path, job_id_of(path), str(job.get("node", "unknown")))
+
+    @cached_property
+    def secret(self) -> bytes:
+        """The job's secret, 32 bytes.
+
+        Raises:
+            AuthenticationError: if it is missing, malformed, or not private.
+        """
+        return read_secret(self.path)
+
+    def scan(self) -> list[tuple[Path, Arena | str]]:
+        """Every arena, open for reading, or the reason why it cannot be read. The caller closes them."""
+        return scan(self.path, self.secret, self.job_id)
+
+    def note_incarnation(self, number: int) -> None:
+        """Note that a start of the job with this number runs here. One process per node does it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if number > self.noted_incarnation():
+            write_json(self.path / INCARNATION_FILE, {"incarnation": number})
+
+    def noted_incarnation(self) -> int:
+        """The newest start of the job that has run here, also where it has not written an arena yet; 0 if
+        none is known."""
+        found = (read_json(self.path / INCARNATION_FILE) or {}).get("incarnation")
+        return found if isinstance(found, int) else 0
+
+    def newest_incarnation(self) -> int:
+        """Highest incarnation that any arena names, or that was noted; 0 if there is none. Unreadable arenas
+        do not count."""
+        newest = self.noted_incarnation()
+        for _, arena in self.scan():
+            if isinstance(arena, Arena):
+                with arena:
+                    header = arena.header()
+                    newest = max(newest, header.label.incarnation if header else 0)
+        return newest
+
+    def read_status(self) -> dict[str, Any] | None:
+        """What the node's daemon last wrote, or None."""
+        return read_json(self.path / STATUS_FILE)
+
+    def record_daemon(self) -> None:
+        """Say that this process is the node's daemon."""
+        write_json(self.path / DAEMON_FILE, process_identity())
+
+    def live_processes(self) -> tuple[str, ...]:
+        """Why the directory counts as alive; empty for an orphan."""
+        return live_processes(self.path)
+
+    def remove(self, force: bool = False) -> int:
+        """See :func:`remove_job`."""
+        return remove_job(self.path, force)
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """One job's memory on one node, as listed by `reft clean`.
+
+    Attributes:
+        path: its directory.
+        job_id: the job.
+        node: node id it was written under.
+        owner_uid: owner of the directory.
+        created_unix_secs: when it was made; 0 if unknown.
+        incarnation: highest incarnation found.
+        arenas: number of arena files.
+        nbytes: memory it takes.
+        alive_because: live processes; empty for an orphan.
+        problem: why it could not be read, if so.
+    """
+
+    path: Path
+    job_id: str
+    node: str
+    owner_uid: int
+    created_unix_secs: float
+    incarnation: int
+    arenas: int
+    nbytes: int
+    alive_because: tuple[str, ...]
+    problem: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.alive_because)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for ``--json``."""
+        return {**vars(self), "path": str(self.path), "alive": self.alive}
+
+
+def is_job_dir(path: Path) -> bool:
+    """Whether ``path`` looks like a job's memory: a real directory with ``job.json`` or arenas."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        names = os.listdir(path)
+    except PermissionError:
+        return False
+    return JOB_FILE in names or any(name.endswith(ARENA_SUFFIX) for name in names)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a job's directory, made or yet to be made, that is not its user's alone (P11).
+
+    Raises:
+        AuthenticationError: it, or the directory it lies in, is somebody else's.
+    """
+    check_way(path.parent)
+    if os.path.lexists(path.parent):
+        check_holder(path.parent)
+    if os.path.lexists(path):
+        _check_private(path, directory=True)
+
+
+def job_id_of(path: Path) -> str:
+    """Job whose memory a directory holds, by its ``job.json``, else by its name."""
+    return str((read_json(path / JOB_FILE) or {}).get("job_id", path.name))
+
+
+def find_jobs(memory_dir: Path) -> list[Path]:
+    """Job directories under ``memory_dir`` in name order; none if it does not exist."""
+    if not memory_dir.is_dir():
+        return []
+    return [path for path in sorted(memory_dir.iterdir()) if is_job_dir(path)]
+
+
+def summarise(path: Path) -> JobSummary:
+    """Describe one job directory; what cannot be read is said in ``problem``."""
+    info = path.stat()
+    job = read_json(path / JOB_FILE) or {}
+    incarnation, problem = 0, None
+    try:
+        incarnation = JobDir.open(path).newest_incarnation()
+    except ReftError as error:
+        problem = str(error)
+    files = [p for p in path.iterdir() if p.is_file()]
+    return JobSummary(
+        path=path,
+        job_id=job_id_of(path),
+        node=str(job.get("node", "unknown")),
+        owner_uid=info.st_uid,
+        created_unix_secs=float(job.get("created", 0.0)),
+        incarnation=incarnation,
+        arenas=sum(p.name.endswith(ARENA_SUFFIX) for p in files),
+        nbytes=sum(p.stat().st_blocks * 512 for p in files),
+        alive_because=live_processes(path),
+        problem=problem,
+    )
+
+
+def list_jobs(memory_dir: Path) -> list[JobSummary]:
+    """Every job with memory under ``memory_dir``."""
+    return [summarise(path) for path in find_jobs(memory_dir)]
+
+
+def live_processes(path: Path) -> tuple[str, ...]:
+    """Who uses a job directory: its daemon, processes with an arena open for writing."""
+    found = []
+    daemon = read_json(path / DAEMON_FILE)
+    if daemon is not None and is_running(daemon):
+        found.append(f"its daemon runs (pid {daemon['pid']})")
+    if (who := holder(path)) is not None:
+        found.append(f"a process holds it (pid {who.get('pid', 'not known')})")
+    with _exclusive(path) as free:
+        if not free:
+            found.append("a process has its arenas open for writing")
+    return tuple(found)
+
+
+def remove_job(path: Path, force: bool = False) -> int:
+    """Remove a job's memory on this node. No process can attach while this is under way.
+
+    Args:
+        path: the job directory.
+        force: also if the job is alive. Its processes go on with memory that no one else can find.
+
+    Returns:
+        Bytes freed.
+
+    Raises:
+        ArenaError: if it is not a job directory, somebody else's, or alive and not forced.
+    """
+    if not is_job_dir(path):
+        raise ArenaError(f"{path}: not a job's memory; nothing was removed")
+    if path.stat().st_uid != os.geteuid():
+        raise ArenaError(f"{path}: belongs to uid {path.stat().st_uid}; only its owner removes it")
+    daemon = read_json(path / DAEMON_FILE)
+    with _exclusive(path) as free:
+        alive = not free or holder(path) is not None or (daemon is not None and is_running(daemon))
+        if alive and not force:
+            raise ArenaError(
+                f"{path}: the job is alive ({'; '.join(live_processes(path))}); end it first, or use --force"
+            )
+        nbytes = sum(p.stat().st_blocks * 512 for p in path.iterdir() if p.is_file())
+        shutil.rmtree(path)
+    return nbytes
+
+
+def process_identity(pid: int | None = None) -> dict[str, Any]:
+    """``pid`` and start time of a process, which together no later process has."""
+    process = psutil.Process(pid)
+    return {"pid": process.pid, "start_time": process.create_time()}
+
+
+def is_running(identity: dict[str, Any]) -> bool:
+    """Whether the process of :func:`process_identity` still runs (zombies do not)."""
+    try:
+        process = psutil.Process(int(identity["pid"]))
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return bool(abs(process.create_time() - float(identity["start_time"])) <= _START_TIME_SLACK_SECS)
+    except (psutil.Error, KeyError, ValueError, TypeError):
+        return False
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret of a job directory.
+
+    Raises:
+        AuthenticationError: if it is missing, malformed, somebody else's or readable by others.
+    """
+    file = path / SECRET_FILE
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise AuthenticationError(f"{file}: the job's secret cannot be read: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as stream:
+        _check_private_stat(file, os.fstat(stream.fileno()))
+        return parse_secret(stream.read(4 * SECRET_BYTES).decode("ascii", "replace"), str(file))
+
+
+def parse_secret(text: str, origin: str) -> bytes:
+    """Decode a secret written in hexadecimal.
+
+    Raises:
+        AuthenticationError: if it is not 32 bytes in hexadecimal.
+    """
+    with suppress(ValueError):
+        value = bytes.fromhex(text.strip())
+        if len(value) == SECRET_BYTES:
+            return value
+    raise AuthenticationError(
+        f"{origin}: not a secret; expected {SECRET_BYTES} bytes in hexadecimal ({2 * SECRET_BYTES} digits)"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file (0600) in one step."""
+    with whole_file(path, mode=0o600, sync=False) as file:
+        file.write(json.dumps(value, default=str).encode())
+
+
+def secret_of_environment() -> bytes | None:
+    """The job's secret as the launcher hands it out; None where nobody does."""
+    text = os.environ.get(ENV_SECRET)
+    return parse_secret(text, ENV_SECRET) if text else None
+
+
+def _ensure_secret(path: Path, wanted: bytes | None) -> None:
+    """Write the secret if there is none. Several processes may try at once: one wins, and no one ever
+    sees a secret half written."""
+    file = path / SECRET_FILE
+    if not os.path.lexists(file):
+        with whole_file(file, mode=0o600, sync=False, replace=False) as draft:
+            draft.write((wanted or secrets.token_bytes(SECRET_BYTES)).hex().encode())
+    if wanted is not None and read_secret(path) != wanted:
+        raise AuthenticationError(
+            f"{file}: the memory of this job on this node was made with another secret than yours now "
+            f"({ENV_SECRET}, or ~/.reft/secret): another run with the same job_id. Give that run's "
+            f"secret to resume it, or remove its memory with 'reft clean' or choose another job_id"
+        )
+
+
+def make_job_directory(memory_dir: Path, job_id: str) -> Path:
+    """Make a job's directory, without anything in it, where there is none.
+
+    Raises:
+        AuthenticationError: it is somebody else's, or others can read it.
+        ConfigError: the job id is no name of a directory.
+    """
+    if not JOB_ID.fullmatch(job_id):
+        raise ConfigError(
+            f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
+            f"no dot first"
+        )
+    path = memory_dir / job_id
+    _make_private(memory_dir, path)
+    return path
+
+
+def _make_private(memory_dir: Path, path: Path) -> None:
+    """Make the job's directory, for its user alone, in one that nobody else can exchange it in (P11)."""
+    check_way(memory_dir)
+    if not memory_dir.exists():
+        memory_dir.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            memory_dir.mkdir(mode=0o700)
+    check_holder(memory_dir)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    _check_private(path, directory=True)
+
+
+def _check_private(path: Path, directory: bool) -> None:
+    info = path.lstat()
+    if directory and not stat.S_ISDIR(info.st_mode):
+        raise AuthenticationError(f"{path}: expected a directory, found something else; remove it")
+    _check_private_stat(path, info)
+
+
+def _check_private_stat(path: Path, info: os.stat_result) -> None:
+    mode = stat.S_IMODE(info.st_mode)
+    if info.st_uid != os.geteuid():
+        raise AuthenticationError(
+            f"{path}: belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}; run as its "
+            f"owner, or choose another memory_dir or job_id"
+        )
+    if mode & 0o077:
+        raise AuthenticationError(
+            f"{path}: others may use it (mode {mode:04o}); expected {mode & 0o700:04o}. If nobody else could "
+            f"have changed it: chmod go= {path}"
+        )
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[bool]:
+    """Hold a job directory alone; yields False if a process has it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _try_flock(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,200 @@
+"""Copies within host memory past the caches, with or without their checksum, ``stream.cpp``, where the
+installation has built it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from reft.native import compiled
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Range = tuple[int, int, int]
+"""``(target address, source address, bytes)``. Target 0: the bytes are only hashed. Whoever holds the
+addresses keeps the memory."""
+Ranges = NDArray[np.uint64]
+"""Rows of them."""
+
+_SHORT_BYTES = 240
+"""Inputs up to here have other formulas in XXH3; the package computes them."""
+_LINE_BYTES = 64
+_CACHED_BYTES = 256 * 2**10
+"""What is still in the cache when it is hashed after it was copied."""
+
+
+@lru_cache(maxsize=1)
+def copier() -> Callable[[int, int, int], object]:
+    """What copies ``(target address, source address, bytes)``, ranges that do not overlap, on the calling
+    thread; lets go of the interpreter meanwhile. Where the loop was not built, ``memmove`` does the same,
+    at two thirds of the speed."""
+    try:
+        function = compiled("reft.memory._stream", "reft_copy_past_caches")
+    except OSError as error:
+        logger.info("host memory is copied with memmove, without the compiled loop: %s", error)
+        return ctypes.memmove
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = None
+    copy: Callable[[int, int, int], object] = function
+    return copy
+
+
+def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1-D uint8 tensors of equal size; between host memory in the way above, else as torch does."""
+    if target.device.type == source.device.type == "cpu":
+        copier()(target.data_ptr(), source.data_ptr(), source.numel())
+    else:
+        target.copy_(source)
+
+
+def ranges_of(rows: Iterable[Range]) -> Ranges:
+    """Ranges as :meth:`HashingCopier.copy` takes them."""
+    return np.array([*rows], np.uint64).reshape(-1, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class CutRanges:
+    """Ranges in order, cut into chunks.
+
+    Attributes:
+        ranges: of all chunks.
+        ends: where each chunk ends among them, uint64.
+        begins_bytes: bytes before each chunk, and of all.
+    """
+
+    ranges: Ranges
+    ends: NDArray[np.uint64]
+    begins_bytes: Sequence[int]
+
+    @classmethod
+    def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
+        """From the ranges of each chunk, of which none is without any."""
+        rows = [[*chunk] for chunk in chunks]
+        sizes = (sum(nbytes for _, _, nbytes in chunk) for chunk in rows)
+        return cls(
+            ranges_of(row for chunk in rows for row in chunk),
+            np.fromiter(accumulate(map(len, rows)), np.uint64),
+            [*accumulate(sizes, initial=0)],
+        )
+
+    def nbytes(self, first: int, stop: int) -> int:
+        """Bytes of the chunks ``[first, stop)``."""
+        return self.begins_bytes[stop] - self.begins_bytes[first]
+
+
+class _State(ctypes.Structure):
+    """``Hash`` of ``stream.cpp``."""
+
+    _fields_ = (
+        ("sums", ctypes.c_uint64 * 8),
+        ("total", ctypes.c_uint64),
+        ("held", ctypes.c_uint8 * (_LINE_BYTES + 1024)),
+    )
+
+
+class HashingCopier:
+    """Copies ranges that do not overlap and takes xxh3_64 of their bytes in order, in one pass over them, as
+    they are read: the checksum is that of what was written, whatever the sources become.
+
+    For one thread at a time, which is without the interpreter meanwhile. Made by :func:`hashing_copier`.
+    """
+
+    def __init__(self, reset: Any, copy: Any, copy_chunks: Any, digest: Any) -> None:
+        self._state = _State()
+        self._at = ctypes.addressof(self._state)
+        self._reset, self._copy, self._copy_chunks, self._digest = reset, copy, copy_chunks, digest
+        reset(self._at)
+
+    def copy(self, ranges: Ranges) -> None:
+        """Copy and hash them behind what was hashed so far."""
+        self._copy(self._at, ranges.__array_interface__["data"][0], len(ranges))
+
+    def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
+        """Copy and hash chunks behind what was hashed so far.
+
+        Args:
+            cut: what they are chunks of.
+            first, stop: which, at least one.
+            until: once another thread has made it anything but 0, no other chunk begins.
+
+        Returns:
+            How many were copied, at least one.
+        """
+        ranges, ends = (a.__array_interface__["data"][0] for a in (cut.ranges, cut.ends))
+        flag = 0 if until is None else ctypes.addressof(until)
+        copied: int = self._copy_chunks(self._at, ranges, ends, first, stop, flag)
+        return copied
+
+    def take(self) -> int:
+        """The checksum of what was hashed; begins anew."""
+        total = self._state.total
+        if total > _SHORT_BYTES:
+            value: int = self._digest(self._at)
+        else:
+            value = xxhash.xxh3_64_intdigest(bytes(self._state.held[_LINE_BYTES : _LINE_BYTES + total]))
+        self._reset(self._at)
+        return value
+
+
+class PlainHashingCopier(HashingCopier):
+    """The same without the compiled loop: one pass copies, the other hashes what is in the cache by then."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def copy(self, ranges: Ranges) -> None:
+        copy = copier()
+        for target, source, nbytes in ranges.tolist():
+            for at in range(0, nbytes, _CACHED_BYTES):
+                part = min(_CACHED_BYTES, nbytes - at)
+                if target:
+                    copy(target + at, source + at, part)
+                self._hash.update((ctypes.c_ubyte * part).from_address(source + at))
+
+    def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
+        for chunk in range(first, stop):
+            self.copy(cut.ranges[int(cut.ends[chunk - 1]) if chunk else 0 : int(cut.ends[chunk])])
+            if until is not None and until.value:
+                return chunk + 1 - first
+        return stop - first
+
+    def take(self) -> int:
+        value = self._hash.intdigest()
+        self._hash.reset()
+        return value
+
+
+@lru_cache(maxsize=1)
+def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
+    """The functions of :class:`HashingCopier`; None where they were not built."""
+    try:
+        names = ("reft_hash_reset", "reft_copy_and_hash", "reft_copy_chunks", "reft_hash_digest")
+        reset, copy, copy_chunks, digest = (compiled("reft.memory._stream", name) for name in names)
+    except OSError as error:
+        logger.info("host memory is hashed after it was copied, not with it: %s", error)
+        return None
+    reset.argtypes = digest.argtypes = [ctypes.c_void_p]
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    copy_chunks.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_size_t] * 2, ctypes.c_void_p]
+    reset.restype = copy.restype = None
+    copy_chunks.restype = ctypes.c_size_t
+    digest.restype = ctypes.c_uint64
+    return reset, copy, copy_chunks, digest
+
+
+def hashing_copier() -> HashingCopier:
+    """One that has hashed nothing yet."""
+    functions = compiled_hash()
+    return PlainHashingCopier() if functions is None else HashingCopier(*functions)

@@ -1,0 +1,426 @@
+"""The node daemon: one process per node, started by ``reft launch`` before the trainers.
+
+It outlives trainers, watches their arenas, writes committed versions to storage in the background and
+says how the node is. Commits do not depend on it: killed, it costs nothing but a warning (P6), and
+the launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
+launcher alone knows whether the job ended well.
+
+Under MPI, where a job dies with its first process, it has no launcher: it stays for the next step of the
+job, writes the newest version to storage when a step has ended, and ends when none has come for long or
+the memory was removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from reft import log
+from reft.config import ReftConfig
+from reft.control.wire import SOCKET_NAME, Channel, listen
+from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
+from reft.label import Label
+from reft.memory.jobdir import JobDir, write_json
+from reft.memory.joblock import holder
+from reft.node.hangs import STOPPED, Stillness, Waiting, Watch, WriteWatch
+from reft.node.metrics import MetricsServer
+from reft.node.progress import process_state, read_pages
+from reft.node.watch import CommitWatch
+from reft.storage.persist import persist_label
+from reft.storage.persister import Persister, PersistFunction
+from reft.storage.status import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+END_SIGNAL = signal.SIGUSR1
+"""By which its launcher ends it."""
+_POLL_SECS = 1.0
+_STATUS_SECS = 0.2
+_IDLE_CONNECTION_SECS = 3600.0
+_HANDSHAKE_SECS = 5.0
+_WATCH_SECS = 0.25
+_LAUNCHER_STOPPED_SECS = 5.0
+"""Times patience: between two signs of progress of what is being written to storage."""
+_SAME_START_SECS = 2.0
+"""Start times are computed from the boot time, which the clock's corrections move."""
+
+
+class Daemon:
+    """The daemon of one node.
+
+    Args:
+        job_dir: the job's memory on this node.
+        launcher_pid: process whose end ends the daemon; 0: none.
+        linger_secs: how long it stays while nobody holds the job's memory; 0: for ever.
+        persist: writes one version to storage; see :mod:`reft.storage.persister`.
+    """
+
+    def __init__(
+        self,
+        job_dir: JobDir,
+        launcher_pid: int = 0,
+        persist: PersistFunction = persist_label,
+        linger_secs: float = 0.0,
+    ) -> None:
+        self._job_dir = job_dir
+        self._linger_secs = linger_secs
+        self._left_at: float | None = None
+        self._launcher_pid = launcher_pid
+        facts = {
+            "pid": os.getpid(),
+            "launcher_pid": launcher_pid,
+            "node": job_dir.node,
+            "job_id": job_dir.job_id,
+            "started_unix_secs": time.time(),
+        }
+        self.status = NodeStatus(job_dir.path, facts)
+        self.persister = Persister(job_dir, self.status, persist)
+        self.metrics = MetricsServer(job_dir, self.status.snapshot)
+        self._commits = CommitWatch(job_dir)
+        self._workers: dict[int, float] = {}
+        self._trainers = Watch()
+        self._waiting: list[Waiting] = []
+        self._launcher_still, self._writes = Stillness(), WriteWatch()
+        self._incarnation = 0
+        self._ordered = 0
+        self._ended = threading.Event()
+        self._look = threading.Event()
+        self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+            "ping": lambda _: os.getpid(),
+            "status": lambda _: self.status.snapshot(),
+            "hello": self._hello,
+            "workers": self._set_workers,
+            "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
+            "trainers": lambda _: [w.to_json() for w in self._waiting],
+            "configure": self._configure,
+            "committed": self._committed,
+            "skipped": self._skipped,
+            "persist": self._persist,
+            "flush": self._flush,
+            "shutdown": self._shutdown,
+        }
+
+    def run(self) -> int:
+        """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
+        listener = listen(self._job_dir.path)
+        self._job_dir.record_daemon()
+        self._recall_config()
+        threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self._watch_for_hangs, name="hangs", daemon=True).start()
+        self.persister.start()
+        while not self._ended.wait(_STATUS_SECS):
+            # First: another launcher, and its daemon, may have the memory by now.
+            if self._launcher_pid and os.getppid() != self._launcher_pid:
+                logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
+                self._kill_orphans()
+                self.persister.close()
+                return 0
+            self._listen_again()
+            self.status.write_if_changed()
+            if self._linger_secs and self._is_forsaken():
+                break
+        self.metrics.close()
+        self.persister.close()
+        self.status.write_if_changed()
+        return 0
+
+    def _is_forsaken(self) -> bool:
+        """Whether no further step of the job is to be expected. Of one that has just ended the newest version
+        goes to storage."""
+        path = self._job_dir.path
+        if not path.is_dir():
+            logger.warning("%s was removed; ending", path)
+            return True
+        if holder(path) is not None:
+            self._left_at = None
+            return False
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+            threading.Thread(target=self._save, name="save", daemon=True).start()
+        if time.monotonic() - self._left_at <= self._linger_secs:
+            return False
+        logger.warning(
+            "no step of the job has come for %.0f s; ending, the memory stays in %s", self._linger_secs, path
+        )
+        return True
+
+    def _save(self) -> None:
+        try:
+            config = self.persister.config or ReftConfig()
+            if written := self._flush({"wait_secs": config.persist.timeout_secs}):
+                logger.info("the step has ended; the newest version is in %s", written)
+        except (OSError, ReftError) as error:
+            logger.warning("the step has ended, and its newest version is not on storage: %s", error)
+
+    def _listen_again(self) -> None:
+        """The job's directory may have been removed, and made again by a trainer."""
+        path = self._job_dir.path
+        if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
+            return
+        with contextlib.suppress(OSError):
+            listener = listen(path)
+            threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+            self._job_dir.record_daemon()
+            logger.warning("%s was removed and made again; the daemon listens there now", path)
+
+    def end(self) -> None:
+        """End soon; what is being written to storage is abandoned, what is there stays."""
+        self._ended.set()
+
+    # -- what is in memory -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look at the arenas when told of a commit, and now and then in case nobody told."""
+        while not self._ended.is_set():
+            self._look.wait(_POLL_SECS)
+            self._look.clear()
+            try:
+                newest = self._commits.newest()
+            except (OSError, ReftError):
+                logger.debug("the arenas cannot be listed", exc_info=True)
+                continue
+            if newest is not None:
+                self.status.committed(newest)
+                # What an earlier start of the job left is not this one's to persist: its other parts
+                # may be gone, and waiting for them would hold up the versions that follow.
+                if newest.incarnation == self._incarnation:
+                    self.persister.offer(newest)
+
+    # -- what stands still -------------------------------------------------------------------------
+
+    def _watch_for_hangs(self) -> None:
+        """Look at trainers, launcher and what is being written, at each by itself: one that cannot be read
+        does not hide the others."""
+        before = time.monotonic()
+        told: set[str] = set()
+        while not self._ended.wait(_WATCH_SECS):
+            now = time.monotonic()
+            elapsed, before = now - before, now
+            for look in (self._look_at_trainers, self.rouse_launcher, self.look_at_storage):
+                try:
+                    look(elapsed)
+                except Exception as error:
+                    if (cause := repr(error)) not in told:
+                        told.add(cause)
+                        logger.exception("what may stand still cannot be watched at this moment")
+
+    def _look_at_trainers(self, elapsed_secs: float) -> None:
+        pages = [seen for seen in read_pages(self._job_dir.path) if seen.pid in self._workers]
+        self._waiting = self._trainers.look(pages, elapsed_secs)
+        quiet = [w for w in self._waiting if w.quiet]
+        self.status.update_quiet([str(w) for w in quiet], [str(w) for w in quiet if w.suspected])
+
+    def rouse_launcher(self, elapsed_secs: float) -> None:
+        """A launcher that somebody has stopped cannot restart trainers, and loses its place in the job."""
+        stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
+        if self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS or not stopped:
+            return
+        # One that stops again, as a terminal has those in the background do, is left so for as long again.
+        self._launcher_still = Stillness()
+        logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
+        with contextlib.suppress(OSError):
+            os.kill(self._launcher_pid, signal.SIGCONT)
+
+    def look_at_storage(self, elapsed_secs: float) -> None:
+        """A file system that hangs raises no error."""
+        persist, config = self.status.persist, self.persister.config
+        writer = self.persister
+        secs = self._writes.look(persist.writing, writer.progress, writer.written, elapsed_secs)
+        limit = self._writes.limit_secs(config.patience) if config is not None else 0.0
+        if persist.writing is None or not limit or secs <= limit:
+            return
+        error = (
+            f"nothing has been written for {round(limit, 1):g} s: the file system hangs, or another node "
+            f"does not write its part"
+        )
+        if persist.error != error:
+            logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
+            stale = persist.stale_since_step if persist.stale_since_step is not None else persist.writing.step
+            self.status.update_persist(stale_since_step=stale, error=error)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                logger.error("the daemon's socket failed: %s", error)
+                self.end()
+                return
+            threading.Thread(target=self.serve, args=(connection,), name="serve", daemon=True).start()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer one connection until it ends."""
+        with contextlib.closing(connection):
+            try:
+                connection.settimeout(_HANDSHAKE_SECS)
+                channel = Channel(
+                    connection, self._job_dir.secret, server=True, handshake_secs=_HANDSHAKE_SECS
+                )
+                connection.settimeout(_IDLE_CONNECTION_SECS)
+                while True:
+                    channel.send(self._answer(channel.receive()))
+            except AuthenticationError as error:
+                logger.warning("refused a connection: %s", error)
+            except (OSError, EOFError):
+                pass
+            except ValueError as error:
+                logger.warning("dropped a connection that sent no valid message: %s", error)
+
+    def _answer(self, message: Any) -> dict[str, Any]:
+        name = message.get("op") if isinstance(message, dict) else None
+        operation = self._operations.get(str(name))
+        if operation is None:
+            return {"ok": False, "error": f"unknown operation {name!r}; known: {sorted(self._operations)}"}
+        try:
+            self._refuse_the_older(message)
+            return {"ok": True, "result": operation(message)}
+        except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    def _refuse_the_older(self, message: Mapping[str, Any]) -> None:
+        """Who speaks for an older start of the job than the launcher's newest order is not listened to."""
+        theirs = int(message.get("incarnation", 0))
+        if 0 < theirs < self._ordered:
+            raise FencedError(
+                f"this node's trainers are of start {self._ordered} of the job; what start {theirs} says is "
+                f"refused, as it was replaced"
+            )
+
+    def _hello(self, message: Mapping[str, Any]) -> None:
+        self.status.trainer(int(message["local_rank"]), pid=int(message["pid"]))
+
+    def _set_workers(self, message: Mapping[str, Any]) -> int:
+        """The launcher's trainers: process groups to end if it is killed."""
+        self._ordered = max(self._ordered, int(message.get("incarnation", 0)))
+        self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
+        self._trainers.clear()
+        self.status.update(workers=sorted(self._workers))
+        return len(self._workers)
+
+    def _configure(self, message: Mapping[str, Any]) -> None:
+        config = ReftConfig.model_validate(message["config"])
+        if config == self.persister.config:
+            return
+        # First for the daemon after this one, which may be killed as soon as it acts on the block.
+        with contextlib.suppress(OSError):
+            write_json(self._job_dir.path / CONFIG_FILE, config.as_block())
+        self._follow(config)
+
+    def _follow(self, config: ReftConfig) -> None:
+        self.persister.configure(config)
+        self.metrics.configure(config.metrics)
+
+    def _recall_config(self) -> None:
+        """A daemon started in place of a killed one knows what to persist before a trainer says so."""
+        with contextlib.suppress(OSError, ValueError):
+            text = (self._job_dir.path / CONFIG_FILE).read_text()
+            self._follow(ReftConfig.model_validate_json(text))
+
+    def _committed(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        label = Label(*map(int, message["label"]))
+        self._incarnation = max(self._incarnation, label.incarnation)
+        self.status.committed(label)
+        self.persister.offer(
+            label, unprotected=bool(message.get("unprotected")), due=bool(message.get("due"))
+        )
+        self._look.set()
+        self._note_stats(message)
+        persist = self.status.persist
+        failing = persist.stale_since_step is not None
+        return {"persisted": _words(persist.last), "failing": failing, "overtaken": _words(persist.overtaken)}
+
+    def _skipped(self, message: Mapping[str, Any]) -> None:
+        self.status.skip(int(message["step"]), str(message["cause"]))
+        self._note_stats(message)
+
+    def _note_stats(self, message: Mapping[str, Any]) -> None:
+        self.status.trainer(int(message["local_rank"]), stats=dict(message["stats"]))
+
+    def _persist(self, message: Mapping[str, Any]) -> str:
+        label = Label(*map(int, message["label"]))
+        return self.persister.persist_and_wait(label, float(message["wait_secs"]))
+
+    def _flush(self, message: Mapping[str, Any]) -> str | None:
+        """Persist the newest committed version, if there is a directory and it is not there yet."""
+        newest = self._commits.newest()
+        if newest is None or not self.persister.wants(newest):
+            return None
+        return self.persister.persist_and_wait(newest, float(message["wait_secs"]))
+
+    def _shutdown(self, _: Mapping[str, Any]) -> None:
+        # The answer is sent before the main thread looks again.
+        threading.Timer(0.05, self.end).start()
+
+    def _kill_orphans(self) -> None:
+        for pid, create_time in self._workers.items():
+            now = _create_time(pid)
+            # Its children may live on in its group; the number of an ended one is not given away
+            # while they do.
+            if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+def _words(label: Label | None) -> list[int] | None:
+    return None if label is None else [label.incarnation, label.step]
+
+
+def _create_time(pid: int) -> float:
+    """Start time of a process; 0 if it has ended."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def _set_apart(end: Callable[[], None]) -> None:
+    """End from a signal handler. The main thread may be inside the very lock that ``end`` takes."""
+    threading.Thread(target=end, name="reft-end", daemon=True).start()
+
+
+def main(argv: Sequence[str]) -> int:
+    """``python -m reft.node.daemon``, started by the launcher; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="reft daemon", description=__doc__)
+    parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
+    parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")
+    parser.add_argument(
+        "--linger-secs", type=float, default=0.0, help="end when nobody held the memory for so long"
+    )
+    options = parser.parse_args(list(argv))
+    log.set_place(options.job_dir.name, "daemon")
+    log.to_stderr()
+    try:
+        job_dir = JobDir.open(options.job_dir)
+        log.set_place(job_dir.job_id, f"daemon {job_dir.node}")
+        daemon = Daemon(job_dir, options.launcher_pid, linger_secs=options.linger_secs)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(END_SIGNAL, lambda *_: _set_apart(daemon.end))
+        if options.launcher_pid:
+            # Batch systems signal every process of a job: the launcher's last flush needs this one.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: _set_apart(daemon.end))
+        return daemon.run()
+    except (ReftError, OSError) as error:
+        logger.error("the node daemon cannot run: %s", error)
+        return 2 if isinstance(error, PersistError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

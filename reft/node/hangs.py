@@ -1,0 +1,235 @@
+"""Which trainers stand still, and whose fault it is. Pure: told of what was seen, and when.
+
+A trainer is quiet while its page does not change. How long it may be is measured by the job's own steps:
+``patience`` times the longest of its last 64 steps within a step, and in what else it may be at (steps before
+one was measured, an evaluation, a save, the script's own between two steps) ``patience`` times a minute, or
+times the longest that this has taken. Time is counted from look to look, so that a watcher which stood still
+itself, or a clock that jumps, accuses nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from reft.node.progress import Phase, Seen
+
+LEAST_STEP_SECS = 0.75
+"""Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
+LEAST_OTHER_SECS = 60.0
+_MOST_BETWEEN_LOOKS_SECS = 2.0
+_MOST_WRITE_PAUSE_SECS = 6.0
+_WRITES = 8
+STOPPED, TRACED = "T", "t"
+_WAITING = ("Recv", "Send", "Reduce", "CommitP2P", "OptimizerStep", "AggregateTotalLoss", "Backward", "Step")
+"""Beginnings of the names of instructions in which a rank may wait for another one."""
+_COMPUTING = ("BackwardPass",)
+_LOADING = ("LoadMicroBatch",)
+"""The script's data: as slow as it may be at times."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A trainer, and how long it has been quiet.
+
+    Attributes:
+        seen: at the last look.
+        quiet_secs: since its page changed.
+        node: where it is; "" until its launcher has told.
+    """
+
+    seen: Seen
+    quiet_secs: float
+    node: str = ""
+
+    @property
+    def limit_secs(self) -> float | None:
+        """How long it may be quiet; None: it is not watched."""
+        return limit_secs(self.seen)
+
+    @property
+    def suspected(self) -> bool:
+        """It has been quiet for longer than it may be."""
+        limit = self.limit_secs
+        return limit is not None and self.quiet_secs > limit
+
+    @property
+    def quiet(self) -> bool:
+        """For longer than a step may take, whatever it is at: its node tells the others of it."""
+        return self.seen.patience > 0 and self.quiet_secs > step_limit_secs(self.seen)
+
+    @property
+    def communicates(self) -> bool:
+        """It may wait for another rank."""
+        name = self.seen.instruction
+        return name.startswith(_WAITING) and name not in _COMPUTING
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Waiting:
+        """
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        seen = dict(fields["seen"])
+        seen["phase"] = Phase(seen["phase"])
+        return cls(Seen(**seen), float(fields["quiet_secs"]), str(fields["node"]))
+
+    def __str__(self) -> str:
+        seen = self.seen
+        where = f"{self.node} " if self.node else ""
+        where += seen.phase.name.lower().replace("_", " ")
+        at = f", {seen.instruction} ({seen.position})" if seen.instruction else ""
+        state = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}.get(
+            seen.state, ""
+        )
+        return (
+            f"rank {seen.rank}: {where} behind step {seen.step}{at}, quiet for {self.quiet_secs:.1f} s{state}"
+        )
+
+
+def step_limit_secs(seen: Seen) -> float:
+    """How long a step may be quiet; before one was measured, as short as any may be."""
+    return seen.patience * max(LEAST_STEP_SECS, seen.step_secs)
+
+
+def limit_secs(seen: Seen) -> float | None:
+    """How long a trainer may be quiet at what it is at; None: it is not watched."""
+    if seen.patience == 0 or seen.state == TRACED or seen.phase in (Phase.PAUSED, Phase.ENDED):
+        return None
+    in_step = seen.phase is Phase.STEP and seen.step_secs > 0 and seen.instruction not in _LOADING
+    if in_step or seen.state == STOPPED:
+        return step_limit_secs(seen)
+    return seen.patience * max(LEAST_OTHER_SECS, seen.phase_secs)
+
+
+@dataclass
+class Stillness:
+    """For how long something has not changed."""
+
+    _mark: Hashable = None
+    secs: float = 0.0
+
+    def look(self, mark: Hashable, elapsed_secs: float) -> float:
+        """The seconds. ``elapsed_secs``: since the last look."""
+        self.secs = self.secs + min(elapsed_secs, _MOST_BETWEEN_LOOKS_SECS) if mark == self._mark else 0.0
+        self._mark = mark
+        return self.secs
+
+
+class WriteWatch:
+    """For how long nothing has been written of a version, and how long that may be: ``patience`` times six
+    seconds, or, once two versions were written, times the longest pause within the last eight where that is
+    less. The first one counts for nothing: it starts what writes."""
+
+    def __init__(self) -> None:
+        self._still = Stillness()
+        self._writing: Hashable = None
+        self._written = 0
+        self._pause_secs = 0.0
+        self._pauses: deque[float] = deque(maxlen=_WRITES)
+
+    def look(self, writing: Hashable, progress: Hashable, written: int, elapsed_secs: float) -> float:
+        """The seconds.
+
+        Args:
+            writing: the version; None: none.
+            progress: how far it is.
+            written: how many are finished.
+            elapsed_secs: since the last look.
+        """
+        if written > max(self._written, 1):
+            self._pauses.append(self._pause_secs if self._written else 0.0)
+        self._written = written
+        quiet_secs = self._still.look((writing, progress), elapsed_secs)
+        secs = quiet_secs if writing is not None else 0.0
+        self._pause_secs = max(self._pause_secs, secs) if writing == self._writing else 0.0
+        self._writing = writing
+        return secs
+
+    def limit_secs(self, patience: float) -> float:
+        if not self._pauses:
+            return patience * _MOST_WRITE_PAUSE_SECS
+        return patience * min(max(LEAST_STEP_SECS, *self._pauses), _MOST_WRITE_PAUSE_SECS)
+
+
+class Watch:
+    """How long the trainers of one node have been quiet."""
+
+    def __init__(self) -> None:
+        self._still: dict[int, Stillness] = {}
+
+    def look(self, trainers: Iterable[Seen], elapsed_secs: float) -> list[Waiting]:
+        """What the trainers are at now.
+
+        Args:
+            trainers: of this round.
+            elapsed_secs: since the last look.
+        """
+        seen = list(trainers)
+        self._still = {s.local_rank: self._still.get(s.local_rank, Stillness()) for s in seen}
+        return [Waiting(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen]
+
+    def clear(self) -> None:
+        """The trainers are others: what the ones before were suspected of does not count."""
+        self._still.clear()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whose fault it is that the job stands still.
+
+    Attributes:
+        ranks: the culprits; empty: no trainer is, every one waits for another.
+        reason: for people.
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
+    """Compare what each rank waits for.
+
+    Args:
+        waiting: all ranks that are known of.
+
+    Returns:
+        None: the job does not stand still, or waits for a rank that may still take its time.
+    """
+    if not any(w.suspected for w in waiting):
+        return None
+    outside = [w for w in waiting if not w.communicates]
+    for found, why in (
+        ([w for w in waiting if w.suspected and w.seen.state == STOPPED], "stopped"),
+        ([w for w in waiting if w.suspected and w.seen.state in ("", "Z")], "gone"),
+        ([w for w in outside if w.suspected and _holds_up(w, waiting)], "in no communication"),
+    ):
+        if found:
+            return _accuse(found, why)
+    if outside or not all(w.suspected for w in waiting):
+        return None
+    newest = max(w.seen.step for w in waiting)
+    oldest = min(w.seen.step for w in waiting)
+    if oldest < newest:
+        return _accuse([w for w in waiting if w.seen.step == oldest], "behind the others")
+    return Verdict((), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})")
+
+
+def _holds_up(culprit: Waiting, waiting: Iterable[Waiting]) -> bool:
+    """Whether somebody waits for it: what the script does between two steps, on all ranks, may last."""
+    return culprit.seen.phase is not Phase.BETWEEN or any(w.suspected and w.communicates for w in waiting)
+
+
+def _accuse(found: Sequence[Waiting], why: str) -> Verdict:
+    ranks = tuple(sorted(w.seen.rank for w in found))
+    who = f"rank {ranks[0]} hangs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hang"
+    return Verdict(ranks, f"{who}: {why} ({_all(found)})")
+
+
+def _all(waiting: Iterable[Waiting]) -> str:
+    return "; ".join(map(str, sorted(waiting, key=lambda w: w.seen.rank)))

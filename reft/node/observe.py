@@ -1,0 +1,278 @@
+"""What a node's files tell of it: the trainers' pages, the heads of the arenas, notes of daemon and trainers.
+
+Nobody is asked, so that nobody can fail to answer: trainers, daemon and launcher write them as they go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.errors import ReftError
+from reft.label import Label
+from reft.memory.header import ArenaHeader, ArenaState
+from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
+from reft.node.history import HISTORY_FILE, Round, read_history, restarts_among
+from reft.node.memory_watch import MemoryWatch
+from reft.node.progress import Phase, Seen, read_pages
+from reft.node.protection import ProtectionRecord, read_record
+from reft.node.signals import (
+    MOST_MEMORIES,
+    MOST_RUNNING_OUT,
+    MOST_WARNINGS,
+    NodeReport,
+    Recovery,
+    Shard,
+    Signal,
+)
+from reft.node.watch import CommitWatch
+
+_SPEED_STEPS = 64
+_STALE_STEPS = 10
+"""A busy machine skips a version now and then; a node that has taken none for so many steps is not well."""
+_PER_SEC = 10**9
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What the launcher says of itself.
+
+    Attributes:
+        words: what it does.
+        round: of its trainers; 0 before the first.
+        spare: it waits for a place.
+        failed: why its trainers ended by themselves; "" while they run, and where a peer was lost.
+        since_unix_secs: when its trainers were started.
+        warnings: for people.
+    """
+
+    words: str = ""
+    round: int = 0
+    spare: bool = False
+    failed: str = ""
+    since_unix_secs: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+class Speed:
+    """Steps per second over the last steps that were seen, whatever lies between them."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_SPEED_STEPS)
+        self._pid = 0
+
+    def look(self, seen: Seen) -> float | None:
+        """Take another look at a trainer's page; steps per second, or None before there are two."""
+        if seen.pid != self._pid or (self._steps and seen.step < self._steps[-1][0]):
+            self._pid = seen.pid
+            self._steps.clear()
+        if seen.phase not in (Phase.LOADING, Phase.FIRST_STEP) and (
+            not self._steps or seen.step > self._steps[-1][0]
+        ):
+            self._steps.append((seen.step, seen.nanos))
+        if len(self._steps) < 2:
+            return None
+        (first, began), (last, ended) = self._steps[0], self._steps[-1]
+        return (last - first) * _PER_SEC / max(1, ended - began)
+
+
+class NodeObserver:
+    """One node, looked at again and again by one thread.
+
+    Args:
+        path: the job's memory on this node.
+        node: its id.
+        domain: what fails as one with it.
+        has_daemon: a daemon is kept there.
+    """
+
+    def __init__(self, path: Path, node: str, domain: str, *, has_daemon: bool) -> None:
+        self._path = path
+        self._node = node
+        self._domain = domain
+        self._has_daemon = has_daemon
+        self._speed = Speed()
+        self._memory = MemoryWatch(path)
+        self._step: int | None = None
+        self._arenas: CommitWatch | None = None
+        self._times: dict[Signal, float] = {}
+        self._signal: Signal | None = None
+        self._snapped: tuple[int, int] = (0, 0)
+        self._completed: tuple[int, int] = (0, 0)
+        self._history: tuple[tuple[int, int], list[Round]] = ((0, 0), [])
+
+    def look(self, doing: Doing) -> NodeReport:
+        """What can be told of the node now. ``number`` is left to whoever sends it."""
+        pages = read_pages(self._path)
+        heads = self._heads()
+        status = read_json(self._path / "status.json") or {}
+        record = read_record(self._path)
+        restarts = restarts_among(self._rounds())
+        # Trainers that have ended take their pages along: the last step that was seen stays.
+        self._step = step = max((p.step for p in pages), default=self._step)
+        self._note_versions(heads)
+        steps_per_sec = self._speed.look(pages[0]) if pages else None
+        self._memory.look(pages, steps_per_sec)
+        why = doing.failed or _not_well(status, step)
+        self._enter(self._signal_now(doing, bool(pages), why), doing)
+        return NodeReport(
+            node=self._node,
+            domain=self._domain,
+            round=doing.round,
+            spare=doing.spare,
+            signal=self._signal or Signal.HEALTHY,
+            times=dict(self._times),
+            doing=doing.words,
+            why=why,
+            step=step,
+            steps_per_sec=steps_per_sec,
+            shards=_shards(heads),
+            flops_per_token=max((p.flops_per_token for p in pages), default=0, key=abs),
+            tokens_per_sample=max((p.tokens_per_sample for p in pages), default=0),
+            trainers=sum(p.state not in ("", "Z") for p in pages),
+            tolerance=None if record is None else record.tolerance,
+            restarts=len(restarts),
+            recovery=_recovery(restarts[-1]) if restarts else None,
+            warnings=tuple(self._warnings(doing, status, record))[:MOST_WARNINGS],
+            memory=self._memory.uses[:MOST_MEMORIES],
+            runs_out=self._memory.runs_out[:MOST_RUNNING_OUT],
+        )
+
+    def _heads(self) -> list[ArenaHeader]:
+        try:
+            if self._arenas is None:
+                self._arenas = CommitWatch(JobDir.open(self._path))
+            self._arenas.newest()
+            return self._arenas.headers()
+        except (OSError, ReftError):
+            self._arenas = None
+            return []
+
+    def _rounds(self) -> list[Round]:
+        """The history, read again where it has grown."""
+        try:
+            info = (self._path / HISTORY_FILE).stat()
+        except OSError:
+            return []
+        mark = (info.st_mtime_ns, info.st_size)
+        if mark != self._history[0]:
+            self._history = mark, read_history(self._path)
+        return self._history[1]
+
+    def _note_versions(self, heads: list[ArenaHeader]) -> None:
+        """When the newest version was begun, and when the newest one of all ranks here was whole."""
+        began, whole = max(map(_key, heads), default=(0, 0)), _completed(heads)
+        if began > self._snapped:
+            if self._signal is not None:  # else it may have been begun, and torn, long ago
+                self._times[Signal.SNAP] = time.time()
+            self._snapped = began
+        if whole > self._completed:
+            self._completed = whole
+            sealed = max(h.sealed_unix_secs for h in heads if _key(h) == whole)
+            self._times[Signal.COMPLETED] = sealed
+            if began == whole:  # begun and ended between two looks
+                self._times[Signal.SNAP] = min(self._times.get(Signal.SNAP, sealed), sealed)
+
+    def _signal_now(self, doing: Doing, has_trainers: bool, why: str) -> Signal:
+        if why:
+            return Signal.UNHEALTHY
+        # What an earlier start of the trainers has left is no news of this one.
+        newest = max(self._times.get(s, 0.0) for s in (Signal.SNAP, Signal.COMPLETED))
+        if not has_trainers or newest <= doing.since_unix_secs:
+            return Signal.HEALTHY
+        return Signal.SNAP if self._snapped > self._completed else Signal.COMPLETED
+
+    def _enter(self, signal: Signal, doing: Doing) -> None:
+        if signal is Signal.UNHEALTHY and self._signal is not signal:
+            self._times[signal] = time.time()
+        started = doing.since_unix_secs or self._times.get(Signal.HEALTHY) or time.time()
+        self._times[Signal.HEALTHY] = started
+        self._signal = signal
+
+    def _warnings(
+        self, doing: Doing, status: dict[str, Any], record: ProtectionRecord | None
+    ) -> Iterable[str]:
+        yield from doing.warnings
+        yield from status.get("quiet") or ()
+        if status.get("stale_since_step") is not None:
+            yield _stale(status)
+        persist = status.get("persist") or {}
+        if (since := persist.get("stale_since_step")) is not None:
+            yield f"no checkpoint on storage since step {since}: {persist.get('error')}"
+        if self._has_daemon and pid_is_gone(self._path):
+            yield "its daemon does not run: the launcher starts it again"
+        if not self._has_daemon:
+            yield "it has no daemon: no checkpoints on storage"
+        yield from filter(None, (use.fragmented for use in self._memory.uses))
+        if record is None:
+            return
+        if degraded := record.degraded:
+            yield (
+                f"memory is short: {degraded.scheme} with {degraded.versions} versions instead of "
+                f"{record.scheme}: {degraded.cause}"
+            )
+        if refused := record.refused:
+            yield f"{refused.scheme} was refused at step {refused.step}: {refused.cause}"
+
+
+def pid_is_gone(path: Path) -> bool:
+    """Whether the daemon that has said it runs there does not."""
+    daemon = read_json(path / DAEMON_FILE)
+    return daemon is not None and not is_running(daemon)
+
+
+def _key(header: ArenaHeader) -> tuple[int, int]:
+    return header.label.incarnation, header.label.step
+
+
+def _completed(heads: Iterable[ArenaHeader]) -> tuple[int, int]:
+    """The newest version of which all ranks with memory here have a whole shard."""
+    newest: dict[Any, tuple[int, int]] = {}
+    for head in heads:
+        if head.state.whole:
+            newest[head.coordinate] = max(newest.get(head.coordinate, (0, 0)), _key(head))
+    return min(newest.values(), default=(0, 0))
+
+
+def _shards(heads: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
+    """Of each rank with memory here the newest committed version, else the newest whole one."""
+    newest: dict[Any, ArenaHeader] = {}
+    for head in heads:
+        known = newest.get(head.coordinate)
+        if head.state.whole and (known is None or _worth(head) > _worth(known)):
+            newest[head.coordinate] = head
+    return tuple(
+        Shard(
+            at=(h.coordinate.pp, h.coordinate.dp, h.coordinate.tp),
+            degrees=(h.degrees.pp, h.degrees.dp, h.degrees.tp),
+            label=_key(h),
+            scheme=h.scheme,
+            sealed_unix_secs=h.sealed_unix_secs,
+            committed=h.state is ArenaState.COMMITTED,
+        )
+        for _, h in sorted(newest.items())
+    )
+
+
+def _worth(header: ArenaHeader) -> tuple[bool, Label]:
+    return header.state is ArenaState.COMMITTED, header.label
+
+
+def _recovery(row: Round) -> Recovery:
+    return Recovery.model_validate(row.to_json())
+
+
+def _not_well(status: dict[str, Any], step: int | None) -> str:
+    """Why the node's software is not well, by what its daemon last wrote."""
+    since = status.get("stale_since_step")
+    if since is not None and step is not None and step - since >= _STALE_STEPS:
+        return _stale(status)
+    return next(iter(status.get("suspected") or ()), "")
+
+
+def _stale(status: dict[str, Any]) -> str:
+    return f"no version since step {status['stale_since_step']}: {status.get('stale_cause')}"

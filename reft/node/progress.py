@@ -1,0 +1,366 @@
+"""What a trainer does, on a page of shared memory: its node's daemon reads it without the trainer's help.
+
+The page lies in the job's memory, one per trainer. A trainer writes numbers of eight bytes each, which are
+never seen half written: a few memory accesses per instruction, no system call. The reader copies the page.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from reft.node.step_times import RING_BYTES, Part, StepClock, StepTimes, part_of, read_steps
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
+"""Of the page of a trainer, and of the file for its stacks; before them its local rank."""
+_PAGE_BYTES = 4096
+_MAGIC = 0x72656674_70616731
+_WORDS, _RING, _RING_AT = 96, 64, 16
+_DEVICE_AT, _DEVICE_WORDS = 80, 6
+_FLOPS, _TOKENS = 86, 87
+_NAMES_AT, _NAME_BYTES, _MOST_NAMES = 1024, 32, 96
+_TIMES_AT = _PAGE_BYTES
+_FILE_BYTES = _TIMES_AT + RING_BYTES
+_PER_SEC = 10**9
+
+
+class Phase(IntEnum):
+    """What a trainer is at."""
+
+    LOADING = 1
+    """It has an engine and has not begun its first step."""
+    FIRST_STEP = 2
+    STEP = 3
+    BETWEEN = 4
+    """The script's own, between two steps."""
+    EVALUATION = 5
+    SAVING = 6
+    PAUSED = 7
+    """The script has asked not to be watched."""
+    ENDED = 8
+
+
+_IS, _PID, _RANK, _STEP, _PHASE, _POSITION, _INSTRUCTION, _NANOS = range(8)
+_PATIENCE, _SIGNAL, _STEPS, _LONGEST = range(8, 12)
+_PLACE, _SAMPLES, _PLACE_BITS = 14, 15, 20
+_LONGEST_OF = {Phase.EVALUATION: _LONGEST, Phase.SAVING: _LONGEST + 1, Phase.BETWEEN: _LONGEST + 2}
+"""Where the longest time is that one took; the ring holds the steps'."""
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """A trainer's device memory, as its allocator counts it; bytes.
+
+    Attributes:
+        total: that the trainer may have: the device's, without what others take.
+        allocated, peak_allocated: in tensors, now and at most.
+        reserved, peak_reserved: taken from the device, now and at most.
+        retries: allocations that had to give cached memory back first.
+    """
+
+    total: int
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+    retries: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A trainer as its page tells of it.
+
+    Attributes:
+        local_rank, rank, pid: of the trainer.
+        phase: what it is at.
+        step: last step that it has made.
+        position: instructions that it has begun in this step.
+        instruction: the newest of them; "" where none is known.
+        nanos: when it last wrote, by the host's monotonic clock.
+        patience: of the job; 0: it is not watched.
+        step_secs: longest of its last 64 steps, the first one not among them; 0: none yet.
+        phase_secs: longest time that it took for what it is at; 0: none yet.
+        stack_signal: signal on which it writes its stacks; 0: none.
+        state: of the process, a letter as in ``/proc/PID/stat``; "": it is gone.
+        samples_per_step: of the whole job; 0: not known.
+        device: its memory; None: it has none.
+        flops_per_token: of the whole model; 0: not known, below 0: it has experts.
+        tokens_per_sample: 0: not known.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+    phase: Phase
+    step: int
+    position: int
+    instruction: str
+    nanos: int
+    patience: float
+    step_secs: float
+    phase_secs: float
+    stack_signal: int
+    state: str
+    samples_per_step: int = 0
+    device: DeviceUse | None = None
+    flops_per_token: int = 0
+    tokens_per_sample: int = 0
+
+
+class ProgressPage:
+    """A trainer's page, for writing. Where it cannot be made the trainer is not watched, which is said (P6).
+
+    Args:
+        job_dir: the job's memory on this node.
+        local_rank, rank: of this trainer.
+        patience: see :class:`reft.config.ReftConfig`.
+    """
+
+    def __init__(self, job_dir: Path, local_rank: int, rank: int, patience: float) -> None:
+        self._path = job_dir / f"{local_rank}{PROGRESS_SUFFIX}"
+        self._page = _make(self._path)
+        self._words = memoryview(self._page).cast("q")
+        self._names: dict[str, int] = {}
+        self._position = 0
+        self._began = time.monotonic_ns()
+        self._made_first = False
+        self._parts_nanos: int | None = None
+        self._clock = StepClock(memoryview(self._page)[_TIMES_AT:].cast("q"))
+        self._parts = [Part.OTHER] * _MOST_NAMES
+        words = self._words
+        words[_PID], words[_RANK], words[_PATIENCE] = os.getpid(), rank, int(patience * 1000)
+        words[_PHASE], words[_NANOS] = Phase.LOADING, self._began
+        words[_IS] = _MAGIC
+
+    # -- every instruction -------------------------------------------------------------------------
+
+    def instruction(self, number: int) -> None:
+        """An instruction begins; ``number`` is what :meth:`number_of` gave for its name."""
+        words = self._words
+        self._position = position = self._position + 1
+        words[_POSITION] = position
+        words[_INSTRUCTION] = number
+        words[_NANOS] = self._clock.enter(self._parts[number])
+
+    def number_of(self, name: str) -> int:
+        """The number for a name; 0 where the page has no room for another."""
+        if name not in self._names and len(self._names) + 1 < _MOST_NAMES:
+            number = len(self._names) + 1
+            at = _NAMES_AT + number * _NAME_BYTES
+            self._page[at : at + _NAME_BYTES] = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+            self._names[name] = number
+            self._parts[number] = part_of(name)
+        return self._names.get(name, 0)
+
+    # -- every step --------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._words[_PHASE])
+
+    def begin_step(self) -> None:
+        """A step begins, or its next micro-batch, if it has not begun."""
+        if self._words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
+            return
+        self._enter(Phase.STEP if self._made_first else Phase.FIRST_STEP)
+        if self._parts_nanos is None:
+            self._position = 0
+            self._clock.begin(self._began)
+        else:
+            self._clock.go_on(self._began)
+            self._began -= self._parts_nanos
+
+    def end_step(self, step: int) -> None:
+        """The step, or one of its micro-batches, has returned. ``step``: the last one that was made."""
+        words = self._words
+        if words[_PHASE] in (Phase.STEP, Phase.FIRST_STEP):
+            if step == words[_STEP]:
+                self._parts_nanos = self._clock.enter(Part.OTHER) - self._began
+            else:
+                if self._made_first:
+                    words[_RING_AT + words[_STEPS] % _RING] = self._clock.end(step, self._began)
+                    words[_STEPS] += 1
+                self._made_first, self._parts_nanos = True, None
+        words[_STEP] = step
+        self._enter(Phase.BETWEEN)
+
+    def set_step(self, step: int) -> None:
+        """The last step that was made, where none was made here: it was restored."""
+        self._words[_STEP], self._parts_nanos = step, None
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """While it lasts, the trainer is at ``phase``."""
+        before, began = self.phase, self._began
+        self._enter(phase)
+        entered = self._began
+        try:
+            yield
+        finally:
+            self._enter(before)
+            self._began = began + self._began - entered  # what it took is not the step's
+            self._clock.leave_out(time.monotonic_ns() - entered)
+
+    def _enter(self, phase: Phase) -> None:
+        words, now = self._words, time.monotonic_ns()
+        longest = _LONGEST_OF.get(Phase(words[_PHASE]))
+        if longest is not None:
+            words[longest] = max(words[longest], now - self._began)
+        self._began = now
+        words[_PHASE] = phase
+        words[_INSTRUCTION] = 0
+        words[_NANOS] = now
+
+    def set_stack_signal(self, number: int) -> None:
+        """It writes its stacks on that signal."""
+        self._words[_SIGNAL] = number
+
+    def set_place(self, place: tuple[int, int, int]) -> None:
+        """Its pipeline stage, replica and tensor slice."""
+        pp, dp, tp = place
+        self._words[_PLACE] = 1 + (((pp << _PLACE_BITS) + dp) << _PLACE_BITS) + tp
+
+    def set_samples(self, per_step: int) -> None:
+        """Samples that the whole job trains on in a step."""
+        self._words[_SAMPLES] = per_step
+
+    def set_flops(self, per_token: int) -> None:
+        """Operations that the whole model takes for a token."""
+        self._words[_FLOPS] = per_token
+
+    def set_tokens(self, per_sample: int) -> None:
+        """Tokens of a sample."""
+        self._words[_TOKENS] = per_sample
+
+    def set_device(self, use: DeviceUse) -> None:
+        """What it has of its device's memory."""
+        self._words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS] = memoryview(array("q", astuple(use)))
+
+    def close(self) -> None:
+        """It is not watched any more."""
+        self._enter(Phase.ENDED)
+        self._clock.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _make(path: Path) -> mmap.mmap:
+    try:
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            # Written to: a full tmpfs is an error here, not a SIGBUS later.
+            os.posix_fallocate(fd, 0, _FILE_BYTES)
+            return mmap.mmap(fd, _FILE_BYTES)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        logger.warning(
+            "%s cannot be made (%s): this trainer is not watched, it trains all the same", path, error
+        )
+        return mmap.mmap(-1, _FILE_BYTES)
+
+
+# -- who reads -----------------------------------------------------------------------------------------
+
+
+def read_pages(job_dir: Path) -> list[Seen]:
+    """The trainers of this node, by local rank; files that are no such pages are left out."""
+    found = (_read(path) for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")))
+    return [seen for seen in found if seen is not None]
+
+
+def _read(path: Path) -> Seen | None:
+    with suppress(OSError, ValueError, struct.error):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            page = os.pread(fd, _PAGE_BYTES, 0)
+        finally:
+            os.close(fd)
+        words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
+        if words[_IS] != _MAGIC:
+            return None
+        phase = Phase(words[_PHASE])
+        at = _NAMES_AT + (words[_INSTRUCTION] % _MOST_NAMES) * _NAME_BYTES
+        ring = words[_RING_AT : _RING_AT + _RING]
+        return Seen(
+            local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
+            rank=words[_RANK],
+            pid=words[_PID],
+            phase=phase,
+            step=words[_STEP],
+            position=words[_POSITION],
+            instruction=page[at : at + _NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
+            nanos=words[_NANOS],
+            patience=words[_PATIENCE] / 1000,
+            step_secs=max(ring) / _PER_SEC,
+            phase_secs=words[_LONGEST_OF[phase]] / _PER_SEC if phase in _LONGEST_OF else 0.0,
+            stack_signal=words[_SIGNAL],
+            state=process_state(words[_PID]),
+            samples_per_step=words[_SAMPLES],
+            flops_per_token=words[_FLOPS],
+            tokens_per_sample=words[_TOKENS],
+            device=_device(words[_DEVICE_AT : _DEVICE_AT + _DEVICE_WORDS]),
+        )
+    return None
+
+
+def _device(words: tuple[int, ...]) -> DeviceUse | None:
+    return DeviceUse(*words) if words[0] > 0 else None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What the last steps of a trainer consisted of.
+
+    Attributes:
+        rank: of the trainer.
+        pid: of its process.
+        place: its pipeline stage, replica and tensor slice.
+        steps: the last 64 of them, by number.
+    """
+
+    rank: int
+    pid: int
+    place: tuple[int, int, int]
+    steps: list[StepTimes]
+
+
+def read_times(job_dir: Path) -> list[Timed]:
+    """Of the trainers of this node whose place is known; files that are no such pages are left out."""
+    found = (_timed(path) for path in sorted(job_dir.glob(f"*{PROGRESS_SUFFIX}")))
+    return [timed for timed in found if timed is not None]
+
+
+def _timed(path: Path) -> Timed | None:
+    with suppress(OSError, ValueError, struct.error):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            page = os.pread(fd, _FILE_BYTES, 0)
+        finally:
+            os.close(fd)
+        words = struct.unpack(f"={_WORDS}q", page[: _WORDS * 8])
+        if words[_IS] == _MAGIC and words[_PLACE] > 0:
+            place, mask = words[_PLACE] - 1, (1 << _PLACE_BITS) - 1
+            at = (place >> 2 * _PLACE_BITS, place >> _PLACE_BITS & mask, place & mask)
+            return Timed(words[_RANK], words[_PID], at, read_steps(page[_TIMES_AT:_FILE_BYTES]))
+    return None
+
+
+def process_state(pid: int) -> str:
+    """A letter as in ``/proc/PID/stat``: R runs, S sleeps, D waits in the kernel, T is stopped, t is traced,
+    Z has ended; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

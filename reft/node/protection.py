@@ -1,0 +1,230 @@
+"""Which protection is wanted and which is in force: two small files beside a node's arenas.
+
+``protect-request.json`` is the newest *order*, written by ``reft protect`` (or a trainer that was asked);
+``protection.json`` is what the trainers made of it, written by the first trainer of the node. An order on
+any node reaches all ranks in their votes; the record lies on every node, so that a restart finds the last
+switch on whichever nodes are left. Both are private to the job's owner, like the arenas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reft.config import AOR
+from reft.errors import ConfigError
+from reft.memory.jobdir import read_json, write_json
+from reft.protect.codes import Scheme
+
+REQUEST_FILE = "protect-request.json"
+RECORD_FILE = "protection.json"
+MOST_CHARACTERS = 64
+"""Of a scheme's name: orders travel between ranks in messages of a fixed length."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A wish to switch.
+
+    Attributes:
+        number: milliseconds since the epoch, and more than that of any order dealt with before: of several
+            orders the one with the highest number counts.
+        scheme: as in the block, ``arc:2+aec``.
+    """
+
+    number: int
+    scheme: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an order was not carried out."""
+
+    scheme: str
+    cause: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """What is kept instead of what is wanted, while memory is short.
+
+    Attributes:
+        scheme: redundancy in force.
+        versions: held per rank.
+        cause: which node has too little memory, and what would be needed.
+        step: since which version.
+    """
+
+    scheme: str
+    versions: int
+    cause: str
+    step: int
+
+
+@dataclass(frozen=True)
+class ProtectionRecord:
+    """What the ranks agreed on, the same on every node.
+
+    Attributes:
+        scheme: wanted, and in force unless ``degraded``.
+        configured: what the block said when that was decided. A block that says something else is newer.
+        number: newest order that was dealt with; 0: none.
+        step: since which version.
+        incarnation: of that version.
+        tolerance: node losses that every sharding group survives under what is in force.
+        refused: the newest order, if it could not be carried out.
+        degraded: what is in force, if memory is too short for what is wanted.
+        ordered: the scheme came by order, not from the block.
+        aor: the job was started with partitions recomputed by their owners' peers; no order changes that.
+    """
+
+    scheme: str
+    configured: str
+    number: int = 0
+    step: int = 0
+    incarnation: int = 0
+    tolerance: int = 0
+    refused: Refusal | None = None
+    degraded: Degradation | None = None
+    ordered: bool = False
+    aor: bool = False
+
+    @property
+    def parsed(self) -> Scheme:
+        """The scheme wanted."""
+        return Scheme.parse(self.scheme)
+
+    @property
+    def in_force(self) -> str:
+        return self.degraded.scheme if self.degraded is not None else self.scheme
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ProtectionRecord:
+        """Inverse of :meth:`to_json`; raises TypeError for anything else."""
+        refused, degraded = fields.get("refused"), fields.get("degraded")
+        return replace(
+            cls(**{**fields, "refused": None, "degraded": None}),
+            refused=Refusal(**refused) if refused else None,
+            degraded=Degradation(**degraded) if degraded else None,
+        )
+
+
+def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
+    """The scheme that an order names.
+
+    Args:
+        text: as in the block, also with ``+aor``.
+        aor: whether the job recomputes partitions; None where that is not known.
+
+    Raises:
+        ConfigError: there is no such scheme, it must not be used, or it asks for recomputing in a job that
+            was started without.
+    """
+    plain = text.removesuffix(AOR)
+    scheme = Scheme.parse(plain)
+    if plain != text and not scheme.certain_losses:
+        raise ConfigError(
+            f"protection {text!r} keeps nothing of a peer that it could recompute; order {plain!r}"
+        )
+    if plain != text and aor is False:
+        raise ConfigError(
+            f"protection {text!r} cannot be ordered: recomputing is fixed at the start, and this job was "
+            f"started without; order {plain!r}, or write {text!r} into the block for its next start"
+        )
+    if not scheme.designed:
+        raise ConfigError(
+            f"protection {text!r} survives no more than one of its parts; give "
+            f"{text.removeprefix('naive:')!r}"
+        )
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"protection {text!r} is longer than {MOST_CHARACTERS} characters")
+    return scheme
+
+
+def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
+    """Order a switch, on every node given; one of them is enough.
+
+    Raises:
+        ConfigError: there is no such scheme, or the job, as far as these nodes know, cannot follow.
+        OSError: the order cannot be written.
+    """
+    records = [r for d in job_dirs if (r := read_record(d))]
+    parse_order(scheme, aor=any(r.aor for r in records) if records else None)
+    known = [o.number for d in job_dirs if (o := read_order(d))]
+    known += [r.number for r in records]
+    order = Order(max([time.time_ns() // 1_000_000, *(n + 1 for n in known)]), scheme)
+    for directory in job_dirs:
+        write_json(directory / REQUEST_FILE, asdict(order))
+    return order
+
+
+def read_order(job_dir: Path) -> Order | None:
+    """The newest order on this node, or None where there is none that can be read."""
+    found = read_json(job_dir / REQUEST_FILE) or {}
+    try:
+        return Order(int(found["number"]), str(found["scheme"]))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def write_record(job_dir: Path, record: ProtectionRecord) -> None:
+    """Say on this node what is in force."""
+    write_json(job_dir / RECORD_FILE, record.to_json())
+
+
+def read_record(job_dir: Path) -> ProtectionRecord | None:
+    """What is in force, by this node's file; None where there is none that can be read."""
+    try:
+        return ProtectionRecord.from_json(read_json(job_dir / RECORD_FILE) or {})
+    except TypeError:
+        return None
+
+
+def resume(
+    records: Iterable[ProtectionRecord], configured: str, scheme: str | None = None
+) -> ProtectionRecord:
+    """What a start of the job begins with: the last switch that any node's record tells of, unless the block
+    was edited since, which then is the newer wish. Orders dealt with stay so in both cases; what memory there
+    is, is found out anew.
+
+    Args:
+        records: of all nodes that have one.
+        configured: what the block says.
+        scheme: the scheme that this means; None: it is one.
+    """
+    newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
+    if newest is not None and newest.ordered and newest.configured == configured:
+        return replace(newest, degraded=None)
+    return ProtectionRecord(scheme or configured, configured, number=newest.number if newest else 0)
+
+
+class OrderWatch:
+    """Looks for a new order, at the cost of one ``stat`` while there is none.
+
+    Args:
+        job_dir: the job's directory on this node.
+    """
+
+    def __init__(self, job_dir: Path) -> None:
+        self._path = job_dir / REQUEST_FILE
+        self._seen: tuple[int, int] | None = None
+        self._order: Order | None = None
+
+    def newest(self) -> Order | None:
+        """The newest order found so far; a file that cannot be read is none."""
+        try:
+            info = self._path.stat()
+        except OSError:
+            return self._order
+        seen = (info.st_mtime_ns, info.st_ino)
+        if seen != self._seen:
+            self._seen = seen
+            self._order = read_order(self._path.parent) or self._order
+        return self._order

@@ -1,0 +1,254 @@
+"""Which version to restore: every sharding group judges its own, all groups decide together. Pure.
+
+A version is used only if it is whole: for every (pp, tp) the sources of one label cover the replicated
+image, and for every member its owned and host images, exactly. Sources of different labels never mix
+(the write hole).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import msgpack
+
+from reft.blocks import BlockKey
+from reft.grid import Coordinate, Topology
+from reft.label import Label
+from reft.memory.commit import preferred_label
+from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by
+from reft.recover.sift import LayoutSpec, Sifted, sift, summarize
+from reft.recover.source_plan import plan_group
+from reft.recover.sources import GroupSources, collect_group
+
+_MOST_GAPS = 6
+
+Group = tuple[int, int]
+"""A sharding group: (pp, tp)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a sharding group says about one version.
+
+    Attributes:
+        missing: how much of it is missing; 0 if the group can recover it.
+        gaps: the first of what is missing, in words.
+        decodes: whether lost blocks have to be decoded first.
+    """
+
+    missing: int
+    gaps: tuple[str, ...]
+    decodes: bool
+
+    @classmethod
+    def of(cls, sources: GroupSources) -> Verdict:
+        return cls(len(sources.gaps), tuple(map(str, sources.gaps[:_MOST_GAPS])), bool(sources.lost))
+
+
+Verdicts = Mapping[Label, Verdict]
+
+
+def encode_verdicts(verdicts: Verdicts) -> bytes:
+    """Bytes to send to the other groups."""
+    body: bytes = msgpack.packb(
+        [[at.incarnation, at.step, v.missing, v.gaps, v.decodes] for at, v in verdicts.items()]
+    )
+    return body
+
+
+def decode_verdicts(body: bytes) -> Verdicts:
+    """Inverse of :func:`encode_verdicts`."""
+    return {
+        Label(incarnation, step): Verdict(missing, tuple(gaps), decodes)
+        for incarnation, step, missing, gaps, decodes in msgpack.unpackb(body)
+    }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks restore.
+
+    Attributes:
+        label: the version.
+        rejected: for every newer version why it is not used.
+        decodes: whether some group has to decode lost blocks first.
+    """
+
+    label: Label
+    rejected: tuple[str, ...]
+    decodes: bool
+
+
+def judge(
+    group: Group,
+    records: Iterable[ArenaRecord],
+    sizes: Mapping[Label, int],
+    bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
+) -> dict[Label, GroupSources]:
+    """What each version has in one sharding group.
+
+    Args:
+        group: its (pp, tp).
+        records: arenas of its members, of any version.
+        sizes: versions that any rank of the job holds whole, with the members that the group had then.
+        bad: (node, arena, key) of blocks not to use.
+    """
+    by_label: dict[Label, list[ArenaRecord]] = {label: [] for label in sizes}
+    for record in records:
+        header = record.header
+        if record.usable and header.degrees.dp == sizes.get(header.label):
+            by_label[header.label].append(record)
+    refused = frozenset(bad)
+    return {
+        label: collect_group(*group, by_label[label], sizes[label], refused)
+        for label in sorted(by_label, reverse=True)
+    }
+
+
+def decide(sifted: Sifted, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
+    """Choose the best version that every group can recover.
+
+    The best is the newest, unless it was sealed on fewer ranks than an older one that is not older
+    than the last commit: then it was never committed, and restoring it would let the copies of the
+    older one go while a single loss can still break it (:func:`~reft.memory.commit.preferred_label`).
+
+    Args:
+        sifted: who holds which version.
+        verdicts: of every group about every version in it.
+    """
+    rejected: dict[Label, str] = {}
+    whole: list[Label] = []
+    for label in sorted(sifted.by_label, reverse=True):
+        said = [of_group[label] for of_group in verdicts.values()]
+        missing = sum(verdict.missing for verdict in said)
+        if missing:
+            gaps = list(chain.from_iterable(verdict.gaps for verdict in said))
+            rejected[label] = f"{label}: {sifted.explain(label, gaps, missing)}"
+        else:
+            whole.append(label)
+    holders = {label: sifted.holders(label) for label in whole}
+    best = preferred_label(holders, sifted.newest_committed)
+    if best is None:
+        return NotRecoverable(
+            reasons=tuple(rejected.values()) or (sifted.why_no_candidate(),),
+            notes=sifted.notes,
+            empty=sifted.empty,
+            layout_mismatch=not sifted.by_label and sifted.layout_mismatch,
+            newest_committed=sifted.newest_committed,
+        )
+    for label in whole:
+        rejected.setdefault(
+            label,
+            f"{label}: whole, but never committed: {len(holders[label])} ranks sealed it, "
+            f"{len(holders[best])} hold {best}",
+        )
+    newer = tuple(rejected[label] for label in sorted(rejected, reverse=True) if label > best)
+    return Decision(best, newer, any(of_group[best].decodes for of_group in verdicts.values()))
+
+
+def plan_decided(
+    decision: Decision,
+    sifted: Sifted,
+    group: Group,
+    sources: GroupSources,
+    records: Iterable[ArenaRecord],
+    *,
+    wanted: Wanted = NOTHING_WANTED,
+) -> RecoveryPlan:
+    """The plan of one sharding group for the version that was decided on.
+
+    Args:
+        sources: what the group has of that version.
+        records: arenas of the group's members, of any version.
+        wanted: of a version of another data-parallel degree, what each member takes of the partitions, once
+            that is known; the plan is without it before.
+
+    Raises:
+        LayoutError: something is wanted that the version does not have.
+    """
+    topology, written = sifted.topology, sifted.sizes[decision.label]
+    resize = Resize(written, topology.degrees.dp)
+    needs = {
+        Coordinate(group[0], dp, group[1]): needed_by(sources, resize, dp, wanted.get(dp, ()))
+        for dp in range(resize.new)
+    }
+    layout = next((r.header.layout for r in records if r.usable and r.header.label == decision.label), "")
+    fetches, rebuilds = plan_group(needs, sources, topology, layout)
+    return RecoveryPlan(
+        label=decision.label,
+        committed=sifted.committed(decision.label),
+        degrees=topology.degrees,
+        written_dp=written,
+        fetches=fetches,
+        newest_committed=sifted.newest_committed,
+        rejected=decision.rejected,
+        notes=sources.divergences + sifted.notes,
+        job_id=sifted.job_id,
+        rebuilds=rebuilds,
+    )
+
+
+def plan_recovery(
+    inventories: Sequence[Inventory],
+    topology: Topology,
+    *,
+    job_id: str,
+    layout: LayoutSpec = None,
+    bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
+) -> RecoveryPlan | NotRecoverable:
+    """The whole job's plan in one place, for tools that read the memory of all nodes. Pure, deterministic.
+
+    The ranks of a job decide the same from summaries, and each plans for its own group alone
+    (:mod:`reft.recover.recover`).
+
+    Args:
+        inventories: what every node holds, in any order.
+        topology: placement of the *new* incarnation; nodes may be new and empty, and coordinates may
+            have moved to other nodes (P7).
+        job_id: arenas of other jobs are ignored, with a note.
+        layout: expected layout hash, one for the whole job or one per (pp, tp); None accepts any.
+        bad: (node, arena, key) of blocks that failed verification.
+    """
+    inventories = _once(inventories)
+    summaries = [
+        summarize(i.node, i.arenas, topology, job_id=job_id, layout=layout, problems=i.problems)
+        for i in inventories
+    ]
+    sifted = sift(summaries, topology, job_id=job_id)
+    fitting = {(head.node, head.path) for summary in summaries for head in summary.heads}
+    records: dict[Group, list[ArenaRecord]] = {group: [] for group in topology.groups()}
+    for record in chain.from_iterable(i.arenas for i in inventories):
+        if (record.node, record.path) in fitting:
+            records[record.header.coordinate.pp, record.header.coordinate.tp].append(record)
+    sources = {group: judge(group, records[group], sifted.sizes, bad) for group in records}
+    verdicts = {
+        group: {label: Verdict.of(found) for label, found in of_group.items()}
+        for group, of_group in sources.items()
+    }
+    decision = decide(sifted, verdicts)
+    if isinstance(decision, NotRecoverable):
+        return decision
+    plans = [
+        plan_decided(decision, sifted, group, sources[group][decision.label], records[group])
+        for group in records
+    ]
+    return RecoveryPlan.joined(plans, sifted.notes)
+
+
+def _once(inventories: Iterable[Inventory]) -> list[Inventory]:
+    """Every arena once, in (node, name) order: several ranks of a node may have sent the same ones."""
+    records: dict[str, dict[str, ArenaRecord]] = {}
+    problems: dict[str, list[str]] = {}
+    for inventory in inventories:
+        problems.setdefault(inventory.node, []).extend(inventory.problems)
+        records.setdefault(inventory.node, {})
+        for record in inventory.arenas:
+            records.setdefault(record.node, {}).setdefault(record.path, record)
+    return [
+        Inventory(node, tuple(found[path] for path in sorted(found)), tuple(problems.get(node, ())))
+        for node, found in sorted(records.items())
+    ]

@@ -1,0 +1,348 @@
+"""What is in the memory of a job, live or dead, on one or several nodes, and what it is worth.
+
+Reads headers (and, to verify, every block), starts nothing and changes nothing. Whether a version can
+be recovered is asked of the same pure plan that a restart uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reft.blocks import BlockKey
+from reft.errors import ArenaError, LayoutError
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaHeader, ArenaState, Entry
+from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
+
+if TYPE_CHECKING:
+    from reft.recover.inventory import Inventory
+    from reft.recover.plan import RecoveryPlan
+
+BadBlock = tuple[str, str, BlockKey]
+"""(node, arena file name, block), as the recovery plan wants to have them named."""
+
+
+@dataclass(frozen=True)
+class ArenaReport:
+    """One arena file.
+
+    Attributes:
+        node: node it lies on.
+        path: the file.
+        header: what it says about itself; None for an EMPTY one.
+        nbytes: memory it takes.
+        bad_blocks: blocks whose bytes do not match their checksum; None if they were not read.
+    """
+
+    node: str
+    path: Path
+    header: ArenaHeader | None
+    nbytes: int
+    bad_blocks: tuple[BlockKey, ...] | None = None
+
+    @property
+    def state(self) -> ArenaState:
+        return self.header.state if self.header else ArenaState.EMPTY
+
+    @property
+    def own_bytes(self) -> int:
+        """Stored bytes of the rank's own blocks."""
+        return sum(e.nbytes for e in self._entries if e.owner)
+
+    @property
+    def redundant_bytes(self) -> int:
+        """Stored bytes that protect other ranks."""
+        return sum(e.nbytes for e in self._entries if not e.owner)
+
+    @property
+    def _entries(self) -> tuple[Entry, ...]:
+        return self.header.entries if self.header else ()
+
+    def __str__(self) -> str:
+        if self.header is None:
+            return f"{self.path.name} on {self.node}: empty"
+        return (
+            f"{self.path.name} on {self.node}: {self.header.label} of {self.header.coordinate}, {self.state}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        header = self.header
+        return {
+            "node": self.node,
+            "path": str(self.path),
+            "state": str(self.state),
+            "coordinate": str(header.coordinate) if header else None,
+            "incarnation": header.label.incarnation if header else None,
+            "step": header.label.step if header else None,
+            "layout": header.layout if header else None,
+            "protection": header.scheme if header else None,
+            "blocks": len(self._entries),
+            "own_bytes": self.own_bytes,
+            "redundant_bytes": self.redundant_bytes,
+            "memory_bytes": self.nbytes,
+            "sealed_unix_secs": header.sealed_unix_secs if header else None,
+            "bad_blocks": None if self.bad_blocks is None else [_name(key) for key in self.bad_blocks],
+        }
+
+
+@dataclass(frozen=True)
+class VersionReport:
+    """One version, over all nodes that were looked at.
+
+    Attributes:
+        label: the version.
+        arenas: every arena that holds it, or was being written for it.
+        ranks: ranks of the job.
+        recoverable: whether every byte of it is there (and, if verified, right).
+        reasons: why not; or, if it is, where bytes would come from.
+    """
+
+    label: Label
+    arenas: tuple[ArenaReport, ...]
+    ranks: int
+    recoverable: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def committed(self) -> bool:
+        """Whether some rank recorded that all ranks have it."""
+        return any(a.state is ArenaState.COMMITTED for a in self.arenas)
+
+    @property
+    def scheme(self) -> str:
+        """How it is protected; empty if its arenas do not say so."""
+        return next((a.header.scheme for a in self.arenas if a.header and a.header.scheme), "")
+
+    @property
+    def whole_ranks(self) -> int:
+        """Ranks whose own arena holds it whole."""
+        return len({a.header.coordinate for a in self.arenas if a.header and a.state.whole})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.own_bytes + a.redundant_bytes for a in self.arenas)
+
+    @property
+    def sealed_unix_secs(self) -> float | None:
+        """When its last arena was sealed; None if none was."""
+        return max(
+            (a.header.sealed_unix_secs for a in self.arenas if a.header and a.state.whole), default=None
+        )
+
+    def age_secs(self, now: float | None = None) -> float | None:
+        """Seconds since it was sealed."""
+        sealed = self.sealed_unix_secs
+        return None if sealed is None else (time.time() if now is None else now) - sealed
+
+    def __str__(self) -> str:
+        verdict = "recoverable" if self.recoverable else "not recoverable"
+        state = "committed" if self.committed else "not committed"
+        return f"{self.label}: {verdict}, {state}, whole on {self.whole_ranks} of {self.ranks} ranks"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "incarnation": self.label.incarnation,
+            "step": self.label.step,
+            "protection": self.scheme or None,
+            "recoverable": self.recoverable,
+            "committed": self.committed,
+            "whole_ranks": self.whole_ranks,
+            "ranks": self.ranks,
+            "bytes": self.nbytes,
+            "age_secs": self.age_secs(),
+            "reasons": list(self.reasons),
+            "arenas": [a.to_json() for a in self.arenas],
+        }
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """The memory of one job.
+
+    Attributes:
+        job_id: the job.
+        directories: directory looked at, per node.
+        alive_because: live processes, per node.
+        versions: newest first.
+        restores: version that a restart on these nodes would restore; None if none can be.
+        why: what the plan says about it.
+        empty: arenas that hold nothing.
+        problems: arenas that could not be read, and why.
+        verified: whether every stored block was read.
+    """
+
+    job_id: str
+    directories: Mapping[str, Path]
+    alive_because: Mapping[str, tuple[str, ...]]
+    versions: tuple[VersionReport, ...]
+    restores: Label | None
+    why: tuple[str, ...]
+    empty: tuple[ArenaReport, ...]
+    problems: tuple[str, ...]
+    verified: bool
+
+    @property
+    def arenas(self) -> tuple[ArenaReport, ...]:
+        return self.empty + tuple(a for v in self.versions for a in v.arenas)
+
+    @property
+    def bad_blocks(self) -> int:
+        """Stored blocks that do not match their checksum."""
+        return sum(len(a.bad_blocks or ()) for a in self.arenas)
+
+    @property
+    def well(self) -> bool:
+        """Something can be restored and nothing that was looked at is damaged."""
+        return self.restores is not None and not self.problems and not self.bad_blocks
+
+    def __str__(self) -> str:
+        lines = [f"job {self.job_id}: a restart would restore {self.restores or 'nothing'}"]
+        lines += [f"  {version}" for version in self.versions]
+        lines += [f"  unreadable: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        restores = self.restores
+        return {
+            "job_id": self.job_id,
+            "nodes": {
+                node: {"path": str(path), "alive_because": list(self.alive_because[node])}
+                for node, path in self.directories.items()
+            },
+            "restores": None
+            if restores is None
+            else {"incarnation": restores.incarnation, "step": restores.step},
+            "why": list(self.why),
+            "versions": [v.to_json() for v in self.versions],
+            "empty_arenas": [a.to_json() for a in self.empty],
+            "problems": list(self.problems),
+            "verified": self.verified,
+            "bad_blocks": self.bad_blocks,
+        }
+
+
+def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
+    """Job directories per job id. A job directory itself may be given instead of the one above it."""
+    found: dict[str, list[Path]] = {}
+    for memory_dir in memory_dirs:
+        for path in [memory_dir] if is_job_dir(memory_dir) else find_jobs(memory_dir):
+            paths = found.setdefault(job_id_of(path), [])
+            if path not in paths:
+                paths.append(path)
+    return found
+
+
+def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
+    """Report on one job.
+
+    Args:
+        job_dirs: the job's directory on every node to look at.
+        verify: read every stored block and compare it with its checksum.
+
+    Raises:
+        ArenaError: if the directories belong to several jobs, or to none.
+        AuthenticationError: if a directory is somebody else's or its secret is missing.
+    """
+    nodes = _nodes([JobDir.open(path) for path in job_dirs])
+    job_id = next(iter(nodes.values())).job_id
+    arenas: list[ArenaReport] = []
+    problems: list[str] = []
+    with ExitStack() as stack:
+        for node, job in nodes.items():
+            for path, found in job.scan():
+                if isinstance(found, str):
+                    problems.append(f"node {node}: {found}")
+                else:
+                    arenas.append(_report_arena(node, path, stack.enter_context(found), verify))
+    inventories = [_inventory(node, arenas) for node in nodes]
+    bad = [(a.node, a.path.name, key) for a in arenas for key in a.bad_blocks or ()]
+    restores, why = _judge(inventories, job_id, bad)
+    return JobReport(
+        job_id=job_id,
+        directories={node: job.path for node, job in nodes.items()},
+        alive_because={node: job.live_processes() for node, job in nodes.items()},
+        versions=tuple(_report_versions(arenas, inventories, job_id, bad)),
+        restores=restores,
+        why=why,
+        empty=tuple(a for a in arenas if a.header is None),
+        problems=tuple(problems),
+        verified=verify,
+    )
+
+
+def _nodes(jobs: Sequence[JobDir]) -> dict[str, JobDir]:
+    """Directories by node id; two directories of one name are told apart by their paths."""
+    if len({job.job_id for job in jobs}) != 1:
+        raise ArenaError(
+            f"directories of {len({job.job_id for job in jobs})} jobs were given "
+            f"({', '.join(sorted({job.job_id for job in jobs})) or 'none'}); expected one job: say --job"
+        )
+    names = [job.node for job in jobs]
+    return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
+
+
+def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:
+    header = arena.header()
+    report = ArenaReport(node, path, header, arena.file_bytes)
+    if not verify or header is None or not header.state.whole:
+        return report
+    # A live trainer may be writing: what it overwrites meanwhile is not bad, it is gone.
+    pinned = arena.lock_shared()
+    bad = tuple(e.key for e in header.entries if not arena.verify(e))
+    if bad and not pinned and arena.header() != header:
+        return replace(report, header=arena.header())
+    return replace(report, bad_blocks=bad)
+
+
+def _inventory(node: str, arenas: Sequence[ArenaReport]) -> Inventory:
+    from reft.recover.inventory import ArenaRecord, Inventory
+
+    records = (ArenaRecord(node, a.path.name, a.header) for a in arenas if a.node == node and a.header)
+    return Inventory(node, tuple(records))
+
+
+def _report_versions(
+    arenas: Sequence[ArenaReport], inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
+) -> Iterator[VersionReport]:
+    for label in sorted({a.header.label for a in arenas if a.header}, reverse=True):
+        holders = tuple(a for a in arenas if a.header and a.header.label == label)
+        only = [replace(i, arenas=tuple(r for r in i.arenas if r.header.label == label)) for i in inventories]
+        restores, reasons = _judge(only, job_id, bad)
+        ranks = max(a.header.degrees.world_size for a in holders if a.header)
+        yield VersionReport(label, holders, ranks, restores == label, reasons)
+
+
+def _judge(
+    inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
+) -> tuple[Label | None, tuple[str, ...]]:
+    """What a restart would restore from these inventories, and the plan's words about it."""
+    from reft.recover.decide import plan_recovery
+    from reft.recover.local import offline_topology
+    from reft.recover.plan import NotRecoverable
+
+    if not any(record.usable for inventory in inventories for record in inventory.arenas):
+        return None, ("no rank finished writing it",)
+    try:
+        topology = offline_topology(inventories, job_id)
+    except LayoutError as error:
+        return None, (str(error),)
+    plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
+    if isinstance(plan, NotRecoverable):
+        return None, plan.reasons
+    return plan.label, _say(plan)
+
+
+def _say(plan: RecoveryPlan) -> tuple[str, ...]:
+    from reft.recover.plan import format_bytes_from
+
+    return (f"bytes from: {format_bytes_from(plan.bytes_from)}", *plan.rejected)
+
+
+def _name(key: BlockKey) -> str:
+    return f"{key.section} block {key.index} of member {key.member}"

@@ -1,0 +1,310 @@
+"""A version that a job of another layout (PP x DP x TP) left in the memory of the nodes: finding it, and
+bringing its bytes to the ranks that want them.
+
+Rare, and so simpler than a recovery of the own layout (:mod:`reft.recover.recover`): every rank hears of all
+arenas of the job and plans for the old layout alike. Every block that the plan names is compared with its
+checksum where it lies before anything is written (P5), so that live state is never half of a version that
+turns out not to be whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import torch
+
+from reft.blocks import BlockKey, Section
+from reft.control.control import ControlGroup
+from reft.errors import TransferError
+from reft.faults import FaultPlan
+from reft.grid import Coordinate, Topology
+from reft.label import Label
+from reft.recover.decide import plan_recovery
+from reft.recover.exchange import Exchange
+from reft.recover.inventory import ArenaRecord, Inventory, take_inventory
+from reft.recover.local import close_behind, find_corrupt, offline_topology, opened_arenas
+from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan, SourceKind
+from reft.recover.rebuild import Decoder
+from reft.recover.transfer import DEFAULT_WINDOW_BYTES, Sink, TransferStats, execute
+
+Place = tuple[int, int]
+"""A block of the plan: number of the old coordinate in (pp, dp, tp) order, and of its fetch."""
+
+
+class OtherMemory:
+    """Memory of this job in layouts with other stages or slices. Collective: all methods, on all ranks.
+
+    Args:
+        topology: placement of the running incarnation.
+        control: connections to all ranks.
+        job_id: the job.
+        job_dir: this node's directory of the job.
+        secret: the job's secret.
+        window_bytes, faults: see :func:`~reft.recover.transfer.execute`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        control: ControlGroup,
+        *,
+        job_id: str,
+        job_dir: Path,
+        secret: bytes,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self._topology = topology
+        self._control = control
+        self._job_id = job_id
+        self._job_dir = job_dir
+        self._secret = secret
+        self._window_bytes = window_bytes
+        self._faults = faults
+        self._node = topology.nodes[control.rank]
+        self._exchange = Exchange(topology, control)
+        self._bad: frozenset[BlockSource] = frozenset()
+        self._inventories: list[Inventory] = []
+        self._here = Inventory(self._node, ())
+        self._plan: RecoveryPlan
+        self._blocks: dict[tuple[Coordinate, Section], list[tuple[int, int]]] = {}
+        self.moved: list[TransferStats] = []
+        """What this rank has brought."""
+
+    def survey(self, beyond: Label | None = None) -> RecoveryPlan | NotRecoverable | None:
+        """The newest whole version in another layout, as its job would recover it; every block was checked.
+        Nothing is touched, but that blocks which only parity has are decoded and stored.
+
+        Args:
+            beyond: only versions newer than this one.
+
+        Returns:
+            The plan of all its coordinates, the same on all ranks; None: there is no such memory.
+
+        Raises:
+            TransferError: a peer is gone, or could not read its memory.
+        """
+        self._look(beyond)
+        while True:
+            # Ends: every further round knows more corrupt sources, or finds fewer lost blocks.
+            plan = self._planned()
+            if not isinstance(plan, RecoveryPlan):
+                return plan
+            known = self._bad
+            self._check(plan)
+            if self._bad != known:
+                continue
+            if not plan.rebuilds:
+                self._plan = plan
+                return plan
+            self._decode(plan)
+            self._look(beyond)
+
+    def bring_hosts(self, wanted: Iterable[Coordinate]) -> dict[Coordinate, bytes]:
+        """The host images of these old coordinates, which every rank may name others of. After a survey.
+
+        Raises:
+            TransferError: a peer is gone, or a block did not arrive as it is stored.
+        """
+        sizes = {at: self._plan.image_bytes(at, Section.HOST) for at in sorted(wanted)}
+        images = {at: bytearray(nbytes) for at, nbytes in sizes.items()}
+        places = [p for at, nbytes in sizes.items() for p in self.places_of(at, Section.HOST, 0, nbytes)]
+
+        def keep(fetch: Fetch, data: torch.Tensor) -> None:
+            image = images[Coordinate(fetch.pp, fetch.key.member, fetch.tp)]
+            image[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy().tobytes()
+
+        self._move(places, keep, None)
+        return {at: bytes(image) for at, image in images.items()}
+
+    def places_of(self, at: Coordinate, section: Section, start: int, nbytes: int) -> list[Place]:
+        """The blocks that hold these bytes of an old coordinate's image, in its order."""
+        if (at, section) not in self._blocks:
+            fetches = enumerate(self._plan.fetches[at])
+            found = [(f.start_bytes, n) for n, f in fetches if f.key.section is section and f.nbytes]
+            self._blocks[at, section] = sorted(found)
+        blocks = self._blocks[at, section]
+        # They tile the image (reft.recover.sources).
+        first = max(0, bisect_right(blocks, start, key=lambda b: b[0]) - 1)
+        last = bisect_left(blocks, start + nbytes, key=lambda b: b[0])
+        number = self._plan.degrees.coordinates().index(at)
+        return [(number, n) for _, n in blocks[first:last]]
+
+    def fetch_at(self, place: Place) -> Fetch:
+        """The block of the plan."""
+        coordinate, number = place
+        return self._plan.fetches[self._plan.degrees.coordinates()[coordinate]][number]
+
+    def bring(self, places: Sequence[Place], sink: Sink) -> None:
+        """Blocks of the version, each verified before the sink has it. After a survey.
+
+        Raises:
+            TransferError: as above; live state is incomplete then.
+        """
+        self._move(places, sink, self._faults)
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    def _look(self, beyond: Label | None) -> None:
+        def is_wanted(record: ArenaRecord) -> bool:
+            return self._is_other(record) and (beyond is None or record.header.label > beyond)
+
+        def mine() -> bytes:
+            if self._topology.local_ranks(self._node)[0] != self._control.rank:
+                return b""
+            found = take_inventory(self._job_dir, self._node, self._secret)
+            return replace(found, arenas=tuple(filter(is_wanted, found.arenas))).pack()
+
+        told = self._exchange.gather(mine, "taking inventory of another layout")
+        self._inventories = [Inventory.unpack(body) for body in told if body]
+        self._here = next(i for i in self._inventories if i.node == self._node)
+
+    def _is_other(self, record: ArenaRecord) -> bool:
+        """Another data-parallel degree alone is taken up in :mod:`reft.recover.recover`."""
+        was, now = record.header.degrees, self._topology.degrees
+        return (
+            record.usable
+            and record.header.job_id == self._job_id
+            and (was.pp, was.tp) != (now.pp, now.tp)
+            and record.header.coordinate in was.coordinates()
+        )
+
+    def _planned(self) -> RecoveryPlan | NotRecoverable | None:
+        """Pure; the newest version of all layouts that is whole."""
+        layouts = {r.header.degrees for i in self._inventories for r in i.arenas}
+        plans: list[RecoveryPlan] = []
+        refused: list[NotRecoverable] = []
+        for degrees in sorted(layouts, key=lambda d: (d.pp, d.dp, d.tp)):
+            of_layout = [
+                replace(i, arenas=tuple(r for r in i.arenas if r.header.degrees == degrees))
+                for i in self._inventories
+            ]
+            topology = offline_topology(of_layout, self._job_id)
+            plan = plan_recovery(of_layout, topology, job_id=self._job_id, bad=self._bad)
+            plans += [plan] if isinstance(plan, RecoveryPlan) else []
+            refused += [plan] if isinstance(plan, NotRecoverable) else []
+        if plans:
+            return max(plans, key=lambda plan: plan.label)
+        if not refused:
+            return None
+        return NotRecoverable(
+            reasons=tuple(reason for plan in refused for reason in plan.reasons),
+            notes=tuple(note for plan in refused for note in plan.notes),
+            newest_committed=max((p.newest_committed for p in refused if p.newest_committed), default=None),
+        )
+
+    def _check(self, plan: RecoveryPlan) -> None:
+        """Every node looks at what lies there (P5), its ranks at a part each."""
+        ranks = self._topology.local_ranks(self._node)
+        decoding = (f for rebuild in plan.rebuilds.values() for f in rebuild.fetches)
+        restoring = (f for fetches in plan.fetches.values() for f in fetches)
+        here = {f.source: f for f in (*restoring, *decoding) if f.node == self._node}
+        share = [here[source] for source in sorted(here)][ranks.index(self._control.rank) :: len(ranks)]
+
+        def looked() -> bytes:
+            with opened_arenas(self._job_dir, [self._here], self._secret) as arenas:
+                return _pack_sources(find_corrupt(plan.label, share, arenas))
+
+        told = self._exchange.gather(looked, f"checking {plan.label}")
+        self._bad = self._bad.union(*map(_unpack_sources, told))
+
+    def _decode(self, plan: RecoveryPlan) -> None:
+        """What only parity has: some ranks decode it and store it on their nodes, as many at a time as there
+        are ranks."""
+        todo, world = sorted(plan.rebuilds), self._topology.world_size
+        for first in range(0, len(todo), world):
+            turn = dict(zip(self._topology.coordinates, todo[first : first + world], strict=False))
+            self._decode_some(plan, turn)
+
+    def _decode_some(self, plan: RecoveryPlan, turn: Mapping[Coordinate, Coordinate]) -> None:
+        mine = self._topology.coordinates[self._control.rank]
+        rebuilds = {at: plan.rebuilds[old] for at, old in turn.items()}
+        fetches = {
+            at: _seen_from(node, rebuilds[at].fetches if at in rebuilds else ())
+            for at, node in zip(self._topology.coordinates, self._topology.nodes, strict=True)
+        }
+        own = replace(plan, rebuilds={turn[mine]: rebuilds[mine]} if mine in turn else {})
+        decoder = Decoder(
+            *(own, turn.get(mine, mine), self._job_dir, self._node, self._secret),
+            kept_bytes=self._window_bytes,
+        )
+
+        def reserve() -> bool:
+            decoder.reserve()
+            return False
+
+        def take(fetch: Fetch, data: torch.Tensor) -> None:
+            decoder.take(fetch, data.numpy(), stays=False)
+
+        def store() -> bytes:
+            return _pack_sources(decoder.store())
+
+        with closing(decoder):
+            self._exchange.agree(reserve, f"decoding {plan.label}")
+            self._transfer(replace(plan, fetches=fetches, rebuilds=rebuilds), take, None)
+            told = self._exchange.gather(store, f"decoding {plan.label}")
+        self._bad = self._bad.union(*map(_unpack_sources, told))
+
+    # -- transfer -----------------------------------------------------------------------------------
+
+    def _move(self, places: Sequence[Place], sink: Sink, faults: FaultPlan | None) -> None:
+        told = self._exchange.gather(lambda: msgpack.packb(list(places)), "asking for blocks")
+        fetches = {
+            at: _seen_from(node, (self.fetch_at((c, i)) for c, i in msgpack.unpackb(body)))
+            for at, node, body in zip(self._topology.coordinates, self._topology.nodes, told, strict=True)
+        }
+        self._transfer(replace(self._plan, fetches=fetches), sink, faults)
+
+    def _transfer(self, plan: RecoveryPlan, sink: Sink, faults: FaultPlan | None) -> None:
+        bad: frozenset[BlockSource] = frozenset()
+
+        def move() -> bool:
+            nonlocal bad
+            with opened_arenas(self._job_dir, [self._here], self._secret, close=close_behind) as arenas:
+                result = execute(
+                    *([plan], self._topology, self._control, arenas, sink),
+                    window_bytes=self._window_bytes,
+                    faults=faults,
+                )
+            self.moved.append(result.stats)
+            bad = result.bad
+            return bool(bad)
+
+        if self._exchange.agree(move, f"bringing {plan.label}"):
+            told = self._exchange.gather(lambda: _pack_sources(bad), "telling of corrupt blocks")
+            found = sorted(frozenset[BlockSource]().union(*map(_unpack_sources, told)))
+            raise TransferError(
+                f"{len(found)} blocks of {plan.label} did not arrive as they were when their checksums were "
+                f"compared, the first from {found[0].arena} on node {found[0].node}: memory or network of a "
+                f"node is faulty, or another start writes there; start the job again, without that node"
+            )
+
+
+def _seen_from(node: str, fetches: Iterable[Fetch]) -> tuple[Fetch, ...]:
+    """As a rank of ``node`` gets them: what lies there it reads itself."""
+    return tuple(
+        replace(f, kind=SourceKind.LOCAL)
+        if f.node == node
+        else replace(f, kind=SourceKind.PEER)
+        if f.kind is SourceKind.LOCAL
+        else f
+        for f in fetches
+    )
+
+
+def _pack_sources(sources: Iterable[BlockSource]) -> bytes:
+    rows = [[s.node, s.arena, str(s.key.section), s.key.member, s.key.index] for s in sources]
+    body: bytes = msgpack.packb(rows)
+    return body
+
+
+def _unpack_sources(body: bytes) -> frozenset[BlockSource]:
+    return frozenset(
+        BlockSource(node, arena, BlockKey(Section(section), member, index))
+        for node, arena, section, member, index in msgpack.unpackb(body)
+    )

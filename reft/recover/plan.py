@@ -1,0 +1,258 @@
+"""The recovery plan: which version to restore, and for every block where it comes from.
+
+The decision is made in :mod:`reft.recover.decide`, the sources are chosen in :mod:`reft.recover.source_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from reft.blocks import BlockKey, Section
+from reft.errors import LayoutError, ReftError, UnrecoverableError
+from reft.grid import Coordinate, Degrees
+from reft.label import Label
+from reft.memory.arena_files import is_decoded
+from reft.recover.parity import LostBlock
+
+
+class SourceKind(StrEnum):
+    """Where in the memory of the nodes the bytes of a block come from, in the order of the ladder."""
+
+    LOCAL = "local"
+    """Read on the node that needs it."""
+    PEER = "peer"
+    """Sent by another node from the owner's own bytes."""
+    COPY = "copy"
+    """Sent by another node from a redundant copy: the owner is lost or corrupt."""
+    PARITY = "parity"
+    """Decoded from several blocks on some node, and taken from there."""
+
+
+class BlockSource(NamedTuple):
+    """One stored block: the unit that is found corrupt and avoided. Equal to the plain tuple."""
+
+    node: str
+    arena: str
+    key: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One block that one coordinate needs, and where to take it.
+
+    Attributes:
+        key: identity within the sharding group.
+        pp: pipeline stage of the sharding group.
+        tp: tensor slice of the sharding group.
+        start_bytes: offset in the section's image.
+        nbytes: length.
+        checksum: xxh3_64 of the bytes, taken when they were copied.
+        kind: rung of the ladder.
+        node: node that holds the source.
+        arena: file name of the arena on that node.
+        arena_offset: offset in the arena's data region.
+    """
+
+    key: BlockKey
+    pp: int
+    tp: int
+    start_bytes: int
+    nbytes: int
+    checksum: int
+    kind: SourceKind
+    node: str
+    arena: str
+    arena_offset: int
+
+    @property
+    def source(self) -> BlockSource:
+        return BlockSource(self.node, self.arena, self.key)
+
+    @property
+    def rung(self) -> SourceKind:
+        """What to report: bytes that a recovery decoded come from parity, wherever they lie."""
+        return SourceKind.PARITY if is_decoded(self.arena) else self.kind
+
+    def __str__(self) -> str:
+        return (
+            f"{describe_block(self.pp, self.tp, self.key)} ({self.nbytes} bytes), {self.rung} from "
+            f"{self.arena} on node {self.node}"
+        )
+
+
+def describe_block(pp: int, tp: int, key: BlockKey) -> str:
+    """A block in words: ``replicated block 3 of pp0.dp1.tp0``."""
+    return f"{key.section} block {key.index} of {Coordinate(pp, key.member, tp)}"
+
+
+def count_bytes(fetches: Iterable[Fetch]) -> dict[str, int]:
+    """Bytes by kind of source; every kind is present, so that reports always have the same keys."""
+    totals = {str(kind): 0 for kind in SourceKind}
+    for fetch in fetches:
+        totals[fetch.rung] += fetch.nbytes
+    return totals
+
+
+def format_bytes_from(bytes_from: Mapping[str, int]) -> str:
+    """``local 12.0 MiB, peer 4.0 MiB``: the kinds that moved anything."""
+    parts = [f"{kind} {nbytes / 2**20:.2f} MiB" for kind, nbytes in bytes_from.items() if nbytes]
+    return ", ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Lost blocks of one sharding group that one coordinate decodes and stores before anything is restored.
+
+    Attributes:
+        blocks: what is decoded.
+        image_bytes: size of the replicated image.
+        layout: the group's layout hash.
+        fetches: the stored blocks that are read, each once: replicated and parity ones, and the checksums
+            that the results are compared with.
+    """
+
+    blocks: tuple[LostBlock, ...]
+    image_bytes: int
+    layout: str
+    fetches: tuple[Fetch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """Which version is restored and from where, in one sharding group or in the whole job.
+
+    Attributes:
+        label: the version.
+        committed: whether some arena had already marked it committed. A version that all ranks
+            sealed is as good: every byte of it is there and checked.
+        degrees: parallel degrees of the job.
+        written_dp: data-parallel degree of the job that wrote the version.
+        fetches: for every coordinate that is planned for the blocks it needs: the replicated
+            image of its (pp, tp) in image order, then its owned, then its host image. Of a version that was
+            written at another data-parallel degree the blocks of the partitions from which its own is cut.
+        newest_committed: newest label marked committed in any usable arena.
+        rejected: for every newer version why it is not used.
+        notes: what else was found and left aside (foreign, torn, other layout; diverged copies).
+        rebuilds: what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are
+            complete in the plan that is made once the decoded blocks are stored.
+        kept: blocks that members which hold nothing of the version keep for their ring peers, to complete it.
+    """
+
+    label: Label
+    committed: bool
+    degrees: Degrees
+    written_dp: int
+    fetches: Mapping[Coordinate, tuple[Fetch, ...]]
+    newest_committed: Label | None = None
+    rejected: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    job_id: str = ""
+    rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
+    kept: Mapping[Coordinate, tuple[Fetch, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
+        """The plans of all sharding groups as one.
+
+        Args:
+            plans: at least one, of the same decision.
+            notes: those that all of them have in common, which come last.
+        """
+        own = [note for plan in plans for note in plan.notes if note not in notes]
+        return replace(
+            plans[0],
+            fetches={c: fetches for plan in plans for c, fetches in plan.fetches.items()},
+            notes=(*own, *notes),
+            rebuilds={c: rebuild for plan in plans for c, rebuild in plan.rebuilds.items()},
+        )
+
+    @property
+    def resized(self) -> bool:
+        """Whether the version was written at another data-parallel degree than the job's."""
+        return self.written_dp != self.degrees.dp
+
+    @cached_property
+    def bytes_from(self) -> dict[str, int]:
+        """Bytes by kind of source over all coordinates planned for; what is still to be decoded goes to all
+        members."""
+        totals = count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
+        totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
+        return totals
+
+    def bytes_from_at(self, coordinate: Coordinate) -> dict[str, int]:
+        """Bytes by kind of source of one coordinate."""
+        return count_bytes(self.fetches[coordinate])
+
+    def image_bytes(self, coordinate: Coordinate, section: Section) -> int:
+        """Size of a section's image as restored at ``coordinate`` (host state: its true length)."""
+        return sum(f.nbytes for f in self.fetches[coordinate] if f.key.section is section)
+
+    def only(self, *sections: Section) -> RecoveryPlan:
+        """The part of the plan that restores these sections."""
+        kept = {c: tuple(f for f in fs if f.key.section in sections) for c, fs in self.fetches.items()}
+        return replace(self, fetches=kept)
+
+    def to_decode(self) -> RecoveryPlan:
+        """The plan of what is read in order to decode."""
+        reads = {c: self.rebuilds[c].fetches if c in self.rebuilds else () for c in self.fetches}
+        return replace(self, fetches=reads)
+
+    def to_keep(self) -> RecoveryPlan:
+        """The plan of what is kept for ring peers."""
+        return replace(self, fetches={c: self.kept.get(c, ()) for c in self.fetches})
+
+    def with_kept(self) -> RecoveryPlan:
+        """All that is fetched, to restore or to keep."""
+        return replace(self, fetches={c: (*fs, *self.kept.get(c, ())) for c, fs in self.fetches.items()})
+
+    def __str__(self) -> str:
+        state = "committed" if self.committed else "sealed by all"
+        lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
+        if self.resized:
+            lines.append(f"  written at DP{self.written_dp}, taken up at DP{self.degrees.dp}")
+        lines += [f"  {c}: {format_bytes_from(self.bytes_from_at(c))}" for c in sorted(self.fetches)]
+        for c, rebuild in sorted(self.rebuilds.items()):
+            lines.append(
+                f"  {c} first decodes {len(rebuild.blocks)} lost blocks, {rebuild.nbytes / 2**20:.2f} MiB, "
+                f"from parity"
+            )
+        lines += [f"  not used: {reason}" for reason in self.rejected]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class NotRecoverable:
+    """No version is whole in the memory of the nodes that are present.
+
+    Attributes:
+        reasons: per candidate label what is missing and why, newest first.
+        notes: what was found and left aside.
+        empty: nothing of this job was found in any state: a new job, or all of its memory is gone.
+        layout_mismatch: versions of this job exist, but only of another layout or other degrees.
+        newest_committed: newest label marked committed in any usable arena.
+    """
+
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    empty: bool = False
+    layout_mismatch: bool = False
+    newest_committed: Label | None = None
+
+    def __str__(self) -> str:
+        lines = ["no version of the job can be recovered from memory:"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def error(self) -> ReftError:
+        """The error to raise where nothing else (no persisted checkpoint) can help."""
+        return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))

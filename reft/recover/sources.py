@@ -1,0 +1,292 @@
+"""Which stored blocks of one sharding group can serve one version, and whether they cover its images.
+
+Pure. The cover is checked to the byte: sorted by offset, the blocks of an image must tile
+[0, image_bytes) without a gap or an overlap.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from reft.blocks import BlockKey, Section
+from reft.grid import Coordinate
+from reft.memory.header import Entry
+from reft.protect.coded_blocks import parse_block_code
+from reft.recover.inventory import ArenaRecord
+from reft.recover.parity import LostBlock, find_lost
+
+Image = tuple[Section, int]
+"""A section's image within the group: the member is -1 for the replicated one, which all share."""
+
+_REPLICATED: Image = (Section.REPLICATED, -1)
+
+Variant = tuple[int, int, int]
+"""What must be equal for two entries to be the same bytes: start, length, checksum."""
+
+
+@dataclass(frozen=True)
+class SourceBlock:
+    """A needed block and where equal bytes of it are stored.
+
+    Attributes:
+        nodes: per node the arena and the offset in it; the owner's own arena where there is a choice.
+        owner_nodes: nodes that hold the owner's own block, sorted.
+        all_nodes: every node that holds it, sorted.
+    """
+
+    key: BlockKey
+    start_bytes: int
+    nbytes: int
+    checksum: int
+    nodes: Mapping[str, tuple[str, int]]
+    owner_nodes: tuple[str, ...]
+    all_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Why an image of a version is not whole.
+
+    Attributes:
+        pp: pipeline stage.
+        tp: tensor slice.
+        member: dp index of the owner of what is missing; None where only the replicated image has
+            a hole that no entry explains.
+        what: the finding in words.
+        absent: no entry of this member is stored anywhere (its node and its copies' nodes are gone).
+    """
+
+    pp: int
+    tp: int
+    member: int | None
+    what: str
+    absent: bool = False
+
+    def __str__(self) -> str:
+        where = (
+            f"pp{self.pp}.tp{self.tp}" if self.member is None else Coordinate(self.pp, self.member, self.tp)
+        )
+        return f"{where} {self.what}"
+
+
+@dataclass(frozen=True)
+class GroupSources:
+    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty.
+
+    Attributes:
+        images: sources of every image; the replicated one lacks the ``lost`` blocks.
+        gaps: why an image is not whole, and cannot be made whole.
+        divergences: copies that differ, in words.
+        lost: replicated blocks to be decoded first.
+        stored: sources by key, of what decoding reads: replicated, parity and checksum blocks.
+    """
+
+    images: Mapping[Image, tuple[SourceBlock, ...]]
+    gaps: tuple[Gap, ...]
+    divergences: tuple[str, ...]
+    lost: tuple[LostBlock, ...] = ()
+    stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
+
+    def needed_by(self, dp: int) -> tuple[SourceBlock, ...]:
+        """Blocks that member ``dp`` restores, in order: replicated image, owned image, host image."""
+        return (
+            self.images[Section.REPLICATED, -1]
+            + self.images[Section.OWNED, dp]
+            + self.images[Section.HOST, dp]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    node: str
+    arena: str
+    entry: Entry
+
+    @property
+    def variant(self) -> Variant:
+        return self.entry.start_bytes, self.entry.nbytes, self.entry.checksum
+
+    def __str__(self) -> str:
+        return f"{self.arena} on node {self.node}"
+
+
+def collect_group(
+    pp: int, tp: int, records: Sequence[ArenaRecord], size: int, bad: frozenset[tuple[str, str, BlockKey]]
+) -> GroupSources:
+    """Sources of the sharding group (pp, tp) among arenas of one version.
+
+    Args:
+        records: SEALED or COMMITTED arenas of the group's members, all of one label.
+        size: members of the group.
+        bad: (node, arena, key) not to use.
+    """
+    layouts = sorted({record.header.layout for record in records}) or [""]
+    found = [
+        _collect_layout(pp, tp, [r for r in records if r.header.layout == layout], size, bad)
+        for layout in layouts
+    ]
+    return min(found, key=lambda group: len(group.gaps))
+
+
+def _collect_layout(
+    pp: int, tp: int, records: Sequence[ArenaRecord], size: int, bad: frozenset[tuple[str, str, BlockKey]]
+) -> GroupSources:
+    stored = _by_image(records, size)
+    # Host state is never empty, and whoever holds a member's host state holds all its blocks. So a
+    # member without host entries is lost, and an image without entries is one of zero bytes.
+    lost = [member for member in range(size) if (Section.HOST, member) not in stored]
+    gaps = [Gap(pp, tp, m, "is not stored on any node that is present", absent=True) for m in lost]
+    images: dict[Image, tuple[SourceBlock, ...]] = {}
+    divergences: list[str] = []
+    to_decode = Decoding()
+    for image in _images_of(size):
+        blocks, unusable, diverged = _usable_blocks(stored.get(image, {}), bad)
+        images[image] = blocks
+        divergences += [f"pp{pp}.tp{tp} {what}" for what in diverged]
+        if image[0] is Section.REPLICATED:
+            to_decode = _decoding(records, stored, blocks, bad)
+            if to_decode.lost:
+                continue
+        gaps += [Gap(pp, tp, key.member, what) for key, what in unusable]
+        hole = _find_hole(blocks, stored.get(image, {}))
+        explained = unusable or (image[1] in lost if image[1] >= 0 else bool(lost))
+        if hole and not explained:
+            member = image[1] if image[1] >= 0 else None
+            why = f" ({to_decode.failure})" if to_decode.failure and image[0] is Section.REPLICATED else ""
+            gaps.append(Gap(pp, tp, member, f"{image[0]} image: {hole}{why}"))
+    return GroupSources(images, tuple(gaps), tuple(divergences), to_decode.lost, to_decode.stored)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What has to be decoded in a group, from what, or why it cannot be."""
+
+    lost: tuple[LostBlock, ...] = ()
+    stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def _decoding(
+    records: Sequence[ArenaRecord],
+    stored: Mapping[Image, Mapping[BlockKey, Sequence[_Stored]]],
+    replicated: Sequence[SourceBlock],
+    bad: frozenset[tuple[str, str, BlockKey]],
+) -> Decoding:
+    """Decode the replicated blocks that are stored nowhere, where the group has a code."""
+    coding = next((r.header.coding for r in records if r.header.coding), "")
+    sizes = [s.entry.image_bytes for keys in stored.get(_REPLICATED, {}).values() for s in keys]
+    if not coding or not sizes:
+        return Decoding()
+    code = parse_block_code(coding, sizes[0])
+    usable = {block.key: block for block in replicated}
+    for section in (Section.PARITY, Section.CHECKSUMS):
+        for member in range(code.code.size):
+            blocks, _, _ = _usable_blocks(stored.get((section, member), {}), bad)
+            usable.update({block.key: block for block in blocks})
+    lost, failure = find_lost(code, usable)
+    unknown = {b.key.member for b in lost if BlockKey(Section.CHECKSUMS, b.key.member, 0) not in usable}
+    if unknown:
+        return Decoding(failure=f"nobody holds the checksums of members {sorted(unknown)}")
+    return Decoding(lost, usable, failure)
+
+
+def _images_of(size: int) -> list[Image]:
+    own = [(section, member) for section in (Section.OWNED, Section.HOST) for member in range(size)]
+    return [(Section.REPLICATED, -1), *own]
+
+
+def _by_image(records: Iterable[ArenaRecord], size: int) -> dict[Image, dict[BlockKey, list[_Stored]]]:
+    images: dict[Image, dict[BlockKey, list[_Stored]]] = {}
+    for record in sorted(records, key=lambda r: (r.node, r.path)):
+        for entry in record.header.entries:
+            key = entry.key
+            if key.member >= size:
+                continue
+            image = (key.section, -1 if key.section is Section.REPLICATED else key.member)
+            keys = images.setdefault(image, {})
+            keys.setdefault(key, []).append(_Stored(record.node, record.path, entry))
+    return images
+
+
+def _usable_blocks(
+    keys: Mapping[BlockKey, Sequence[_Stored]], bad: frozenset[tuple[str, str, BlockKey]]
+) -> tuple[tuple[SourceBlock, ...], list[tuple[BlockKey, str]], list[str]]:
+    """Blocks of one image that have a good source, keys that have none, and diverged copies."""
+    blocks: list[SourceBlock] = []
+    unusable: list[tuple[BlockKey, str]] = []
+    diverged: list[str] = []
+    for key, sources in keys.items():
+        good = [s for s in sources if (s.node, s.arena, key) not in bad] if bad else sources
+        if not good:
+            places = ", ".join(str(s) for s in sources)
+            unusable.append((key, f"{key.section} block {key.index}: every source is corrupt ({places})"))
+            continue
+        variant = _prevailing(good)
+        equal = [s for s in good if s.variant == variant]
+        if len(equal) < len(good):
+            diverged.append(_describe_divergence(key, equal, good))
+        blocks.append(_source_block(key, equal))
+    return tuple(sorted((b for b in blocks if b.nbytes), key=lambda b: b.start_bytes)), unusable, diverged
+
+
+def _prevailing(sources: Sequence[_Stored]) -> Variant:
+    """The bytes to restore everywhere if copies differ: the owner's, else the most frequent."""
+    first = sources[0].variant
+    if all(s.variant == first for s in sources):
+        return first
+    votes: dict[Variant, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for source in sources:
+        owners, copies = votes[source.variant]
+        votes[source.variant] = (owners + source.entry.owner, copies + 1)
+    return max(votes, key=lambda variant: (votes[variant], variant))
+
+
+def _describe_divergence(key: BlockKey, equal: Sequence[_Stored], good: Sequence[_Stored]) -> str:
+    others = ", ".join(str(s) for s in good if s not in equal)
+    return (
+        f"{key.section} block {key.index} of member {key.member}: the bytes in {others} differ from those "
+        f"in {equal[0]} although they carry the same version; the latter are restored everywhere"
+    )
+
+
+def _source_block(key: BlockKey, sources: Sequence[_Stored]) -> SourceBlock:
+    nodes: dict[str, tuple[str, int]] = {}
+    owners: list[str] = []
+    for source in sources:
+        is_owner = source.entry.owner
+        if source.node not in nodes or (is_owner and source.node not in owners):
+            nodes[source.node] = (source.arena, source.entry.arena_offset)
+        if is_owner and source.node not in owners:
+            owners.append(source.node)
+    entry = sources[0].entry
+    return SourceBlock(
+        key,
+        entry.start_bytes,
+        entry.nbytes,
+        entry.checksum,
+        nodes,
+        tuple(sorted(owners)),
+        tuple(sorted(nodes)),
+    )
+
+
+def _find_hole(blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_Stored]]) -> str | None:
+    """The first place where the blocks do not tile the image exactly, in words."""
+    sizes = {s.entry.image_bytes for sources in stored.values() for s in sources}
+    if len(sizes) > 1:
+        return f"arenas disagree about its size ({', '.join(map(str, sorted(sizes)))} bytes)"
+    image_bytes = next(iter(sizes), 0)
+    at = 0
+    for block in blocks:
+        if block.start_bytes > at:
+            return f"bytes [{at}, {block.start_bytes}) of {image_bytes} are in no arena that is present"
+        if block.start_bytes < at:
+            return f"blocks overlap at byte {block.start_bytes} of {image_bytes}"
+        at += block.nbytes
+    if at < image_bytes:
+        return f"bytes [{at}, {image_bytes}) of {image_bytes} are in no arena that is present"
+    if at > image_bytes:
+        return f"blocks reach byte {at}, beyond its end at {image_bytes}"
+    return None

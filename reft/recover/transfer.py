@@ -1,0 +1,283 @@
+"""Carrying out a recovery plan: blocks from the arenas of all hosts straight into live tensors.
+
+Host memory to host memory, over connections between the ranks that have something for each other. One thread
+reads and writes these connections, others check and hand over what has arrived, and what lies on this node.
+Every block is checked against the checksum taken when it was copied, before it counts as restored (P5). What
+fails is made known to all ranks, which plan again without it and so fall down the ladder together. Memory is
+bounded by the window: there is never a second copy of the state (P9).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from reft.config import FaultPoint
+from reft.control.control import ControlGroup
+from reft.errors import TransferError
+from reft.faults import FaultPlan
+from reft.grid import Topology
+from reft.memory.header import checksum
+from reft.recover.exchange import BrokenOffError
+from reft.recover.inbox import Inbox, RoomFor
+from reft.recover.local import ArenaSet
+from reft.recover.moves import make_moves
+from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, format_bytes_from
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_WINDOW_BYTES = 64 * 2**20
+_MAX_THREADS = 8
+
+Sink = Callable[[Fetch, torch.Tensor], None]
+"""Takes a verified block (1-D uint8, CPU) and copies it into place. The tensor is a buffer that is used again
+and must not be kept, unless it is the room given for the block, or of a local one the arena itself, which
+stays until it is closed. May be called again for the same block, and by several threads at once for
+different blocks."""
+
+Copy = Callable[[Fetch, torch.Tensor], int]
+"""Copies a block into place before anybody has looked at it, and returns the checksum of the bytes that it
+copied: one pass over them. If the checksum is not the block's, what was copied has to be written anew.
+Else as :data:`Sink`."""
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What one rank moved.
+
+    Attributes:
+        bytes_from: bytes handed to the sink by kind of source.
+        sent_bytes: bytes sent to other ranks.
+        buffer_bytes: memory of the receive buffers.
+        secs: wall time.
+    """
+
+    bytes_from: Mapping[str, int]
+    sent_bytes: int = 0
+    buffer_bytes: int = 0
+    secs: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB sent, "
+            f"{self.secs:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """Outcome of :func:`execute` on one rank: ``bad`` are sources that did not arrive intact here."""
+
+    stats: TransferStats
+    bad: frozenset[BlockSource]
+
+
+def execute(
+    plans: Sequence[RecoveryPlan],
+    topology: Topology,
+    control: ControlGroup,
+    arenas: ArenaSet,
+    sink: Sink,
+    *,
+    copy: Copy = lambda fetch, data: checksum(data.numpy().data),
+    room_for: RoomFor = lambda fetch: None,
+    window_bytes: int = DEFAULT_WINDOW_BYTES,
+    faults: FaultPlan | None = None,
+) -> TransferResult:
+    """Move every block of the plans once. Called on all ranks at the same time.
+
+    Args:
+        plans: of one version: this rank's own sharding group first, then those it sends for besides.
+        control: connections to all ranks.
+        arenas: arenas of this node by (node, file name).
+        sink: receives the blocks of this rank's coordinate, each verified.
+        copy: gets them before that; by default they are only hashed.
+        room_for: where blocks arrive that are to stay there, beside the window.
+        window_bytes: receive buffers of this rank. A block larger than that still passes, alone.
+        faults: injected faults.
+
+    Raises:
+        TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
+        BrokenOffError: anything else that failed here, while peers wait for this rank.
+        Exception: whatever the sink raised, after this rank has served its peers.
+    """
+    transfer = _Transfer(plans[0], topology, control, copy=copy, sink=sink, faults=faults or FaultPlan())
+    try:
+        return transfer.run(plans, arenas, room_for, window_bytes)
+    except TransferError:
+        raise
+    except Exception as error:
+        if transfer.failure is error:  # the peers were served
+            raise
+        control.leave()
+        raise BrokenOffError(
+            f"the transfer of {plans[0].label} broke off on rank {control.rank}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class _Transfer:
+    """One execution of a plan on one rank."""
+
+    def __init__(
+        self,
+        plan: RecoveryPlan,
+        topology: Topology,
+        control: ControlGroup,
+        *,
+        copy: Copy,
+        sink: Sink,
+        faults: FaultPlan,
+    ) -> None:
+        self._label = plan.label
+        self._fetches = plan.fetches[topology.coordinates[control.rank]]
+        self._topology = topology
+        self._control = control
+        self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
+        self._zeros = torch.empty(0, dtype=torch.uint8)
+        self._copy = copy
+        self._sink = sink
+        self._faults = faults
+        self._bad: set[BlockSource] = set()
+        self.failure: Exception | None = None
+        self._counting = threading.Lock()
+        self._arrived = 0
+        self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
+
+    def run(
+        self, plans: Sequence[RecoveryPlan], arenas: ArenaSet, room_for: RoomFor, window_bytes: int
+    ) -> TransferResult:
+        started = time.perf_counter()
+        self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}
+        me = self._control.rank
+        moves = [move for plan in plans for move in make_moves(plan, self._topology)]
+        sends: dict[int, list[memoryview]] = {}
+        for move in moves:
+            if move.src == me:
+                sends.setdefault(move.dst, []).append(self._read(move.fetch).numpy().data)
+        incoming = [move for move in moves if move.dst == me]
+        local = [fetch for fetch in self._fetches if fetch.kind is SourceKind.LOCAL]
+        work = _Work(local, len(incoming))
+        with closing(Inbox(incoming, room_for, window_bytes, work.arrived)) as inbox:
+            threads = [
+                threading.Thread(target=self._work, args=(work, inbox), name="reft-restore", daemon=True)
+                for _ in range(self._threads(len(self._fetches)))
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                self._control.stream(sends, inbox.streams(), inbox.wake)
+            except BaseException:
+                work.give_up()
+                raise
+            finally:
+                for thread in threads:
+                    thread.join()
+        if self.failure is not None:
+            raise self.failure
+        stats = TransferStats(
+            bytes_from=dict(self._bytes_from),
+            sent_bytes=sum(len(view) for views in sends.values() for view in views),
+            buffer_bytes=inbox.peak_bytes,
+            secs=time.perf_counter() - started,
+        )
+        return TransferResult(stats, frozenset(self._bad))
+
+    def _threads(self, blocks: int) -> int:
+        """Hashing and copying release the interpreter, and one core alone does not reach the bandwidth of the
+        memory: this rank's share of the cores it may run on."""
+        neighbours = self._topology.nodes.count(self._topology.nodes[self._control.rank])
+        return min(_MAX_THREADS, blocks, max(1, len(os.sched_getaffinity(0)) // neighbours))
+
+    def _work(self, work: _Work, inbox: Inbox) -> None:
+        while (block := work.next()) is not None:
+            number, fetch, data = block
+            self._deliver(fetch, data)
+            if number is not None:
+                inbox.used(number)
+
+    def _read(self, fetch: Fetch) -> torch.Tensor:
+        """The stored bytes, in place. A source that has vanished is read as zeros, which are refused where
+        they are handed over: no receiver is left waiting."""
+        stored = self._stored.get((fetch.node, fetch.arena))
+        data = None if stored is None else stored[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
+        if data is None or data.numel() != fetch.nbytes:
+            if self._zeros.numel() < fetch.nbytes:
+                self._zeros = torch.zeros(fetch.nbytes, dtype=torch.uint8)
+            return self._zeros[: fetch.nbytes]
+        return data
+
+    def _deliver(self, fetch: Fetch, data: torch.Tensor | None) -> None:
+        with self._counting:
+            self._arrived += 1
+            half = 2 * self._arrived >= len(self._fetches) > 2 * (self._arrived - 1)
+        if self.failure is not None:
+            return
+        try:
+            if half:
+                self._faults.reach(FaultPoint.DURING_RECOVERY, self._label.step)
+            data = self._read(fetch) if data is None else data
+            if self._copy(fetch, data) != fetch.checksum:
+                logger.debug("%s: corrupt on arrival", fetch)
+                self._bad.add(fetch.source)
+                return
+            self._sink(fetch, data)
+            with self._counting:
+                self._bytes_from[fetch.rung] += fetch.nbytes
+        except Exception as error:
+            # Peers still wait for what this rank has to send: serve them, then raise.
+            self.failure = error
+
+
+class _Work:
+    """Blocks to hand over: first what has arrived, so that its buffers are soon free, then local ones."""
+
+    def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
+        self._local = deque(local)
+        self._here: deque[tuple[int, Fetch, torch.Tensor]] = deque()
+        self._to_come = incoming
+        self._changed = threading.Condition()
+
+    def arrived(self, number: int, fetch: Fetch, data: torch.Tensor) -> None:
+        with self._changed:
+            self._here.append((number, fetch, data))
+            self._to_come -= 1
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nothing more is to come, and nothing of what is there is of use."""
+        with self._changed:
+            self._here.clear()
+            self._local.clear()
+            self._to_come = 0
+            self._changed.notify_all()
+
+    def next(self) -> tuple[int | None, Fetch, torch.Tensor | None] | None:
+        """The next block, with its number and bytes if it has come over the network; None at the end."""
+        with self._changed:
+            while True:
+                if self._here:
+                    return self._here.popleft()
+                if self._local:
+                    return None, self._local.popleft(), None
+                if not self._to_come:
+                    return None
+                self._changed.wait()
+
+
+def _as_tensor(data: memoryview) -> torch.Tensor:
+    """The mapped bytes as a uint8 tensor, without a copy. Nobody writes to it."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,0 +1,464 @@
+"""Writing a version from the memory of its nodes into a DeepSpeed checkpoint, without the trainers.
+
+Every node runs :func:`persist_label` for the same version; they meet in one working directory on the
+shared file system (:mod:`reft.storage.staging`) and nowhere else:
+
+1. each node pins its arenas and writes the *own* blocks of its coordinates, comparing every block with
+   the checksum taken when it was copied; then the arenas are free again;
+2. when the parts of a sharding group are there, the nodes that hold its coordinates turn them into
+   DeepSpeed's files, in a process of low priority (:mod:`reft.storage.assemble`);
+3. when all files are there, the node of coordinate (0, 0, 0) gives the directory its name and switches
+   ``latest`` (:mod:`reft.storage.publish`).
+
+Whatever fails, fails alone: an error is raised for the caller to count, training and the checkpoints
+that are already there are not touched (P6).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from reft.blocks import Section
+from reft.config import FaultPoint, ReftConfig
+from reft.errors import OvertakenError, PersistError, ReftError
+from reft.faults import FaultPlan, kill_this_node
+from reft.grid import Coordinate, Degrees
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.fingerprints import recorded_fingerprint
+from reft.memory.header import ArenaHeader
+from reft.memory.jobdir import JobDir
+from reft.storage import fence
+from reft.storage.assemble import AssembleRequest, read_part
+from reft.storage.assembler import Assembler
+from reft.storage.persisted import (
+    FileRecord,
+    PersistedInfo,
+    file_checksum,
+    job_directory,
+    latest_persisted,
+    list_persisted,
+    tag_of,
+    verify_persisted,
+)
+from reft.storage.publish import publish, refuse_stale, remove_debris
+from reft.storage.staging import (
+    LEADER,
+    Part,
+    SourceBlock,
+    WorkDir,
+    stage_image,
+    write_record,
+)
+from reft.storage.waiting import (
+    GivenUpElsewhereError,
+    PersistOptions,
+    PersistProgress,
+    Wait,
+    failure_record,
+    published,
+)
+
+__all__ = [
+    "FileRecord",
+    "PersistOptions",
+    "PersistProgress",
+    "PersistedInfo",
+    "VersionSource",
+    "file_checksum",
+    "latest_persisted",
+    "list_persisted",
+    "persist_label",
+    "verify_persisted",
+    "write_version",
+]
+
+logger = logging.getLogger(__name__)
+
+_KEEP_LONGER = "write less often, or keep one more version in memory (reft.arenas)"
+
+
+@dataclass(frozen=True)
+class VersionSource:
+    """The part of a version that one process writes.
+
+    Attributes:
+        job_id: job whose state it is.
+        label: the version.
+        degrees: parallel degrees of the job.
+        layouts: layout hash of every coordinate in ``blocks``.
+        blocks: own blocks of every coordinate that is written here: its shard of the replicated
+            image, its owned and its host image, whole.
+        secret: authenticates the records that the writing processes exchange.
+        node: this node, for messages.
+        fingerprint: of the job, encoded; None where it is not known.
+        writer: number of the start of the job that writes, if it is a later one than the version's.
+    """
+
+    job_id: str
+    label: Label
+    degrees: Degrees
+    layouts: Mapping[Coordinate, str]
+    blocks: Mapping[Coordinate, Sequence[SourceBlock]]
+    secret: bytes
+    node: str
+    fingerprint: str | None = None
+    writer: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process names the checkpoint in the end."""
+        return LEADER in self.blocks
+
+
+def persist_label(
+    job_dir: JobDir,
+    label: Label,
+    config: ReftConfig,
+    *,
+    stop: threading.Event | None = None,
+    progress: Callable[[PersistProgress], None] = lambda progress: None,
+    assembler: Assembler | None = None,
+) -> Path:
+    """Write this node's part of a committed version, and wait until the checkpoint is complete.
+
+    To be called on every node of the job for the same version. The arenas that hold it are pinned
+    only while they are read.
+
+    Args:
+        job_dir: the job's memory on this node.
+        label: the version.
+        config: for ``persist`` and ``faults``.
+        stop: set to give up.
+        progress: told what happens.
+        assembler: makes the files; None starts a process for this version only.
+
+    Returns:
+        Directory of the checkpoint.
+
+    Raises:
+        PersistError: if the checkpoint was not written; says what to change.
+    """
+    if config.persist.dir is None:
+        raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
+    options = PersistOptions(
+        directory=job_directory(config.persist.dir, job_dir.job_id),
+        keep=config.persist.keep,
+        timeout_secs=config.persist.timeout_secs,
+        stop=stop or threading.Event(),
+        progress=progress,
+        assembler=assembler,
+    )
+    with ExitStack() as pins:
+        try:
+            source = _pin(job_dir, label, pins)
+        except OvertakenError as error:
+            if not isinstance(error, HeldError):
+                _tell_overtaken(job_dir, label, options.directory, error)
+            raise
+        return write_version(source, options, unpin=pins.close, reach=_fault_points(config, source)).path
+
+
+def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordinate], None]:
+    plans = {
+        c: FaultPlan(
+            config.faults, c, source.label.incarnation, lambda: kill_this_node(config.job_memory_dir)
+        )
+        for c in source.blocks
+    }
+    return lambda coordinate: plans[coordinate].reach(FaultPoint.DURING_PERSIST, source.label.step)
+
+
+def _explained(error: OSError, directory: Path) -> PersistError:
+    where = error.filename or directory
+    return PersistError(
+        f"{where}: {error.strerror or error}; make room in {directory} or make it writable, or set "
+        f"persist.dir to another directory that every node sees"
+    )
+
+
+# --- what this node has ----------------------------------------------------------------------------
+
+
+class HeldError(OvertakenError):
+    """A trainer of this node has the lock of an arena that still holds the version: it may let go of it."""
+
+
+def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: OvertakenError) -> None:
+    """This node's part will never come: the others need not wait for it. The record goes with the working
+    directory, when the leader writes a newer version."""
+    writer = max(label.incarnation, job_dir.noted_incarnation())
+    work = WorkDir.of(directory, job_dir.job_id, label, writer)
+    try:
+        if published(work) is not None:
+            return
+        fence.check(directory, job_dir.job_id, writer)
+        _make_directory(work)
+        write_record(work.failed(job_dir.node), failure_record(job_dir.node, error), job_dir.secret)
+    except (ReftError, OSError) as cause:
+        logger.info("the other nodes do not hear that memory went on from %s here: %s", label, cause)
+
+
+def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
+    """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed.
+
+    Raises:
+        HeldError: one is locked by its writer at this moment.
+        OvertakenError: this node, or one of its trainers, does not hold the version any more.
+    """
+    held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
+    newer: set[Coordinate] = set()
+    problems: list[str] = []
+    for path, arena in job_dir.scan():
+        if isinstance(arena, str):
+            problems.append(arena)
+            continue
+        pins.callback(arena.close)
+        header = arena.header()
+        if header is None or header.coordinate in held:
+            continue
+        if header.label != label:
+            if header.label.incarnation == label.incarnation and header.label > label:
+                newer.add(header.coordinate)
+            continue
+        pinned = arena.lock_shared()
+        now = arena.header()  # what was read before the lock may be gone
+        there = now is not None and now.label == label and now.state.whole
+        if now is None or not pinned or not there:
+            kind = HeldError if there else OvertakenError
+            raise kind(f"{path}: {label} is being overwritten; {_KEEP_LONGER}")
+        held[now.coordinate] = (arena, now)
+    if held and (missing := sorted(newer - held.keys())):
+        of = ", ".join(map(str, missing))
+        raise OvertakenError(f"{job_dir.path}: no arena of {of} holds {label} any more; {_KEEP_LONGER}")
+    if not held:
+        found = f" ({'; '.join(problems)})" if problems else ""
+        raise OvertakenError(f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}")
+    return VersionSource(
+        job_id=job_dir.job_id,
+        label=label,
+        degrees=next(header.degrees for _, header in held.values()),
+        layouts={c: header.layout for c, (_, header) in held.items()},
+        blocks={c: _own_blocks(arena, header) for c, (arena, header) in held.items()},
+        secret=job_dir.secret,
+        node=job_dir.node,
+        fingerprint=recorded_fingerprint(job_dir.path, label.incarnation),
+        writer=max(label.incarnation, job_dir.noted_incarnation()),
+    )
+
+
+def _own_blocks(arena: Arena, header: ArenaHeader) -> list[SourceBlock]:
+    return [
+        SourceBlock(
+            key=entry.key,
+            start_bytes=entry.start_bytes,
+            image_bytes=entry.image_bytes,
+            checksum=entry.checksum,
+            data=arena.read_block(entry),
+            origin=str(arena.path),
+        )
+        for entry in header.entries
+        if entry.owner
+    ]
+
+
+# --- the protocol ----------------------------------------------------------------------------------
+
+
+def write_version(
+    source: VersionSource,
+    options: PersistOptions,
+    *,
+    unpin: Callable[[], None] = lambda: None,
+    reach: Callable[[Coordinate], None] = lambda coordinate: None,
+) -> PersistedInfo:
+    """Write this process's part of a version and see the checkpoint through to its name.
+
+    Args:
+        source: the blocks this process has.
+        options: where and how.
+        unpin: called as soon as the blocks are not read any more.
+        reach: called in the middle of writing the blocks of each coordinate.
+
+    Returns:
+        The finished checkpoint.
+
+    Raises:
+        FencedError: a newer start of the job writes here.
+        PersistError: if it was not written. A failing leader leaves no working directory behind;
+            other nodes leave the reason in it.
+    """
+    work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
+    try:
+        present = published(work)
+        if present is not None:
+            return present
+        fence.check(options.directory, source.job_id, max(source.writer, source.label.incarnation))
+        refuse_stale(options.directory, source.job_id, source.label)
+        return _write(work, source, options, unpin, reach)
+    except OSError as error:
+        if isinstance(error, ReftError):
+            raise
+        raise _explained(error, options.directory) from error
+
+
+def _write(
+    work: WorkDir,
+    source: VersionSource,
+    options: PersistOptions,
+    unpin: Callable[[], None],
+    reach: Callable[[Coordinate], None],
+) -> PersistedInfo:
+    try:
+        _open_work_dir(work, source)
+        _stage(work, source, options, reach)
+        unpin()
+        Wait(work, source.secret, options).for_parts(_groups(source))
+        _assemble(work, source, options)
+        options.progress(PersistProgress("assembled"))
+        if source.leads:
+            return _finish(work, source, options)
+        return Wait(work, source.secret, options).for_name()
+    except BaseException as error:
+        _give_up(work, source, error)
+        raise
+
+
+def _make_directory(work: WorkDir) -> None:
+    # The persist directory is made, as DeepSpeed does. A missing parent is a file system that is not mounted.
+    for directory in (work.root.parent.parent, work.root.parent):
+        with suppress(FileExistsError):
+            directory.mkdir()
+    work.staging.mkdir(parents=True, exist_ok=True)
+
+
+def _open_work_dir(work: WorkDir, source: VersionSource) -> None:
+    _make_directory(work)
+    if source.leads:
+        fence.claim(work.root.parent, work.job_id, max(source.writer, source.label.incarnation))
+        remove_debris(work)
+    work.failed(source.node).unlink(missing_ok=True)
+
+
+def _stage(
+    work: WorkDir, source: VersionSource, options: PersistOptions, reach: Callable[[Coordinate], None]
+) -> None:
+    total = sum(len(b.data) for blocks in source.blocks.values() for b in blocks)
+    written = 0
+
+    def on_block(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if options.stop.is_set():
+            raise PersistError(f"{work.label}: writing was stopped")
+        options.progress(PersistProgress("staging", written, total))
+
+    for coordinate, blocks in source.blocks.items():
+        staged = stage_image(work.image(coordinate), _halfway(blocks, partial(reach, coordinate)), on_block)
+        part = Part(
+            coordinate=coordinate,
+            degrees=source.degrees,
+            label=source.label,
+            layout=source.layouts[coordinate],
+            image_bytes=_image_bytes(blocks),
+            blocks=staged,
+        )
+        write_record(work.part(coordinate), part.to_json(), source.secret)
+    options.progress(PersistProgress("staged", written, total))
+
+
+def _halfway(blocks: Sequence[SourceBlock], reach: Callable[[], None]) -> Iterable[SourceBlock]:
+    for i, block in enumerate(blocks):
+        if i == len(blocks) // 2:
+            reach()
+        yield block
+
+
+def _image_bytes(blocks: Sequence[SourceBlock]) -> dict[Section, int]:
+    sizes: dict[Section, int] = {}
+    for block in blocks:
+        if sizes.setdefault(block.key.section, block.image_bytes) != block.image_bytes:
+            raise PersistError(
+                f"{block.origin}: blocks of the {block.key.section} section name images of "
+                f"{block.image_bytes} and {sizes[block.key.section]} bytes; the arena's table is wrong"
+            )
+    return sizes
+
+
+def _groups(source: VersionSource) -> list[Coordinate]:
+    """Every coordinate whose part is needed to assemble the files of this process's coordinates."""
+    groups = sorted({(c.pp, c.tp) for c in source.blocks})
+    return [Coordinate(pp, dp, tp) for pp, tp in groups for dp in range(source.degrees.dp)]
+
+
+def _assemble(work: WorkDir, source: VersionSource, options: PersistOptions) -> None:
+    request = AssembleRequest(
+        root=str(work.root),
+        job_id=source.job_id,
+        incarnation=source.label.incarnation,
+        step=source.label.step,
+        secret=source.secret.hex(),
+        coordinates=tuple((c.pp, c.dp, c.tp) for c in source.blocks),
+    )
+    with ExitStack() as stack:
+        assembler = options.assembler or stack.enter_context(Assembler())
+        try:
+            assembler.assemble(request, work.root, idle_secs=options.timeout_secs, stop=options.stop)
+        except PersistError as error:
+            raise PersistError(f"{work.label}: {error}") from error
+
+
+def _finish(work: WorkDir, source: VersionSource, options: PersistOptions) -> PersistedInfo:
+    wait = Wait(work, source.secret, options)
+    everyone = source.degrees.coordinates()
+    wait.for_parts(everyone)
+    files: dict[str, FileRecord] = {}
+    writers: Counter[str] = Counter()
+    for content in wait.for_files(everyone):
+        files.update({name: FileRecord(*record) for name, record in content["files"].items()})
+        writers.update(list(content["files"]))
+    twice = [name for name, count in writers.items() if count > 1]
+    if twice:
+        raise PersistError(
+            f"{len(twice)} checkpoint files would be written by several ranks ({', '.join(twice[:3])}); "
+            f'remove "use_node_local_storage" from the "checkpoint" block of the DeepSpeed configuration'
+        )
+    info = PersistedInfo(
+        directory=options.directory,
+        tag=tag_of(source.label),
+        job_id=source.job_id,
+        label=source.label,
+        degrees=source.degrees,
+        created_unix_secs=time.time(),
+        layouts={str(c): read_part(work, c, source.secret).layout for c in everyone},
+        files=files,
+        fingerprint=source.fingerprint,
+    )
+    reached = lambda phase: options.progress(PersistProgress(phase))  # noqa: E731
+    publish(work, info, options.keep, reached, writer=source.writer)
+    return info
+
+
+def _give_up(work: WorkDir, source: VersionSource, error: BaseException) -> None:
+    """Leave no debris, and tell the others why: they need not wait for what will not come."""
+    if source.leads and not isinstance(error, OvertakenError):
+        shutil.rmtree(work.root, ignore_errors=True)
+        return
+    # What a node has said of its memory stays for those that come later.
+    for coordinate in source.blocks:
+        # The record first: where it is, the others read the image.
+        for path in (work.part(coordinate), work.image(coordinate)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+    if not isinstance(error, GivenUpElsewhereError):
+        with suppress(OSError):
+            write_record(work.failed(source.node), failure_record(source.node, error), source.secret)

@@ -1,0 +1,334 @@
+"""Checkpoints that reft wrote into a persist directory, as they are found again.
+
+A persist directory holds one directory per job (P7), and that is what ``load_checkpoint`` takes as
+``load_dir``: ``latest``, and a tag directory for each checkpoint. A persisted checkpoint is an ordinary
+DeepSpeed tag directory with reft's host files and one marker, ``reft.json``, beside DeepSpeed's own
+files. The directory gets its final name only when it is complete and on storage, so the marker is there
+exactly if everything else is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from reft.errors import PersistError
+from reft.grid import Degrees
+from reft.label import Label
+from reft.storage import fence
+
+logger = logging.getLogger(__name__)
+
+MARKER_NAME = "reft.json"
+LATEST_NAME = "latest"
+MARKER_FORMAT = 1
+_READ_BYTES = 4 * 2**20
+_TAG = re.compile(r"^\.?global_step\d+")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Length and xxh3_64 of one file of a checkpoint."""
+
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class PersistedInfo:
+    """A checkpoint written by reft.
+
+    Attributes:
+        directory: the job's directory within the persist directory, what ``load_checkpoint`` takes as
+            ``load_dir``.
+        tag: name of the checkpoint's directory within it.
+        job_id: job whose state it is.
+        label: incarnation and step of that state.
+        degrees: parallel degrees of the job.
+        layouts: layout hash of every coordinate's arena, by coordinate.
+        created_unix_secs: when it was completed.
+        files: every file but the marker.
+        fingerprint: what makes the job the one that it is, encoded; None where it was not known.
+    """
+
+    directory: Path
+    tag: str
+    job_id: str
+    label: Label
+    degrees: Degrees
+    created_unix_secs: float
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    fingerprint: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """Directory of the checkpoint's files."""
+        return self.directory / self.tag
+
+    @property
+    def nbytes(self) -> int:
+        return sum(f.nbytes for f in self.files.values())
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.label} of job {self.job_id}, {self.degrees}, {self.nbytes / 2**20:.1f} MiB"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of the marker."""
+        return {
+            "format": MARKER_FORMAT,
+            "job_id": self.job_id,
+            "tag": self.tag,
+            "incarnation": self.label.incarnation,
+            "step": self.label.step,
+            "degrees": [self.degrees.pp, self.degrees.dp, self.degrees.tp],
+            "layouts": dict(self.layouts),
+            "created_unix_secs": self.created_unix_secs,
+            "files": {name: [f.nbytes, f.checksum] for name, f in sorted(self.files.items())},
+            "fingerprint": self.fingerprint,
+        }
+
+
+def job_directory(directory: Path, job_id: str) -> Path:
+    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7).
+
+    Raises:
+        PersistError: if the name cannot be that of a directory.
+    """
+    if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
+        raise PersistError(f"job id {job_id!r} cannot name a directory in {directory}; choose another one")
+    return directory / job_id
+
+
+def tag_of(label: Label) -> str:
+    """DeepSpeed's own tag of a step, so that ``latest`` and people find what they expect."""
+    return f"global_step{label.step}"
+
+
+def read_marker(checkpoint: Path) -> PersistedInfo | None:
+    """What the marker in a checkpoint directory says; None if reft did not write the directory.
+
+    Raises:
+        PersistError: if there is a marker that cannot be read.
+    """
+    try:
+        text = (checkpoint / MARKER_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise PersistError(f"{checkpoint / MARKER_NAME}: cannot be read: {error.strerror}") from error
+    try:
+        content = json.loads(text)
+        if content["format"] > MARKER_FORMAT:
+            raise PersistError(
+                f"{checkpoint / MARKER_NAME}: written in format {content['format']}; this reft reads format "
+                f"{MARKER_FORMAT}: use the reft that wrote it, or a later one"
+            )
+        return PersistedInfo(
+            directory=checkpoint.parent,
+            tag=checkpoint.name,
+            job_id=content["job_id"],
+            label=Label(int(content["incarnation"]), int(content["step"])),
+            degrees=Degrees(*(int(n) for n in content["degrees"])),
+            created_unix_secs=float(content["created_unix_secs"]),
+            layouts=content["layouts"],
+            files={_file(name): FileRecord(int(v[0]), int(v[1])) for name, v in content["files"].items()},
+            fingerprint=content.get("fingerprint"),
+        )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise PersistError(
+            f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); remove the "
+            f"directory if it is not needed"
+        ) from error
+
+
+def _file(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not a file of the checkpoint")
+    return name
+
+
+def missing_files(info: PersistedInfo) -> list[str]:
+    """What is not as the marker says, by name and length only; empty if the checkpoint is complete."""
+    problems = []
+    for name, record in info.files.items():
+        try:
+            nbytes = (info.path / name).stat().st_size
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if nbytes != record.nbytes:
+            problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
+    return problems
+
+
+def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[PersistedInfo], list[str]]:
+    """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is wrong with
+    directories whose marker cannot be read.
+
+    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at
+    that instant it may be the only one.
+
+    Args:
+        directory: a job's directory; a missing one holds nothing.
+        job_id: only what this job wrote; None: whoever did.
+
+    Raises:
+        PersistError: if it cannot be listed.
+    """
+    found, problems = [], []
+    for name in _subdirectories(directory):
+        if not _TAG.match(name) or name.endswith(".tmp"):
+            continue
+        try:
+            info = read_marker(directory / name)
+        except PersistError as error:
+            problems.append(str(error))
+            continue
+        if info is not None and job_id in (None, info.job_id):
+            found.append(info)
+    # Of equal labels the one under its own name comes last.
+    return sorted(found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))), problems
+
+
+def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
+    """Complete checkpoints in ``directory`` that reft wrote, oldest first; others are named in the log."""
+    found, skipped = find_markers(directory, job_id)
+    for problem in skipped:
+        logger.warning("skipped: %s", problem)
+    complete = []
+    for info in found:
+        problems = missing_files(info)
+        if problems:
+            logger.warning("%s is incomplete and is not used: %s", info.path, "; ".join(problems[:3]))
+        else:
+            complete.append(info)
+    return complete
+
+
+def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
+    """Versions of a future that the job went back behind, each with the version that says so: one of a later
+    incarnation whose step is not higher."""
+    line: list[Label] = []
+    passed: dict[Label, Label] = {}
+    for label in sorted(set(labels), reverse=True):
+        later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
+        if later:
+            passed[label] = later[-1]
+        else:
+            line.append(label)
+    return passed
+
+
+def newest_incarnation(directory: Path, job_id: str) -> int:
+    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not, or
+    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer.
+
+    Raises:
+        PersistError: if it cannot be listed.
+    """
+    try:
+        claimed = fence.claimed(directory, job_id)
+    except OSError as error:
+        raise PersistError(f"{directory}: cannot be listed: {error.strerror}; check persist.dir") from error
+    return max(claimed, *(info.label.incarnation for info in find_markers(directory, job_id)[0]), 0)
+
+
+def latest_persisted(directory: Path, job_id: str | None = None) -> PersistedInfo | None:
+    """The newest complete checkpoint.
+
+    Labels of different jobs do not compare. Without ``job_id`` the job is that of the checkpoint that
+    ``latest`` names, else the one that wrote last.
+
+    Args:
+        directory: a job's directory; a missing one holds nothing.
+        job_id: only what this job wrote.
+    """
+    found = list_persisted(directory, job_id)
+    if not found:
+        return None
+    if job_id is None:
+        named = latest_tag(directory)
+        by_tag = {info.tag: info for info in found}
+        job_id = (
+            by_tag[named].job_id
+            if named is not None and named in by_tag
+            else max(found, key=lambda i: i.created_unix_secs).job_id
+        )
+    return [info for info in found if info.job_id == job_id][-1]
+
+
+def latest_tag(directory: Path) -> str | None:
+    """What the file ``latest`` says, None if there is none or it names nothing in the directory."""
+    try:
+        tag = (directory / LATEST_NAME).read_text(errors="replace").strip()
+        return _file(tag)
+    except (OSError, ValueError):
+        return None
+
+
+def verify_persisted(directory: Path, tag: str | None = None) -> list[str]:
+    """Read a persisted checkpoint back and compare every file with its checksum (P5).
+
+    Args:
+        directory: a job's directory in the persist directory.
+        tag: the checkpoint; None takes the newest.
+
+    Returns:
+        What is wrong, one line each; empty if all is well.
+
+    Raises:
+        PersistError: if there is no checkpoint that reft wrote.
+    """
+    info = latest_persisted(directory) if tag is None else read_marker(directory / tag)
+    if info is None:
+        what = "no complete checkpoint" if tag is None else f"no marker {MARKER_NAME} in {tag}"
+        raise PersistError(f"{directory}: {what} written by reft was found")
+    return check_files(info.path, info.files)
+
+
+def check_files(checkpoint: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """Read files of a checkpoint and compare them with their records (P5); one line for each that differs."""
+    problems = []
+    for name, record in files.items():
+        try:
+            nbytes = (checkpoint / name).stat().st_size
+            if nbytes != record.nbytes:
+                problems.append(f"{name}: {nbytes} bytes, expected {record.nbytes}")
+                continue
+            found = file_checksum(checkpoint / name)
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if found != record.checksum:
+            problems.append(f"{name}: checksum {found:016x}, expected {record.checksum:016x}")
+    return problems
+
+
+def file_checksum(path: Path) -> int:
+    """xxh3_64 of a file's content."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.intdigest()
+
+
+def _subdirectories(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise PersistError(f"{directory}: cannot be listed: {error.strerror}; check persist.dir") from error

@@ -1,0 +1,391 @@
+"""When the daemon writes versions to storage, and what it does when storage fails.
+
+One thread writes one version at a time. A version is due when its step is a multiple of
+``persist.interval_steps``, or where that is "auto" of what the trainers agreed on: on every node the same;
+what memory went on from before its turn came is passed over, and the other nodes hear of it;
+while storage fails, each due version is tried for as long as it is in memory, then the next one: training
+goes on, and the status says since when the checkpoints are stale. When memory ceases to survive the loss of a
+node, a version is due at once, whatever the interval, and others are until one of them is on storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Protocol
+
+from reft.backoff import Backoff
+from reft.config import ReftConfig
+from reft.errors import FencedError, OvertakenError, PersistError, ReftError
+from reft.label import Label
+from reft.memory.arena import Arena, ArenaState
+from reft.memory.jobdir import JobDir
+from reft.storage.assembler import Assembler
+from reft.storage.persist import PersistProgress, persist_label
+from reft.storage.status import NodeStatus
+from reft.storage.waiting import OvertakenElsewhereError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECS = (0.5, 30.0)
+_CLOSE_SECS = 5.0
+_AGAIN_STEPS = 10
+"""A version that memory cannot keep has failed: multiples of this are tried, so that nodes that hear of it
+at different steps choose the same one."""
+
+
+class PersistFunction(Protocol):
+    """Writes this node's part of a version and returns the finished checkpoint's path."""
+
+    def __call__(
+        self,
+        job_dir: JobDir,
+        label: Label,
+        config: ReftConfig,
+        *,
+        stop: threading.Event,
+        progress: Callable[[PersistProgress], None],
+        assembler: Assembler | None,
+    ) -> Path: ...
+
+
+class Lag:
+    """How far storage is behind memory: steps from the oldest version that was due and is not on storage to
+    the newest one in memory."""
+
+    def __init__(self) -> None:
+        self._waiting: Label | None = None
+        self._newest: Label | None = None
+        self._told: Label | None = None
+
+    def committed(self, label: Label, *, due: Label | None) -> int:
+        """``label`` is the newest version in memory; returns the steps.
+
+        Args:
+            label: the version.
+            due: what is to be written next, if anything.
+        """
+        self._newest = label
+        if self._waiting is None or self._waiting.incarnation < label.incarnation:
+            self._waiting = due
+        return self._steps()
+
+    def written(self, label: Label, *, due: Label | None) -> int:
+        """``label`` is on storage; returns the steps that are left."""
+        if self._waiting is not None and self._waiting <= label:
+            self._waiting = due
+        return self._steps()
+
+    def is_news(self) -> bool:
+        """Whether the version that storage waits for is another one than when this was last asked."""
+        before, self._told = self._told, self._waiting
+        return before != self._waiting
+
+    def _steps(self) -> int:
+        if self._waiting is None or self._newest is None:
+            return 0
+        return max(0, self._newest.step - self._waiting.step)
+
+
+class Persister:
+    """The daemon's writer.
+
+    Args:
+        job_dir: the job's memory on this node.
+        status: where success and failure are told.
+        persist: writes one version, raises PersistError, ArenaError or OSError.
+    """
+
+    def __init__(self, job_dir: JobDir, status: NodeStatus, persist: PersistFunction = persist_label) -> None:
+        self._job_dir = job_dir
+        self._status = status
+        self._persist = persist
+        self._changed = threading.Condition()
+        self._due: Label | None = None
+        self._asked: dict[Label, Future[str]] = {}
+        self._backoff = Backoff(*_RETRY_SECS)
+        self._closing = False
+        self._stop = threading.Event()
+        self._assembler = Assembler()
+        self._warm = False
+        self._lag = Lag()
+        self._unprotected: tuple[Label | None, bool] = (None, False)
+        self.config: ReftConfig | None = None
+        self._fenced = (0, "")
+        self._refused: Label | None = None
+        """The version that storage did not take last."""
+        self._missed: Label | None = None
+        """The first version that memory overtook since one was written."""
+        self.progress: PersistProgress | None = None
+        """Of what is being written, as it was told last."""
+        self.written = 0
+        """Versions that are finished."""
+
+    def configure(self, config: ReftConfig) -> None:
+        with self._changed:
+            self.config = config
+            self._changed.notify()
+        directory = config.persist.dir
+        self._status.update_persist(
+            dir=str(directory) if directory is not None else None,
+            interval_steps=config.persist.fixed_steps,
+        )
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="persist", daemon=True).start()
+
+    def close(self) -> None:
+        """Give up what is being written, waiting a few seconds at most for it to be tidied up."""
+        with self._changed:
+            self._closing = True
+            self._stop.set()
+            for future in self._asked.values():
+                future.cancel()
+            self._changed.notify()
+            self._changed.wait_for(lambda: self._status.persist.writing is None, timeout=_CLOSE_SECS)
+
+    def offer(self, label: Label, *, unprotected: bool | None = None, due: bool = False) -> None:
+        """A version is committed in memory; takes it if it is due and newer.
+
+        Args:
+            label: the version, the same on every node.
+            unprotected: memory no longer survives the loss of a node, so that the first such version is due
+                at once, whatever the interval. None: not known, as before.
+            due: the ranks agreed that it goes to storage.
+        """
+        with self._changed:
+            at_once = self._falls(label, unprotected)
+            writing = self._status.persist.writing
+            if writing is not None and writing.incarnation < label.incarnation:
+                # The job restarted: parts that other nodes owe to the old version will never come.
+                self._stop.set()
+            interval = self.config.persist.fixed_steps if self.config else 0
+            known = self._due or self._status.persist.last
+            if self.config is None or self.config.persist.dir is None:
+                return
+            due = due or at_once or self._must_again(label) or bool(interval and label.step % interval == 0)
+            if due and (known is None or label > known):
+                if at_once:
+                    logger.warning(
+                        "memory no longer survives the loss of a node: %s is written to %s at once",
+                        *(label, self.config.persist.dir),
+                    )
+                self._due = label
+                self._changed.notify()
+            lag = self._lag.committed(label, due=self._due)
+            self._status.update_persist(lag_steps=lag)
+            if interval and lag > interval and self._lag.is_news():
+                logger.warning(
+                    "step %d is committed, but step %d is not on storage yet: writing takes longer than "
+                    "persist.interval_steps (%d). Write less often, or look for what holds up %s",
+                    *(label.step, label.step - lag, interval, self.config.persist.dir),
+                )
+
+    def _falls(self, label: Label, unprotected: bool | None) -> bool:
+        """Whether ``label`` is the first version that does not survive the loss of a node. Told by every
+        trainer of the node; what is said of an older version than the newest comes late."""
+        since, before = self._unprotected
+        if unprotected is None or self.config is None or (since is not None and label < since):
+            return False
+        self._unprotected = label, unprotected
+        return unprotected and not before
+
+    def _must_again(self, label: Label) -> bool:
+        """Whether nothing is on storage yet that stands in for a memory that does not survive the loss of a
+        node, and ``label`` is to be tried (P3)."""
+        failing = self._missed is not None or self._status.persist.stale_since_step is not None
+        return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
+
+    def fenced(self, incarnation: int) -> str:
+        """Why a node of this start of the job has to end: a newer one writes where it did; else empty.
+
+        The start that a node takes part in refuses, too, a version that its daemon has been writing since
+        before the job started anew.
+        """
+        newest, why = self._fenced
+        return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
+
+    def wants(self, label: Label) -> bool:
+        """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
+        last = self._status.persist.last
+        return bool(self.config and self.config.persist.dir is not None) and (last is None or label > last)
+
+    def persist_and_wait(self, label: Label, timeout_secs: float) -> str:
+        """Persist ``label`` next, whether due or not; several callers share one attempt.
+
+        Raises:
+            PersistError: it failed, or took too long.
+        """
+        if self.config is None or self.config.persist.dir is None:
+            raise PersistError(
+                'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
+            )
+        with self._changed:
+            if self._status.persist.last == label and self._status.persist.last_path is not None:
+                return self._status.persist.last_path
+            future = self._asked.setdefault(label, Future())
+            self._changed.notify()
+        try:
+            return future.result(timeout_secs)
+        except FutureTimeout as error:
+            raise PersistError(f"{label} was not on storage after {timeout_secs:.1f} s") from error
+
+    # -- the writing thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._assembler:
+            self._write_what_is_due()
+
+    def _write_what_is_due(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked or self._due is not None or self._is_cold()
+                )
+                if self._closing:
+                    return
+                if self._is_cold():
+                    self._warm_up()
+                if not self._asked and self._due is None:
+                    continue
+                asked = min(self._asked) if self._asked else None
+                label = asked or self._due
+                config = self.config
+                assert label is not None
+                assert config is not None
+                self._stop = threading.Event()
+                self._status.update_persist(writing=label, attempts=self._status.persist.attempts + 1)
+            self._attempt(label, config)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _is_cold(self) -> bool:
+        """There is something to write to, but no process yet that has imported what it takes."""
+        return not self._warm and self.config is not None and self.config.persist.dir is not None
+
+    def _warm_up(self) -> None:
+        # By this thread: the process dies with the one that started it.
+        self._warm = True
+        try:
+            self._assembler.start()
+        except OSError as error:
+            logger.warning("the process that makes checkpoint files cannot be started yet: %s", error)
+
+    def _attempt(self, label: Label, config: ReftConfig) -> None:
+        try:
+            path = self._persist(
+                *(self._job_dir, label, config),
+                stop=self._stop,
+                progress=self._tell_progress,
+                assembler=self._assembler,
+            )
+        except (ReftError, OSError) as error:
+            self._failed(label, error)
+        except Exception as error:
+            logger.exception("persisting %s failed unexpectedly", label)
+            self._failed(label, error)
+        else:
+            self._succeeded(label, str(path))
+
+    def _tell_progress(self, progress: PersistProgress) -> None:
+        self.progress = progress
+        self._status.update_persist(phase=progress.phase)
+
+    def _succeeded(self, label: Label, path: str) -> None:
+        if self._status.persist.stale_since_step is not None:
+            logger.warning("checkpoints are written again: %s is in %s", label, path)
+        self.written += 1
+        newest = max(label, self._status.persist.last or label)
+        self._status.update_persist(
+            writing=None,
+            phase=None,
+            last=newest,
+            last_path=path,
+            stale_since_step=None,
+            error=None,
+            attempts=0,
+        )
+        with self._changed:
+            self._backoff.reset()
+            self._missed = None
+            if self._due is not None and self._due <= label:
+                self._due = None
+            self._status.update_persist(lag_steps=self._lag.written(label, due=self._due))
+            future = self._asked.pop(label, None)
+        if future is not None and not future.cancelled():
+            future.set_result(path)
+
+    def _failed(self, label: Label, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, FencedError):
+            self._fenced = error.newest, str(error)
+        gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(self._job_dir)
+        if self._closing:  # nobody tries again
+            logger.info("the job ends before %s is in %s", label, self._status.persist.dir)
+            self._status.update_persist(writing=None, phase=None)
+        elif isinstance(error, OvertakenError) and label != self._refused:
+            self._overtaken(label, message, gone)
+        else:  # storage failed, for as long as memory had it
+            self._refused = label
+            self._fail(label, message, since=label)
+        with self._changed:
+            future = self._asked.pop(label, None)
+            if future is not None and not future.cancelled():
+                future.set_exception(PersistError(message))
+            if self._due == label and gone:
+                # Overwritten meanwhile: every node goes on with the next version that is due.
+                self._due = None
+            if self._due is not None and self._due <= label:
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked or self._due != label,
+                    timeout=self._backoff.failed(),
+                )
+
+    def _fail(self, label: Label, message: str, since: Label) -> None:
+        persist = self._status.persist
+        if message != persist.error:
+            logger.warning(
+                "%s cannot be persisted to %s: %s; training goes on, it is tried again",
+                *(label, persist.dir, message),
+            )
+        stale = persist.stale_since_step if persist.stale_since_step is not None else since.step
+        self._status.update_persist(writing=None, phase=None, stale_since_step=stale, error=message)
+
+    def _overtaken(self, label: Label, message: str, gone: bool) -> None:
+        """Storage is well: the next version that is due takes the place of this one. Only where none is
+        written in between do checkpoints become stale.
+
+        Args:
+            label: the version.
+            message: why.
+            gone: memory does not hold it any more; else a trainer has its lock for the moment.
+        """
+        if gone:
+            self._status.update_persist(overtaken=label)
+        if self._missed is not None:
+            self._fail(label, message, since=self._missed)
+            return
+        self._missed = label
+        if gone:
+            logger.warning(
+                "memory went on from %s before its turn to be written to %s came (%s); the next version "
+                "that is due is written",
+                *(label, self._status.persist.dir, message),
+            )
+        self._status.update_persist(writing=None, phase=None)
+
+
+def committed_labels(job_dir: JobDir) -> set[Label]:
+    """The versions that are committed in this node's arenas."""
+    labels = set()
+    for _, arena in job_dir.scan():
+        if isinstance(arena, Arena):
+            with arena:
+                header = arena.header()
+                if header is not None and header.state is ArenaState.COMMITTED:
+                    labels.add(header.label)
+    return labels

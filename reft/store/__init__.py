@@ -1,1 +1,0 @@
-"""Versions in host memory: arenas, the commit rules, job directories, inspection."""

@@ -1,0 +1,315 @@
+"""What every transport does, written once: each case runs on every rank, over sockets in threads and over MPI in
+processes. Cases open transports of their own, one after the other, as ranks do that come together again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from reft.control.transport import Buffers, Transport
+from reft.errors import TransferError
+
+from .ranks import DEADLINE_SECS
+
+
+@dataclass
+class Rank:
+    """One rank of a case.
+
+    Attributes:
+        rank, size: as usual.
+        open: the next transport, collectively.
+        place: a directory that all ranks see, of this case alone: how they meet beside the transport.
+    """
+
+    rank: int
+    size: int
+    open: Callable[[], Transport]
+    place: Path
+
+    def tell(self, name: str) -> None:
+        (self.place / f"{name}-{self.rank}").touch()
+
+    def hear(self, name: str, ranks: Sequence[int]) -> None:
+        """Wait until these have told it."""
+        pause, waited = threading.Event(), 0.0
+        while not all((self.place / f"{name}-{rank}").exists() for rank in ranks):
+            assert waited < DEADLINE_SECS, f"{name}: not told by all of {ranks}"
+            pause.wait(0.01)
+            waited += 0.01
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+
+def collectives_give_every_rank_the_same(me: Rank) -> None:
+    transport = me.open()
+    for _ in range(3):
+        values = [me.rank + 1, -me.rank, 2**62, *range(40)]
+        assert transport.reduce_min(values) == [1, 1 - me.size, 2**62, *range(40)]
+        assert transport.gather(bytes([me.rank]) * me.rank) == [bytes([r]) * r for r in range(me.size)]
+        assert transport.gather(b"") == [b""] * me.size
+    # The word of each rank counts.
+    assert transport.reduce_min([-int(r == me.rank) for r in range(me.size)]) == [-1] * me.size
+    assert transport.reduce_min([]) == []
+    transport.close()
+
+
+def long_messages_are_gathered(me: Rank) -> None:
+    long = random.Random(1).randbytes(3_234_567)
+    transport = me.open()
+    found = transport.gather(long if me.rank == 1 else b"x" * me.rank)
+    assert found == [long if r == 1 else b"x" * r for r in range(me.size)]
+    transport.close()
+
+
+def ranks_in_different_collectives_are_told_so(me: Rank) -> None:
+    transport = me.open()
+    try:
+        transport.gather(b"x") if me.rank else transport.reduce_min([1])
+    except TransferError as error:
+        me.tell("another" if "another collective" in str(error) else "heard")
+    else:
+        raise AssertionError("nobody said so")
+    # Its connections are of no use any more.
+    try:
+        transport.reduce_min([1])
+    except TransferError:
+        pass
+    else:
+        raise AssertionError("a vote after that")
+    me.tell("done")
+    me.hear("done", range(me.size))
+    assert list(me.place.glob("another-*"))
+
+
+def bytes_are_exchanged_round_a_ring_in_both_directions(me: Rank) -> None:
+    rng = random.Random(2)
+    sizes = [0, 1, 5_000_000, 17, *[rng.randrange(2000) for _ in range(200)], 1_048_576, 3]
+
+    def data(source: int, target: int, turn: int) -> list[bytes]:
+        return [random.Random(f"{source} {target} {turn} {i}").randbytes(n) for i, n in enumerate(sizes)]
+
+    peers = {(me.rank + 1) % me.size, (me.rank - 1) % me.size}
+    transport = me.open()
+    for turn in range(2):
+        into = {peer: [bytearray(n) for n in sizes] for peer in peers}
+        transport.stream(
+            {peer: [memoryview(b) for b in data(me.rank, peer, turn)] for peer in into},
+            {peer: Buffers([memoryview(b) for b in buffers]) for peer, buffers in into.items()},
+        )
+        for peer, buffers in into.items():
+            assert [bytes(b) for b in buffers] == data(peer, me.rank, turn)
+    assert transport.sent["pairs"] == 2 * len(peers) * sum(sizes)
+    transport.gather(b"")
+    transport.close()
+
+
+def exchanges_follow_each_other_without_a_meeting(me: Rank) -> None:
+    """A fast sender is in the next exchange while the receiver has no room for the last bytes of this one."""
+    transport = me.open()
+    for turn in range(20):
+        sizes = [1 + (turn * 7919) % 70_000, 1 + turn]
+        data = [bytes([turn + r]) * n for r, n in enumerate(sizes)]
+        if me.rank == 0:
+            transport.stream({1: [memoryview(d) for d in data]}, {})
+        elif me.rank == 1:
+            into = [bytearray(n) for n in sizes]
+            transport.stream({}, {0: Buffers([memoryview(b) for b in into])})
+            assert [bytes(b) for b in into] == data
+    transport.gather(b"")
+    transport.close()
+
+
+class Reluctant:
+    """Has room for one part at a time, when another thread says so."""
+
+    def __init__(self, nbytes: int, part: int, wake: socket.socket) -> None:
+        self.data = bytearray(nbytes)
+        self.given = self.full = 0
+        self._part, self._wake = part, wake
+        self._allowed = threading.Semaphore(1)
+
+    def room(self) -> list[memoryview]:
+        if self.given == len(self.data) or not self._allowed.acquire(blocking=False):
+            return []
+        start, self.given = self.given, min(len(self.data), self.given + self._part)
+        return [memoryview(self.data)[start : self.given]]
+
+    def filled(self, count: int) -> None:
+        self.full += count
+        assert count == 1  # there was room for one
+
+        def allow() -> None:
+            self._allowed.release()
+            with contextlib.suppress(OSError):  # all has arrived, and the exchange is over
+                self._wake.send(b"1")
+
+        threading.Timer(0.001, allow).start()
+
+    @property
+    def complete(self) -> bool:
+        return self.full * self._part >= len(self.data)
+
+
+def what_there_is_no_room_for_waits_at_its_sender(me: Rank) -> None:
+    nbytes, part = 6_000_000, 300_000
+    data = random.Random(3).randbytes(nbytes)
+    transport = me.open()
+    if me.rank == 0:
+        transport.stream({1: [memoryview(data)]}, {})
+    elif me.rank == 1:
+        wake, waker = socket.socketpair()
+        into = Reluctant(nbytes, part, waker)
+        transport.stream({}, {0: into}, wake)
+        assert bytes(into.data) == data
+    transport.gather(b"")
+    transport.close()
+
+
+def ranks_add_up_what_they_give_each_other(me: Rank) -> None:
+    transport = me.open()
+    groups = (list(range(me.size)), [2, 0, 1], [0, 1, 2], [3, 1], [2, 0, 1])
+    for ranks in groups:
+        if me.rank not in ranks:
+            continue
+        for nbytes in (8, 8 * 100_003):
+
+            def parts(rank: int, nbytes: int = nbytes, ranks: list[int] = ranks) -> np.ndarray:
+                rng = np.random.default_rng([rank, nbytes])
+                return rng.integers(0, 256, (len(ranks), nbytes), np.uint8)
+
+            found = transport.xor(parts(me.rank), ranks)
+            at = ranks.index(me.rank)
+            assert np.array_equal(found, np.bitwise_xor.reduce([parts(r)[at] for r in ranks]))
+    transport.gather(b"")
+    per_call = sum(len(ranks) - 1 for ranks in groups if me.rank in ranks)
+    assert sum(transport.sent.values()) == per_call * (8 + 8 * 100_003)
+    transport.close()
+
+
+def p6_a_rank_that_leaves_is_heard_by_all_that_wait_for_a_vote(me: Rank) -> None:
+    for lost in range(me.size):
+        transport = me.open()
+        if me.rank == lost:
+            transport.close()
+        try:
+            transport.reduce_min([me.rank])
+        except TransferError:
+            continue
+        raise AssertionError(f"rank {lost} left unheard")
+
+
+def p6_a_rank_that_leaves_is_heard_in_an_exchange_that_it_has_no_part_in(me: Rank) -> None:
+    transport = me.open()
+    last = me.size - 1
+    if me.rank == last:
+        transport.close()
+        return
+    try:
+        if me.rank in (0, 1):  # their peers never come
+            transport.stream({}, {me.rank + 1: Buffers([memoryview(bytearray(9))])})
+        else:
+            transport.reduce_min([1])
+    except (OSError, EOFError):  # a TransferError is an OSError
+        transport.close()
+        return
+    raise AssertionError("unheard")
+
+
+def p6_a_silent_rank_is_waited_for_only_so_long(me: Rank) -> None:
+    for wait in ("vote", "exchange", "sum"):
+        transport = me.open()
+        transport.xor(np.zeros((me.size, 8), np.uint8), range(me.size))
+        transport.gather(b"")
+        if me.rank:
+            transport.timeout_secs = 0.3
+            try:
+                if wait == "vote":
+                    transport.reduce_min([1])
+                elif wait == "exchange":
+                    transport.stream({}, {0: Buffers([memoryview(bytearray(1))])})
+                else:
+                    transport.xor(np.zeros((me.size, 8), np.uint8), range(me.size))
+            except (OSError, EOFError):
+                transport.close()
+            else:
+                raise AssertionError(f"{wait}: rank 0 was not missed")
+            me.tell(wait)
+        else:
+            me.hear(wait, me.others)
+            transport.close()
+
+
+def p6_who_lives_and_does_not_answer_is_named_to_all_and_the_vote_ends_well(me: Rank) -> None:
+    for silent in (me.size - 1, 0):
+        transport = me.open()
+        transport.patience_secs = 0.3
+
+        def hear(missing: list[str], secs: float, silent: int = silent) -> None:
+            if any(name.startswith(f"rank {silent} on node ") for name in missing):
+                me.tell(f"named{silent}")
+
+        transport.on_silence = hear
+        for _ in range(2):
+            if me.rank == silent:
+                me.hear(f"named{silent}", me.others)
+            assert transport.reduce_min([me.rank]) == [0]
+        transport.close()
+
+
+def two_threads_use_transports_of_their_own_at_the_same_time(me: Rank) -> None:
+    """Training meets on one while the snapshot worker votes and exchanges on another."""
+    first, second = me.open(), me.open()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for turn in range(100):
+                assert second.reduce_min([turn, -me.rank]) == [turn, 1 - me.size]
+                peer, data = me.rank ^ 1, bytes([turn]) * 100_000
+                if peer < me.size:
+                    into = bytearray(len(data))
+                    second.stream({peer: [memoryview(data)]}, {peer: Buffers([memoryview(into)])})
+                    assert into == data
+            second.gather(b"")  # nobody leaves while others exchange
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for turn in range(100):
+        assert first.gather(bytes([turn])) == [bytes([turn])] * me.size
+    thread.join(DEADLINE_SECS)
+    assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+    first.close()
+    second.close()
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        collectives_give_every_rank_the_same,
+        long_messages_are_gathered,
+        ranks_in_different_collectives_are_told_so,
+        bytes_are_exchanged_round_a_ring_in_both_directions,
+        exchanges_follow_each_other_without_a_meeting,
+        what_there_is_no_room_for_waits_at_its_sender,
+        ranks_add_up_what_they_give_each_other,
+        p6_a_rank_that_leaves_is_heard_by_all_that_wait_for_a_vote,
+        p6_a_rank_that_leaves_is_heard_in_an_exchange_that_it_has_no_part_in,
+        p6_a_silent_rank_is_waited_for_only_so_long,
+        p6_who_lives_and_does_not_answer_is_named_to_all_and_the_vote_ends_well,
+        two_threads_use_transports_of_their_own_at_the_same_time,
+    )
+}

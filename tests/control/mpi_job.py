@@ -1,0 +1,44 @@
+"""One rank of an MPI job that goes through the contract; what came of each case is in a file of its own.
+
+mpiexec -n 4 python -m tests.control.mpi_job DIRECTORY [CASE]...
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import traceback
+from pathlib import Path
+
+from reft.control.mpi import MpiCarrier, load_mpi
+from reft.control.transport import no_silence
+
+from .contract import CASES, Rank
+from .mpi_calls import refuse_pickling
+from .ranks import DEADLINE_SECS
+
+
+def main(directory: Path, names: list[str]) -> None:
+    faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True)
+    mpi = load_mpi()
+    refuse_pickling(mpi)
+    world = mpi.COMM_WORLD
+    carrier = MpiCarrier(world.rank, world.size, f"node{world.rank // 2}", DEADLINE_SECS)
+    for name in names or CASES:
+        place = directory / name
+        place.mkdir(exist_ok=True)
+        me = Rank(
+            world.rank, world.size, lambda: carrier.open(DEADLINE_SECS, lambda: True, no_silence), place
+        )
+        try:
+            CASES[name](me)
+            said = "well"
+        except BaseException:
+            said = traceback.format_exc()
+        (place / f"result-{world.rank}").write_text(said)
+        me.hear("result", range(world.size))
+    print("the end", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

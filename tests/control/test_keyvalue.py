@@ -1,0 +1,213 @@
+"""The rendezvous store: what its operations do, and what a silent server costs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from datetime import timedelta
+
+import pytest
+
+from reft.control.door import knock, listen
+from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
+from reft.control.wire import Channel
+from tests.machine import free_port
+
+SECRET = b"s" * 32
+WAIT_SECS = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[KeyValueServer]:
+    served = KeyValueServer(listen("127.0.0.1", 0), SECRET)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def store(server: KeyValueServer) -> KeyValueStore:
+    return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
+
+
+def test_values_are_bytes_and_come_back(store: KeyValueStore) -> None:
+    assert store.peek("key") is None
+    store.set("key", "text")
+    store.set("empty", b"")
+    assert (store.get("key"), store.get("empty")) == (b"text", b"")
+    assert store.check(["key", "empty"])
+    assert not store.check(["key", "none"])
+    assert store.delete("key")
+    assert not store.delete("key")
+
+
+def test_compare_set_says_who_won(store: KeyValueStore) -> None:
+    assert store.compare_set("key", None, b"a") == (True, b"a")
+    assert store.compare_set("key", None, b"b") == (False, b"a")
+    assert store.compare_set("key", b"a", b"b") == (True, b"b")
+    assert store.compare_set("other", b"a", b"b") == (False, None)
+
+
+def test_many_clients_add_up(server: KeyValueServer, store: KeyValueStore) -> None:
+    def add(_: int) -> None:
+        own = KeyValueStore(f"127.0.0.1:{server.port}", SECRET)
+        for _ in range(20):
+            own.add("sum", 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(8)))
+    assert store.add("sum", 0) == 160
+
+
+def test_prefixes_share_a_table_and_a_connection(store: KeyValueStore) -> None:
+    inner = store.with_prefix("a").with_prefix("b")
+    inner.set("key", "value")
+    assert store.get("a/b/key") == b"value"
+
+
+def test_waiting_ends_with_the_key_or_with_the_time(store: KeyValueStore) -> None:
+    with pytest.raises(TimeoutError, match="no node wrote key, other"):
+        store.wait(["key", "other"], timedelta(seconds=0.1))
+    setter = threading.Timer(0.2, lambda: [store.set(k, "v") for k in ("key", "other")])
+    setter.start()
+    store.wait(["key", "other"])
+    setter.join()
+
+
+def test_what_is_no_request_is_refused_and_the_line_goes_on(
+    server: KeyValueServer, store: KeyValueStore
+) -> None:
+    with closing(knock(f"127.0.0.1:{server.port}", SECRET, PURPOSE, WAIT_SECS)) as channel:
+        for request in (["nonsense"], ["get"], "x", []):
+            channel.send(request)
+            assert channel.receive()[0] is False
+    with pytest.raises(StoreError, match="refuses set"):
+        store.set("key", 5)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="refuses add"):
+        store.add("key", "x")  # type: ignore[arg-type]
+    assert not store.check(["key"])
+
+
+class Cable:
+    """A way to the store that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self.whole = threading.Event()
+        self.whole.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self.whole.clear()
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            near = self._listener.accept()[0]
+            if not self.whole.is_set():
+                near.close()
+                continue
+            far = socket.create_connection(("127.0.0.1", self._port))
+            self._ends += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(4096):
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_is_gone_is_known_until_it_is_back(server: KeyValueServer, store: KeyValueStore) -> None:
+    cable = Cable(server.port)
+    one = KeyValueStore(f"127.0.0.1:{cable.port}", SECRET, prefix="job/")
+    one.hold("here/a")
+    other = KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/")
+    other.hold("here/b")
+    wait_until(lambda: server.holders() == {"job/here/a", "job/here/b"})
+    assert store.left("job/") == {}
+    cable.cut()
+    wait_until(lambda: bool(store.left("job/")))
+    assert store.left("job/here/").keys() == {"job/here/a"}
+    assert 0 <= store.left("job/here/a")["job/here/a"] < WAIT_SECS
+    assert other.left("here/").keys() == {"here/a"}
+    assert store.left("other/") == {}
+    cable.whole.set()
+    wait_until(lambda: store.left("job/") == {})
+    one.close()
+    wait_until(lambda: store.left("job/").keys() == {"job/here/a"})
+
+
+def test_p6_a_server_that_was_started_again_is_found_at_once() -> None:
+    first = KeyValueServer(listen("127.0.0.1", free_port()), SECRET)
+    store = KeyValueStore(f"127.0.0.1:{first.port}", SECRET, timeout_secs=WAIT_SECS)
+    store.set("key", "old")
+    first.close()
+    second = KeyValueServer(listen("127.0.0.1", first.port), SECRET)
+    try:
+        store.set("key", "new")
+        assert store.peek("key") == b"new"
+    finally:
+        second.close()
+
+
+def ask_in_vain(store: KeyValueStore) -> None:
+    with pytest.raises(StoreError):
+        store.check([])
+
+
+def test_p6_a_server_that_stands_still_is_given_up_and_closing_does_not_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreError, match="does not answer"):
+            KeyValueStore(endpoint, SECRET, timeout_secs=0.2).check([])
+        patient = KeyValueStore(endpoint, SECRET, timeout_secs=WAIT_SECS)
+        asking = threading.Thread(target=ask_in_vain, args=(patient,), daemon=True)
+        asking.start()
+        silent.accept()[0].close()  # the impatient one's
+        accepted, _ = silent.accept()
+        closing = threading.Thread(target=patient.close, daemon=True)
+        closing.start()
+        closing.join(WAIT_SECS / 2)
+        assert not closing.is_alive()
+        assert asking.is_alive()
+        accepted.close()
+        asking.join(WAIT_SECS)
+
+
+class Stop(BaseException):
+    """What a signal handler raises."""
+
+
+def test_p6_a_request_that_a_signal_broke_off_shifts_no_later_answer(
+    store: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.set("a", "of a")
+    store.set("b", "of b")
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "receive", stop)
+        with pytest.raises(Stop):
+            store.peek("a")
+    assert store.peek("b") == b"of b"
+
+
+def stop(_: Channel) -> None:
+    raise Stop

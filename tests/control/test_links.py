@@ -1,0 +1,221 @@
+"""How one rank reaches another: addresses, handshakes, who is refused, and what a fork must not keep open."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from reft.control.door import Door, knock, listen_locally
+from reft.control.links import Endpoint, Reception
+from reft.control.overlay import Overlay
+from reft.control.peers import Peers
+from reft.control.tree import Tree
+from reft.env import ENV_INTERFACE
+from reft.errors import AuthenticationError
+
+from .ranks import DEADLINE_SECS, SECRET, failure_of, per_node
+
+
+def test_p11_an_endpoint_that_another_wrote_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = Endpoint(1, "a", "@somewhere", "somewhere:1")
+    assert Endpoint.unpack(endpoint.pack(SECRET), SECRET) == endpoint
+    monkeypatch.setattr(msgpack, "unpackb", None)
+    for forged in (endpoint.pack(b"other" * 6), endpoint.pack(SECRET)[16:], b""):
+        with pytest.raises(AuthenticationError, match="endpoint"):
+            Endpoint.unpack(forged, SECRET)
+
+
+def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
+    reception = Reception(0, "a", SECRET)
+    try:
+        for endpoint in (reception.endpoint.local, reception.endpoint.remote):
+            with pytest.raises(AuthenticationError):
+                knock(endpoint, b"x" * 32, "control plane", DEADLINE_SECS)
+        with pytest.raises(TimeoutError):
+            reception.await_call("tree", 1, time.monotonic(), lambda: True)
+    finally:
+        reception.close()
+    with pytest.raises(OSError):
+        knock(reception.endpoint.local, SECRET, "control plane", DEADLINE_SECS)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
+def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Overlay]) -> None:
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell)
+        os.read(told, 1)  # until the test ends
+        os._exit(0)
+    try:
+        os.close(told)
+        for link in (*overlays[1].tree.links, *overlays[1].peers.links):
+            link.close()  # as the kernel does when a process is killed
+        assert failure_of(lambda: overlays[0].tree.reduce_min([1]))
+    finally:
+        os.close(tell)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.integration
+def test_p6_a_child_forked_during_a_handshake_does_not_keep_the_connection() -> None:
+    caller = Reception(0, "a", SECRET)
+
+    def call() -> None:
+        with pytest.raises(OSError):
+            caller.call(at, "tree", time.monotonic() + 2)
+
+    with listen_locally(f"reft-test-{random.getrandbits(64)}") as silent, ThreadPoolExecutor(1) as pool:
+        at = Endpoint(1, caller.endpoint.node, f"@{silent.getsockname()[1:].decode()}", "nowhere:1")
+        gave_up = pool.submit(call)
+        connection, _ = silent.accept()
+        connection.settimeout(DEADLINE_SECS)
+        assert connection.recv(1)  # it has begun and waits for an answer
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(tell)
+            connection.close()
+            os.read(told, 1)  # until the test ends
+            os._exit(0)
+        try:
+            os.close(told)
+            gave_up.result(DEADLINE_SECS)
+            while connection.recv(100):
+                pass
+        finally:
+            os.close(tell)
+            os.waitpid(child, 0)
+            connection.close()
+            caller.close()
+
+
+def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_waited_for() -> None:
+    caller = Reception(0, "a", SECRET)
+    listener = listen_locally(f"reft-test-{random.getrandbits(64)}")
+    name = f"@{listener.getsockname()[1:].decode()}"
+    nobody = socket.socket()
+    nobody.bind(("127.0.0.1", 0))  # and does not listen
+    remote = f"127.0.0.1:{nobody.getsockname()[1]}"
+    other = Endpoint(1, caller.endpoint.node, name, remote)
+    served: queue.Queue[Any] = queue.Queue()
+
+    def serve(channel: Any) -> bool:
+        served.put(channel)
+        return True
+
+    def cut_off_one() -> Door:
+        listener.accept()[0].close()
+        return Door(listener, SECRET, "control plane", serve)
+
+    with ThreadPoolExecutor(1) as pool:
+        door = pool.submit(cut_off_one)
+        line = caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
+        door.result(DEADLINE_SECS).stop_listening()
+    assert served.get(timeout=DEADLINE_SECS).receive() == ["tree", 0, caller.endpoint.node]
+    line.close()
+    with pytest.raises(ConnectionRefusedError, match=f"rank 1 .* {remote} .*GLOO_SOCKET_IFNAME"):
+        caller.call(other, "tree", time.monotonic() + DEADLINE_SECS)
+    caller.close()
+    nobody.close()
+
+
+@pytest.mark.process
+def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> None:
+    at, told = os.pipe()
+    rank = os.fork()
+    if not rank:
+        reception = Reception(0, "a", SECRET)
+        tree = Tree(0, 1, None, (), DEADLINE_SECS)
+        overlay = Overlay(tree, Peers(reception, lambda _: reception.endpoint, lambda: (), 1.0), reception)
+        child = os.fork()
+        if child:
+            assert overlay.tree is tree
+            os.write(told, msgpack.packb([child, reception.endpoint.pack(SECRET)]))
+        threading.Event().wait(2 * DEADLINE_SECS)  # it is killed before
+        os._exit(0)
+    child, packed = msgpack.unpackb(os.read(at, 4096))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    caller = Reception(1, "a", SECRET)
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            caller.call(Endpoint.unpack(packed, SECRET), "pair", time.monotonic() + DEADLINE_SECS)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        caller.close()
+        os.close(at)
+        os.close(told)
+
+
+def test_hosts_of_one_name_meet_over_tcp() -> None:
+    """Another host's Unix sockets lead nowhere, though its ranks give their node the same name."""
+    caller, called = Reception(0, "localhost", SECRET), Reception(1, "localhost", SECRET)
+    elsewhere = f"@reft-test-{random.getrandbits(64)}"
+    deadline = time.monotonic() + DEADLINE_SECS
+    line = caller.call(replace(called.endpoint, local=elsewhere), "tree", deadline)
+    line.send("hello")
+    assert called.await_call("tree", 0, deadline, lambda: True).receive() == "hello"
+    for one in (line, caller, called):
+        one.close()
+
+
+def test_an_address_of_the_hosts_name_that_is_another_machines_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind address translation: loopback would lead no other host here."""
+    look_up = socket.getaddrinfo
+
+    def addresses(host: str, *args: Any, **options: Any) -> list[Any]:
+        if host != "of-several-addresses":
+            return look_up(host, *args, **options)
+        return [a for ip in ("192.0.2.7", "127.0.0.3") for a in look_up(ip, *args, **options)]
+
+    monkeypatch.delenv(ENV_INTERFACE, raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "of-several-addresses")
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    reception = Reception(0, "a", SECRET)
+    reception.close()
+    assert reception.endpoint.remote.startswith("127.0.0.3:")
+
+
+def test_a_door_that_serves_a_unix_socket_keeps_what_it_is_told_to_keep() -> None:
+    kept, came, go_on = [], threading.Event(), threading.Event()
+
+    def serve(channel: Any) -> bool:
+        if channel.receive() == "keep":
+            kept.append(channel)
+            came.set()
+            return go_on.wait(DEADLINE_SECS)
+        return False
+
+    door = Door(listen_locally(f"reft-test-{random.getrandbits(64)}"), SECRET, "test", serve)
+    name = door.endpoint
+    try:
+        dropped = knock(name, SECRET, "test", DEADLINE_SECS)
+        dropped.send("drop")
+        with pytest.raises(EOFError):
+            dropped.receive()
+        line = knock(name, SECRET, "test", DEADLINE_SECS)
+        line.send("keep")
+        assert came.wait(DEADLINE_SECS)
+        kept[0].send("hello")
+        assert line.receive() == "hello"
+    finally:
+        # It has been taken already, though the door does not know it yet.
+        door.stop_listening()
+        go_on.set()
+    line.send("still there")
+    assert kept[0].receive() == "still there"

@@ -1,0 +1,116 @@
+"""Four data-parallel ranks under ``"protection": "auto"``: what is chosen, said, kept and given back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from reft.config_read import parse_block
+from reft.engine.cpu import avoid_build_at_start
+from reft.engine.deepspeed import session_of
+from reft.errors import ConfigError
+from tests.engine.traffic_job import make, train
+from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED
+
+avoid_build_at_start()
+
+RECOMPUTED = "recomputed"
+CASES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "zero1": {},
+    "two": {"tolerance": 2},
+    "many": {"tolerance": 4},
+    "together": {},
+    "tight": {"memory_limit_bytes": 3 * 2**20},
+    "versions": {"arenas": 3, "memory_limit_bytes": 5 * 2**20},
+    "by_hand": {"protection": "arc", "tolerance": 2},
+    RECOMPUTED: {"protection": "auto+aor"},
+    "unpartitioned": {"protection": "auto+aor", "tolerance": 2},
+    "no-room": {"protection": "auto+aor", "aor": {"drift_ulps": 1}, "memory_limit_bytes": 3 * 2**20},
+}
+ZERO1 = ("zero1", RECOMPUTED)
+if GRADIENTS_ARE_NOT_AVERAGED:
+    del CASES[RECOMPUTED]
+
+AGAIN: tuple[tuple[str, dict[str, Any]], ...] = (("one", {}), ("one", {"tolerance": 2}))
+"""The same job, started anew: with the same block, and with another wish."""
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append((record.levelno, record.getMessage()))
+
+
+def case(name: str, block: dict[str, Any], lines: Lines) -> dict[str, Any]:
+    lines.texts.clear()
+    kept = {"reduce_scatter": False, "contiguous_gradients": False} if name == RECOMPUTED else {}
+    engine = make(int(name in ZERO1), block, **kept)
+    session = session_of(engine)
+    assert session is not None
+    assert parse_block(session.config.as_block()) == session.config, "the daemon reads it so"
+    expected = session.state.adapter.expected_bytes()
+    path, _ = engine.load_checkpoint(str(Path(block["memory_dir"]) / "none"))
+    losses = train(engine)
+    result = {
+        "scheme": session.config.protection,
+        "in_force": session.protection.record.scheme,
+        "tolerance": session.tolerance,
+        "expected": expected,
+        "real": [image.nbytes for image in session.state.adapter.images()],
+        "path": path,
+        "said": [text for level, text in lines.texts if level >= logging.WARNING],
+        "losses": losses,
+        "ordered": ordered(session, "aec+aor"),
+    }
+    session.close()
+    copied = session.stats.traffic.to_json()["to_host"]
+    return {**result, "committed": session.stats.committed_step, "gradients": copied.get("gradients", 0)}
+
+
+def ordered(session: Any, scheme: str) -> str:
+    """What an order that recomputes is told; it comes too late to be followed."""
+    if "+aor" in session.config.protection:
+        return ""
+    try:
+        session.protect(scheme)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def main(root: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    rank = int(os.environ["RANK"])
+    lines = Lines()
+    logging.getLogger("reft").addHandler(lines)
+    logging.getLogger("reft").setLevel(logging.INFO)
+    out: dict[str, Any] = {}
+    for name, settings in [*CASES.items(), *AGAIN]:
+        together = name == "together"
+        os.environ["REFT_NODE_ID"] = "node" if together else f"node{rank}"
+        os.environ["LOCAL_RANK"] = str(rank if together else 0)
+        memory = root / (name if together else f"{name}{rank}")
+        block = {
+            **{"enabled": True, "job_id": name, "memory_dir": str(memory)},
+            **{"protection": "auto", "allow_unprotected": True, **settings},
+        }
+        out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(name, block, lines)
+    return out
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    found = main(where)
+    (where / f"result-{os.environ['RANK']}.json").write_text(json.dumps(found))

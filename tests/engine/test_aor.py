@@ -1,0 +1,232 @@
+"""AOR in real processes: ring peers' partitions recomputed from gradients equal their owners', bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.engine.recomputing import why_inexact
+from reft.protect.host_adam import AdamKind, AdamRecipe
+from tests.engine.aor_job import BF16_OPTIMIZER, CASES, EXACT, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS
+from tests.engine.ranks import run_ranks
+from tests.machine import FP16_MISSING
+
+JOB = Path(__file__).with_name("aor_job.py")
+
+Ranks = list[dict[str, Any]]
+
+shared = pytest.mark.skipif(not CASES, reason="this DeepSpeed averages no gradients that could be captured")
+"""Tests of what does not depend on the optimizer."""
+
+FIRST = "there is no version yet to recompute from"
+NO_STEP_YET = "the optimizer has made no step yet"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks(JOB, tmp_path_factory.mktemp("aor"), world=3, timeout_secs=400)
+
+
+def sent_partitions(run: dict[str, Any]) -> dict[int, int]:
+    """Bytes of the own partition that were sent, by number of the version."""
+    return {number: sent["owned"] for number, sent in enumerate(run["sent"]) if "owned" in sent}
+
+
+LONG = [*CASES, *([EXACT] if CASES else [])]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", LONG)
+def test_partitions_equal_their_owners_after_many_steps(ranks: Ranks, case: str) -> None:
+    for member, r in enumerate(ranks):
+        run = r["long"][case]
+        assert run["committed"] == STEPS
+        assert str(member) in run["partitions"]
+        assert len(run["partitions"]) > 1
+        for owner, digest in run["partitions"].items():
+            assert digest == ranks[int(owner)]["long"][case]["partitions"][owner]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", LONG)
+def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ranks, case: str) -> None:
+    for r in ranks:
+        run = r["long"][case]
+        assert set(run["resynced"]) <= {FIRST, NO_STEP_YET}
+        kept = len(run["partitions"]) - 1
+        # fp16's first steps overflow: until the first one that does not there are no moments.
+        started = max(sent_partitions(run)) + 1
+        assert started == 1 or (case == "fp16" and started < 20)
+        assert run["recomputed"] == kept * (STEPS - started)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(
+    "fp16" not in CASES, reason=FP16_MISSING or "this DeepSpeed does not average these gradients on a CPU"
+)
+def test_overflows_were_among_the_steps(ranks: Ranks) -> None:
+    """Some before the first step that was applied, and more later."""
+    for r in ranks:
+        run = r["long"]["fp16"]
+        assert run["skipped_steps"] > max(sent_partitions(run)) + 1
+
+
+WIDTHS = {BF16_OPTIMIZER: 4, "bf16": 2, "fp32": 4}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("case", "width"), [(c, w) for c, w in WIDTHS.items() if c in CASES])
+def test_a_gradient_takes_4_or_2_bytes_instead_of_12(ranks: Ranks, case: str, width: int) -> None:
+    for r in ranks:
+        run = r["long"][case]
+        kept = len(run["partitions"]) - 1
+        nbytes = run["to_host"][-1]["gradients"]
+        # Groups begin at multiples of 64 bytes, and an unscaled gradient brings its factor.
+        assert 0 <= nbytes - kept * max(run["owned"]) * width // 12 <= kept * 64 * 3
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", LONG)
+def test_p1_losses_are_equal_to_the_bit(ranks: Ranks, case: str) -> None:
+    for r in ranks:
+        assert r["long"][case]["losses"] == r["long"][case]["plain"]
+
+
+@pytest.mark.integration
+@shared
+def test_p5_a_dropped_gradient_is_noticed_and_the_partition_sent_anew(ranks: Ranks) -> None:
+    assert ranks[0]["dropped"]["resynced"] == {
+        FIRST: 1,
+        "nothing is known of how the optimizer made this step": 1,
+    }
+    # Rank 0 keeps member 1's partition.
+    assert [list(sent_partitions(r["dropped"])) for r in ranks] == [[0], [0, 4], [0]]
+    assert_whole(ranks, "dropped", SHORT_STEPS)
+
+
+@pytest.mark.integration
+@shared
+def test_p5_a_version_that_was_missed_is_noticed_and_partitions_are_sent_anew(ranks: Ranks) -> None:
+    for r in ranks:
+        missing = "the gradients of steps since the newest version are missing"
+        assert r["missed"]["resynced"] == {FIRST: 1, missing: 1}
+        assert list(sent_partitions(r["missed"])) == [0, 5]
+    assert_whole(ranks, "missed", SHORT_STEPS - 1)
+
+
+@pytest.mark.integration
+@shared
+def test_p5_a_corrupted_replica_is_noticed_and_its_block_sent_anew(ranks: Ranks) -> None:
+    assert ranks[0]["corrupted"]["resynced"] == {FIRST: 1, "it is not what its owner has": 1}
+    sent = [sent_partitions(r["corrupted"]) for r in ranks]
+    assert [list(s) for s in sent] == [[0], [0, 4], [0]]
+    assert sent[1][4] == 4096, "the one block with the wrong bit, not the whole partition"
+    assert_whole(ranks, "corrupted", SHORT_STEPS)
+
+
+@pytest.mark.integration
+@shared
+def test_p6_a_mistake_on_one_rank_costs_that_partition_only_and_nobody_waits(ranks: Ranks) -> None:
+    """Peers are in the exchange already; the job would wait a minute for a version and fail."""
+    assert ranks[0]["missing"]["resynced"] == {FIRST: 1, "KeyError": 3}
+    assert ranks[0]["missing"]["tracebacks"] == ["KeyError"], "once, with where it came from"
+    for r in ranks[1:]:
+        assert r["missing"]["resynced"] == {FIRST: 1}
+    # Rank 0 keeps member 1's partition. Of the last one, spoilt by a bit, one block is sent.
+    sent = [sent_partitions(r["missing"]) for r in ranks]
+    assert [list(s) for s in sent] == [[0], [0, 3, 4, 6], [0]]
+    assert sent[1][6] == 4096
+    assert_whole(ranks, "missing", SHORT_STEPS)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", CASES)
+def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: str) -> None:
+    for r in ranks:
+        run = r["closed"][case]
+        replaced, hooks = ([], 1) if case == BF16_OPTIMIZER else (sorted(METHODS), 0)
+        assert run["replaced"] == replaced
+        assert run["replaced_after"] == []
+        assert run["hooks_removed"] == hooks
+        assert not run["captured"]
+        assert run["given_up"] == {}, "versions of a closed session are not even begun"
+        assert run["losses"] == run["plain"]
+
+
+@pytest.mark.integration
+@shared
+def test_after_a_switch_the_new_peers_partitions_are_recomputed_too(ranks: Ranks) -> None:
+    assert_whole(ranks, "switched", 2 * SHORT_STEPS)
+    for r in ranks:
+        run = r["switched"]
+        assert len(run["partitions"]) == 3
+        assert 1 < len(sent_partitions(run)) <= 4, "at the start, and around the switch"
+        assert max(sent_partitions(run)) < SHORT_STEPS
+        assert run["to_host"][-1]["gradients"] == 2 * run["to_host"][0]["gradients"]
+
+
+@pytest.mark.integration
+@shared
+def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_said(ranks: Ranks) -> None:
+    assert_whole(ranks, "exact", 3 * SHORT_STEPS)
+    for r in ranks:
+        # The first replica is made when version 2 is; every one behind it is off.
+        assert r["exact"]["resynced"] == {FIRST: 1, "it is not what its owner has": 3 * SHORT_STEPS - 2}
+        (warning,) = r["exact"]["warnings"]
+        assert "recomputing is in vain" in warning
+        assert "reft.aor.drift_ulps" in warning
+
+
+@pytest.mark.integration
+@shared
+def test_within_a_bound_it_is_accepted_and_renewed_in_time(ranks: Ranks) -> None:
+    for r in ranks:
+        assert r["bounded"]["resynced"] == {FIRST: 1, "10 versions in a row were near it only": 2}
+        assert list(sent_partitions(r["bounded"])) == [0, 12, 23]
+        assert r["bounded"]["warnings"] == []
+
+
+def assert_whole(ranks: Ranks, name: str, committed: int) -> None:
+    for r in ranks:
+        assert r[name]["committed"] == committed
+        for owner, digest in r[name]["partitions"].items():
+            assert digest == ranks[int(owner)][name]["partitions"][owner]
+
+
+@pytest.mark.integration
+def test_what_aor_needs_is_checked_at_the_start(ranks: Ranks) -> None:
+    for r in ranks:
+        assert '"reduce_scatter": false, "contiguous_gradients": false' in r["refused"]
+
+
+@pytest.mark.integration
+@shared
+def test_an_optimizer_that_cannot_be_repeated_is_refused_at_the_start(ranks: Ranks) -> None:
+    for r in ranks:
+        assert "SGD" in r["refused_optimizer"]
+        assert "protect the partition by copies" in r["refused_optimizer"]
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not IMPOSSIBLE, reason="this DeepSpeed gives its ranks equal gradients")
+def test_a_deepspeed_whose_ranks_have_other_gradients_is_refused_at_the_start(ranks: Ranks) -> None:
+    for r in ranks:
+        assert set(r["impossible"]) == set(IMPOSSIBLE)
+        for name, refusal in r["impossible"].items():
+            assert "use DeepSpeed 0.19.8 or later".lower() in refusal.lower()
+            assert ("immediate_grad_update" in refusal) == (name == BF16_OPTIMIZER)
+
+
+def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_write() -> None:
+    adam = AdamRecipe(AdamKind.TORCH_ADAMW, decoupled=True, on_device=True)
+    said = why_inexact(adam, drift_ulps=0)
+    assert said is not None
+    assert "every partition is sent after all" in said
+    assert "optimizer=reft.ExactAdam(model.parameters(), lr=...)" in said
+    assert '"zero_allow_untested_optimizer": true' in said
+    assert "only near them (drift_ulps)" in str(why_inexact(adam, drift_ulps=1))
+    assert why_inexact(replace(adam, on_device=False), drift_ulps=0) is None
+    assert why_inexact(replace(adam, kind=AdamKind.EXACT), drift_ulps=0) is None

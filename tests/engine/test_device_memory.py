@@ -1,0 +1,72 @@
+"""What a trainer notes of its device's memory, and that nothing of it can stop a step (P6). The same contract on
+a real device (CUDA, or ROCm's HIP) and on what stands in for its allocator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reft.engine.device_memory import DeviceMemory
+from reft.node.progress import DeviceUse, ProgressPage, read_pages
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> ProgressPage:
+    return ProgressPage(tmp_path, 0, 0, 10.0)
+
+
+def noted(tmp_path: Path) -> DeviceUse | None:
+    (seen,) = read_pages(tmp_path)
+    return seen.device
+
+
+def test_the_allocators_numbers_reach_the_page(tmp_path: Path, page: ProgressPage) -> None:
+    stats = {
+        "allocated_bytes": {"all": {"current": 10, "peak": 60}},
+        "reserved_bytes": {"all": {"current": 40, "peak": 80}},
+        "num_alloc_retries": 3,
+    }
+    memory = DeviceMemory(page, torch.device("cuda"), lambda device: stats, lambda device: (50, 100))
+    assert noted(tmp_path) is None
+    memory.after_step()
+    # Ten bytes are others': 50 are free and 40 are this trainer's.
+    assert noted(tmp_path) == DeviceUse(90, 10, 60, 40, 80, 3)
+    stats["num_alloc_retries"] = 4
+    memory.after_step()  # within the same second
+    assert noted(tmp_path) == DeviceUse(90, 10, 60, 40, 80, 3)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no statistics"), KeyError("allocated_bytes")])
+def test_p6_an_allocator_that_counts_nothing_is_asked_once(
+    tmp_path: Path, page: ProgressPage, error: Exception
+) -> None:
+    asked = []
+
+    def stats(device: torch.device) -> Any:
+        asked.append(device)
+        raise error
+
+    memory = DeviceMemory(page, torch.device("cuda"), stats, every_secs=0.0)
+    memory.after_step()
+    memory.after_step()
+    assert len(asked) == 1
+    assert noted(tmp_path) is None
+
+
+def test_without_a_device_nothing_is_noted(tmp_path: Path, page: ProgressPage) -> None:
+    DeviceMemory(page, torch.device("cpu")).after_step()
+    assert noted(tmp_path) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device (CUDA or ROCm)")
+def test_a_real_device_is_counted(tmp_path: Path, page: ProgressPage) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = torch.ones(2**24, device=device)
+    DeviceMemory(page, device).after_step()
+    found = noted(tmp_path)
+    assert found is not None
+    assert found.peak_allocated >= found.allocated >= kept.nbytes
+    assert found.total >= found.peak_reserved >= found.reserved >= found.allocated

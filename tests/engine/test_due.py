@@ -1,0 +1,88 @@
+"""The bound on the steps that a failure rolls back is kept where the interval has just changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.config import ReftConfig
+from reft.engine.rates import newest_step
+from reft.grid import Degrees
+from reft.label import Label
+from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
+from tests.engine.ranks import run_ranks
+
+JOB = Path(__file__).with_name("due_job.py")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("wishes", "faults", "killed_at", "goes_on_at"),
+    [
+        # 104 is no multiple of 50, and 26 steps behind 78.
+        pytest.param({0: 26, 100: 50}, [], 149, 104, id="longer"),
+        # The version of step 104 is given up: another takes its place as soon as all know.
+        pytest.param(
+            {0: 26}, [{"point": "before_copy", "step": 104, "action": "raise"}], 129, 106, id="given-up"
+        ),
+    ],
+)
+def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
+    tmp_path: Path, wishes: dict[int, int], faults: list[Any], killed_at: int, goes_on_at: int
+) -> None:
+    lose(tmp_path, wishes, faults, killed_at)
+    for rank in live_on(tmp_path, until=goes_on_at):
+        assert rank["path"] == f"memory:due/{goes_on_at}"
+
+
+@pytest.mark.nightly
+def test_after_a_failure_that_memory_survives_storage_counts_on_from_what_it_has(tmp_path: Path) -> None:
+    """Every 52 steps: 152 is 52 behind what is there, 156 a multiple. Nothing else is due, on no rank."""
+    lose(tmp_path, {0: 1}, [], 110)
+    store(tmp_path / "storage", "due", Label(1, 100))
+    for rank in live_on(tmp_path, until=160, stored=52):
+        assert rank["path"].startswith("memory:due/")
+        assert rank["due"] == [152, 156]
+
+
+def lose(root: Path, wishes: dict[int, int], faults: list[Any], killed_at: int) -> None:
+    """A life that is killed."""
+    life = {"wishes": wishes, "faults": faults, "until": killed_at, "stored": 0}
+    (root / "life.json").write_text(json.dumps(life))
+    with pytest.raises(AssertionError):  # a killed rank fails
+        run_ranks(JOB, root)
+    assert list(root.glob("killed-*"))
+
+
+def live_on(root: Path, *, until: int, stored: int = 10**6) -> list[dict[str, Any]]:
+    """The life after it, to its end; what every rank says."""
+    life = {"wishes": {0: 1}, "faults": [], "until": until, "stored": stored}
+    (root / "life.json").write_text(json.dumps(life))
+    return run_ranks(JOB, root)
+
+
+def store(persist_dir: Path, job: str, label: Label) -> None:
+    """The marker of a checkpoint, which is all that is looked at."""
+    info = PersistedInfo(persist_dir / job, tag_of(label), job, label, Degrees(1, 2, 1), 1.0)
+    info.path.mkdir(parents=True)
+    (info.path / MARKER_NAME).write_text(json.dumps(info.to_json()))
+
+
+def test_storage_counts_from_the_newest_version_that_the_job_did_not_go_back_behind(tmp_path: Path) -> None:
+    config = ReftConfig.model_validate(
+        {"job_id": "mine", "persist": {"dir": str(tmp_path), "interval_steps": "auto"}}
+    )
+    assert newest_step(config, 300) == 0
+
+    store(tmp_path, "mine", Label(1, 100))
+    store(tmp_path, "mine", Label(1, 150))
+    store(tmp_path, "another", Label(1, 250))
+    assert newest_step(config, 300) == 150
+    assert newest_step(config, 130) == 100
+    store(tmp_path, "mine", Label(2, 120))  # the job went back to 100
+    assert newest_step(config, 300) == 120
+    (tmp_path / "mine" / "global_step120" / MARKER_NAME).write_text("{")
+    assert newest_step(config, 110) == 100

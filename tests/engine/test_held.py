@@ -1,0 +1,192 @@
+"""What is not known of a rank's parameters and buffers is never taken up silently in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from reft.engine.held import Description, check_stages, same_on_stages, splits_of
+from reft.engine.relayout import Relayout, other_layout
+from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees
+from reft.recover.relayout import Held, Layout, Parameter
+from reft.state.codec import encode
+
+
+def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
+    """One slice, by the names and attributes that Megatron gives."""
+    module = torch.nn.ModuleDict({first: torch.nn.Linear(4, outer), second: torch.nn.Linear(8, 4)})
+    for part, dimension in ((module[first].weight, 0), (module[first].bias, 0), (module[second].weight, 1)):
+        part.partition_dim, part.partition_stride = dimension, 1
+    module[second].bias.partition_dim = -1
+    return torch.nn.Sequential(torch.nn.ModuleDict({"mlp": module}))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2")]
+)
+def test_a_gated_mlp_interleaves_its_matrices_whatever_its_stride_says(first: str, second: str) -> None:
+    head = "0.mlp."
+    plain, gated = splits_of(mlp(first, second, 8)), splits_of(mlp(first, second, 16))
+    assert plain == {
+        f"{head}{first}.weight": 0,
+        f"{head}{first}.bias": 0,
+        f"{head}{second}.weight": 1,
+        f"{head}{second}.bias": -1,
+    }
+    unknown = {f"{head}{first}.weight", f"{head}{first}.bias"}
+    assert gated == {name: None if name in unknown else split for name, split in plain.items()}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"parameter_with_2_sub_params_cat_dim_0": [r"^\d+.both.weight$"]},
+        {"parameter_with_sub_params": [{"patterns": [r"^\d+.both.weight$"], "shape": []}]},
+        {"parameter_with_sub_params": [Namespace(patterns=[r"^\d+.both.weight$"])]},
+    ],
+)
+def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, Any]) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.ModuleDict({n: torch.nn.Linear(4, 8, False) for n in ("both", "one")})
+    )
+    for p in model.parameters():
+        p.partition_dim, p.partition_stride = 0, 1  # type: ignore[attr-defined]
+    assert splits_of(model) == {"0.both.weight": 0, "0.one.weight": 0}
+    model.universal_checkpoint_info = lambda: info  # type: ignore[assignment]
+    assert splits_of(model) == {"0.both.weight": None, "0.one.weight": 0}
+
+
+@pytest.mark.parametrize("info", [None, 3, {"parameter_with_2_sub_params_cat_dim_0": ["("]}])
+def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -> None:
+    """A version of it is as good as any in its own layout."""
+
+    class Model(torch.nn.Linear):
+        def universal_checkpoint_info(self) -> Any:
+            if info is None:
+                raise AttributeError("not initialized")
+            return info
+
+    model = Model(2, 2)
+    state = Namespace(params=lambda: [], optimizer=Namespace(state={}))
+    adapter: Any = Namespace(
+        signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False
+    )
+    told = Description(Namespace(module=model), adapter).of_layout()
+    assert isinstance(told, bytes if info == 3 else str)
+    if info is None:
+        assert told == "AttributeError: not initialized"
+
+
+def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path: Path) -> None:
+    for dp in range(300):
+        (tmp_path / f"reft_host-pp0.dp{dp}.tp0.msgpack").touch()
+    session: Any = Namespace(
+        is_rank_zero=True,
+        control=Namespace(gather_bytes=lambda mine: [mine]),
+        topology=Namespace(degrees=Degrees(1, 300, 1)),
+        coordinate=Coordinate(0, 0, 0),
+    )
+    assert other_layout(session, tmp_path) is None
+    session.topology.degrees = Degrees(2, 150, 1)
+    assert other_layout(session, tmp_path) == Degrees(1, 300, 1)
+
+
+def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_job(tmp_path: Path) -> None:
+    """Rank 0's node has its own alone: this is rank 1's."""
+    sees: Any = [1, 1, 1]
+
+    def gather(mine: bytes) -> list[bytes]:
+        return [encode(sees) if mine == encode(None) else b"", mine]
+
+    session: Any = Namespace(
+        is_rank_zero=False,
+        control=Namespace(gather_bytes=gather),
+        topology=Namespace(degrees=Degrees(1, 2, 1)),
+        coordinate=Coordinate(0, 1, 0),
+    )
+    assert other_layout(session, tmp_path) == Degrees(1, 1, 1)
+    (tmp_path / "reft_host-pp0.dp1.tp0.msgpack").touch()
+    assert other_layout(session, tmp_path) is None
+
+
+def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]]) -> Relayout:
+    """Of slice 0; ``buffers`` are those of all slices of either job that has several."""
+    from reft.engine import relayout as module
+
+    model = torch.nn.Module()
+    for name, value in buffers[0].items():
+        model.register_buffer(name, value.clone())
+    told = [encode(module.digests_of(b)) for b in buffers]
+    session: Any = Namespace(
+        control=Namespace(gather_bytes=lambda mine: told if mine else [b""] * len(told)),
+        coordinate=Coordinate(0, 0, 0),
+        topology=Namespace(degrees=now, coordinates=[Coordinate(0, 0, tp) for tp in range(now.tp)]),
+    )
+    source: Any = Namespace(degrees=was, host_state=lambda at: {"buffers": buffers[at.tp]})
+    return Relayout(session, Namespace(engine=Namespace(module=model)), source)  # type: ignore[arg-type]
+
+
+class Embedding(torch.nn.Module):
+    """As Megatron's: what is tied is a property, and the last stage has positions that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions, self.scale = (torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+
+    @property
+    def words_weight(self) -> torch.Tensor:
+        return self.words.weight
+
+
+def test_p7_what_stages_do_not_keep_equal_stays_on_them_or_is_refused_by_name() -> None:
+    module = torch.nn.Module()
+    module.tied_modules = torch.nn.ModuleDict({"embed": Embedding()})
+    spec: Any = Namespace(key="embed", tied_weight_attr=["words_weight"])
+    vars(module)["_layer_specs"] = [spec, abs, spec]
+    module.universal_checkpoint_info = {  # type: ignore[assignment]
+        "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\.positions"]
+    }
+    words, positions, scale = (
+        f"tied_modules.embed.{name}.weight" for name in ("words", "positions", "scale")
+    )
+    assert same_on_stages(module) == {words, positions}
+
+    held = Held(tuple(Parameter(n, (1, 1), None) for n in (words, positions, scale)), (), (), False)
+    none = Held((), (), (), False)
+
+    def layout(stages: int) -> Layout:
+        ends = {0, stages - 1}
+        return Layout(Degrees(stages, 1, 1), {(pp, 0): held if pp in ends else none for pp in range(stages)})
+
+    def check(was: int, now: int) -> None:
+        check_stages(module, layout(was), layout(now), Coordinate(0, 0, 0))
+
+    check(2, 2)
+    check(1, 2)
+    for was, now in ((2, 1), (2, 3), (3, 2)):
+        with pytest.raises(LayoutError, match=r"another one of tied_modules\.embed\.scale\.weight: "):
+            check(was, now)
+
+
+def test_buffers_that_follow_from_the_slice_are_refused_by_name() -> None:
+    one, two = Degrees(1, 1, 1), Degrees(1, 1, 2)
+    same = [{"rope": torch.ones(2)}, {"rope": torch.ones(2)}]
+    first = [{"rope": torch.ones(2), "first_row": torch.tensor(i)} for i in (0, 4)]
+    merged = relayout(two, one, same)
+    assert torch.equal(merged.buffers()["rope"], torch.ones(2))
+    relayout(one, two, same).check_live_buffers()
+    said = r"the buffers \['first_row'\] are not equal on all tensor slices"
+    with pytest.raises(LayoutError, match=said):
+        relayout(two, one, first).buffers()
+    with pytest.raises(LayoutError, match=said):
+        relayout(one, two, first).check_live_buffers()
+    # Slices that stay what they are keep their own.
+    kept = relayout(two, Degrees(2, 1, 2), first)
+    kept.check_live_buffers()
+    assert kept.buffers()["first_row"] == 0

@@ -1,0 +1,137 @@
+"""What DeepSpeed's monitor is told of a job's versions, as TensorBoard, W&B and CSV files have it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job.cluster import WatchedCluster, cluster
+from tests.job.test_resizing import CONFIG
+
+STEPS_PER_PRINT = 2
+WAIT_SECS = 300.0
+NAMES = {
+    f"Reft/{name}"
+    for name in ("snapshot_seconds", "committed_step", "commit_lag_steps", "tolerance_left", "recoveries")
+}
+Written = dict[str, list[tuple[int, float]]]
+"""Global samples and value of each event, by its name."""
+
+
+@contextmanager
+def job(tmp_path: Path, **monitors: dict[str, Any]) -> Iterator[WatchedCluster]:
+    """Two nodes that train, until twelve steps more are made than when the body has ended."""
+    tmp_path.mkdir(exist_ok=True)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG | {"steps_per_print": STEPS_PER_PRINT} | monitors))
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "wandb"), "WANDB_SILENT": "true"}
+    (tmp_path / "wandb").mkdir()
+    with cluster(tmp_path / "job", "resized.py", str(config), nodes=2, env=env) as made:
+        yield made
+        made.wait_for("trained", len(made.events("trained", rank=0)) + 12, WAIT_SECS, rank=0)
+        made.finish()
+        assert made.wait(WAIT_SECS) == {0: 0, 1: 0}
+        made.wait_until(made.none_left, WAIT_SECS, "the end of all processes")
+
+
+def csv_monitor(tmp_path: Path) -> dict[str, Any]:
+    return {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}
+
+
+def by_csv(tmp_path: Path) -> Written:
+    found = {}
+    for name in NAMES:
+        path = tmp_path / "csv" / "run" / f"{name.replace('/', '_')}.csv"
+        header, *rows = csv.reader(path.read_text().splitlines())
+        assert header == ["step", name.removeprefix("Reft/")]
+        found[name] = [(int(samples), float(value)) for samples, value in rows]
+    assert all(len(rows) >= 4 for rows in found.values())
+    for rows in found.values():
+        # Every other step, once for all its micro-batches, by global samples, of which a step has 12.
+        wanted = range(rows[0][0], rows[-1][0] + 1, 12 * STEPS_PER_PRINT)
+        assert [samples for samples, _ in rows] == list(wanted)
+        assert wanted.start in (24, 48, 72), "a version or two may come later than its step"
+    assert found["Reft/recoveries"][0][0] == 12 * STEPS_PER_PRINT
+    assert found["Reft/tolerance_left"][-1][1] == 1.0
+    assert {value for _, value in found["Reft/recoveries"]} == {0.0}
+    return found
+
+
+@pytest.mark.nightly
+def test_tensorboard_has_what_the_csv_files_have(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="no tensorboard: pip install -e '.[dev]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = {"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "run"}
+    with job(tmp_path, tensorboard=board, csv_monitor=csv_monitor(tmp_path)):
+        pass
+    events = EventAccumulator(str(tmp_path / "board" / "run")).Reload()
+    tags = events.Tags()["scalars"]
+    assert "Train/Samples/lr" in tags, "beside what DeepSpeed writes itself"
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags if tag.startswith("Reft/")}
+    # TensorBoard keeps 32-bit floats.
+    wanted = by_csv(tmp_path)
+    assert found.keys() == NAMES
+    for name, rows in wanted.items():
+        assert found[name] == [(samples, pytest.approx(value, rel=1e-6)) for samples, value in rows]
+
+
+def by_wandb(path: Path) -> Written:
+    """What an offline run has kept: a log in LevelDB's format, of one protobuf message a record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: Written = {}
+    for data in records(path.read_bytes()):
+        items = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in Record.FromString(data).history.item
+        }
+        for name, value in items.items():
+            if name.startswith("Reft/"):
+                found.setdefault(name, []).append((items["_step"], value))
+    return found
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Of a log in LevelDB's format, with W&B's head of 7 bytes: blocks of 32 KiB, in each fragments of records
+    behind 4 bytes of checksum, 2 of length and 1 of type (whole, first, middle, last)."""
+    assert data[:4] == b":W&B"
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.mark.nightly
+def test_an_offline_run_of_wandb_has_what_the_csv_files_have(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="no wandb: pip install -e '.[dev]'")
+    with job(tmp_path, wandb={"enabled": True, "project": "reft"}, csv_monitor=csv_monitor(tmp_path)):
+        pass
+    (run,) = (tmp_path / "wandb" / "wandb").glob("offline-run-*/run-*.wandb")
+    wanted = by_csv(tmp_path)
+    assert by_wandb(run) == wanted
+
+
+@pytest.mark.integration
+def test_p6_training_goes_on_where_a_writer_fails_and_it_is_said_once(tmp_path: Path) -> None:
+    # DeepSpeed's writer of CSV files finds a directory where one of reft's is to be.
+    (tmp_path / "csv" / "run" / "Reft_tolerance_left.csv").mkdir(parents=True)
+    with job(tmp_path, csv_monitor=csv_monitor(tmp_path)) as made:
+        pass
+    assert (tmp_path / "csv" / "run" / "Train_Samples_lr.csv").exists()
+    said = "".join(made.log(index) for index in (0, 1))
+    assert said.count("DeepSpeed's monitor does not take reft's events (IsADirectoryError") == 1
+    assert {event["step"] for event in made.events("begins")} == {0}, "no trainer was started anew"

@@ -1,0 +1,113 @@
+"""A job says that it is protected, and what it was resumed from. The recovered state is protected before the first
+step, or training goes on with a warning (P3, P6)."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reft.config_read import parse_block
+from reft.engine.memory_rung import MemoryRung
+from reft.engine.start_checks import what_is_protected
+from reft.grid import Degrees
+from reft.label import Label
+from reft.node import history
+from reft.recover.plan import NotRecoverable
+from reft.snapshot.request import SnapshotRequest
+
+LONG = 60.0
+
+
+def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    request = SnapshotRequest(Label(2, 7), None, must=True)  # nothing ever becomes of it
+    session: Any = SimpleNamespace(
+        submit=lambda must: request,
+        config=SimpleNamespace(commit_timeout_secs=0.1),
+        stats=SimpleNamespace(last_error="a peer is silent"),
+    )
+    protecting = threading.Thread(target=MemoryRung(session).protect, daemon=True)
+    protecting.start()
+    protecting.join(LONG / 2)
+    assert not protecting.is_alive(), "training waits for a commit that does not come"
+    (record,) = caplog.records
+    assert "step 7 could not be protected again: a peer is silent. Training goes on" in record.message
+
+
+@pytest.mark.parametrize(
+    ("block", "tolerance", "survives", "kept"),
+    [
+        ({}, 0, "killed trainers, no lost node", "none on storage (persist.dir is not set)"),
+        (
+            {"persist": {"dir": "/p", "interval_steps": 100}},
+            1,
+            "the loss of 1 node(s) per sharding group",
+            "on storage in /p every 100 steps",
+        ),
+        ({"persist": {"dir": "/p"}}, 1, "", "on storage in /p when the job is told to stop"),
+        ({"interval_steps": 4}, 1, "", "in memory every 4 steps, none"),
+        ({"interval_steps": "auto"}, 1, "", "in memory at an interval that the job finds, none"),
+    ],
+)
+def test_p4_a_start_says_in_a_line_what_is_protected(
+    block: dict[str, Any], tolerance: int, survives: str, kept: str
+) -> None:
+    session: Any = SimpleNamespace(
+        config=parse_block(block),
+        tolerance=tolerance,
+        topology=SimpleNamespace(degrees=Degrees(1, 2, 1), failure_domains=("a", "b")),
+        memory=SimpleNamespace(incarnation=1),
+        protection=SimpleNamespace(record=SimpleNamespace(in_force="arc")),
+    )
+    said = what_is_protected(session)
+    assert said.startswith("the job is protected: PP1xDP2xTP1 on 2 node(s), incarnation 1; arc survives ")
+    assert survives in said
+    assert kept in said
+    assert len(said.splitlines()) == 1
+
+
+def restarted(job_dir: Path) -> Any:
+    """A session on rank 0 whose launcher has seen a trainer fail."""
+    failed = dict(failures=["b, rank 1, killed by SIGKILL"], failed_unix_secs=time.time() - 100)
+    history.note(
+        job_dir, history.STARTED, round=2, nodes=["a", "b"], lost=[], joined=[], newest_step=7, **failed
+    )
+    return SimpleNamespace(
+        is_rank_zero=True,
+        engine=SimpleNamespace(global_steps=7),
+        job_id="job",
+        memory=SimpleNamespace(
+            job_dir=SimpleNamespace(path=job_dir),
+            identity=SimpleNamespace(restarted=True),
+            record=None,
+        ),
+        control=SimpleNamespace(rank=1, gather_bytes=lambda data: [b'{"note": ""}']),
+    )
+
+
+FAILURE = r"10\d\.\d s after the failure \(b, rank 1, killed by SIGKILL\)"
+
+
+def test_a_recovery_says_in_a_line_what_failed_and_what_was_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MemoryRung(restarted(tmp_path)).report("memory, step 7", time.perf_counter())
+    (record,) = caplog.records
+    assert re.search(rf"resumed at step 7 from memory, step 7 in \d\.\d\d s, {FAILURE}", record.message)
+
+
+def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MemoryRung(restarted(tmp_path)).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
+    (record,) = caplog.records
+    assert re.search(
+        rf"the job begins anew: nothing was committed and .* on storage, {FAILURE}", record.message
+    )

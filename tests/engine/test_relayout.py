@@ -1,0 +1,246 @@
+"""A job goes on in another layout from what reft persisted, as a job of that layout would."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.blocks import BlockKey, Section
+from reft.grid import Degrees
+from reft.memory.arena import Arena
+from reft.memory.jobdir import read_secret
+from reft.recover.offline import persist_offline
+from tests.engine.ranks import run_ranks
+from tests.engine.relayout_job import CASES, STEPS, TIED, TIED_CASES
+from tests.engine.test_resizing import to_universal
+from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, GRADIENTS_ARE_NOT_AVERAGED
+
+JOB = Path(__file__).with_name("relayout_job.py")
+SMALLER = Degrees(2, 2, 1), Degrees(1, 2, 1)
+SHORT = Degrees(2, 2, 1), Degrees(1, 1, 2)
+REPLICAS = (*(Degrees(*d) for d in ((2, 2, 1), (2, 1, 1), (2, 2, 1))),)
+MANY_REPLICAS = (*(Degrees(*d) for d in ((1, 3, 1), (1, 2, 1), (1, 4, 1))),)
+LONG = (*(Degrees(*d) for d in ((2, 2, 1), (1, 2, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 1, 1))),)
+"""Of every life."""
+TIED_LAYOUTS = Degrees(2, 2, 1), Degrees(1, 2, 1), Degrees(2, 2, 1)
+Lives = list[list[dict[str, Any]]]
+
+
+def lives_of(
+    root: Path,
+    layouts: tuple[Degrees, ...],
+    cases: Sequence[str],
+    *,
+    nodes: int = 0,
+    between: Callable[[], object] = lambda: None,
+    **block: Any,
+) -> Lives:
+    """Per life what every rank saw.
+
+    Args:
+        nodes: that keep the memory for the next life; 0: each life has nodes of its own, and its newest version
+            is persisted.
+        between: what happens between two lives.
+        block: more of reft's.
+    """
+    found, before, was = [], "", [0, 0]
+    for number, degrees in enumerate(layouts, 1):
+        until = number * STEPS
+        life = {"until": until, "from": before, "pp": degrees.pp, "tp": degrees.tp, "cases": list(cases)}
+        life |= {"nodes": nodes, "block": block, "was": was}
+        (root / "life.json").write_text(json.dumps(life))
+        found.append(run_ranks(JOB, root, world=degrees.world_size))
+        before, was = f"step{until}", [degrees.pp, degrees.tp]
+        to_universal(root, before)
+        for case in () if nodes else cases:
+            folders = sorted((root / case / f"memory-{until}").glob("node*"))
+            persist_offline([node / case for node in folders], root / case / "persisted")
+        between()
+    return found
+
+
+def are_of_their_layouts(
+    lives: Lives, layouts: tuple[Degrees, ...], case: str, path: str = "persisted"
+) -> None:
+    """Bit for bit, masters and moments with their padding too."""
+    for number, (degrees, ranks) in enumerate(zip(layouts[1:], lives[1:], strict=True), 1):
+        for rank in ranks:
+            assert path in rank[case]["path"]
+            assert rank[case]["begins"] == number * STEPS
+            assert rank[case]["losses"] == rank[case]["reference"]["losses"], degrees
+            assert rank[case]["images"] == rank[case]["reference"]["images"], degrees
+
+
+@pytest.mark.nightly
+def test_p1_a_job_goes_on_in_another_layout_as_a_job_of_that_layout(tmp_path: Path) -> None:
+    lives = lives_of(tmp_path, SHORT, ["zero1"])
+    are_of_their_layouts(lives, SHORT, "zero1")
+    for rank in lives[1]:
+        assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layouts", [REPLICAS, MANY_REPLICAS], ids=["two-stages", "one-stage"])
+def test_p1_so_it_does_with_other_replicas_that_each_have_the_whole_state(
+    tmp_path: Path, layouts: tuple[Degrees, ...]
+) -> None:
+    """DeepSpeed loads its files itself there, and is what the job is compared with."""
+    lives = lives_of(tmp_path, layouts, ["zero0"])
+    are_of_their_layouts(lives, layouts, "zero0")
+    for rank in lives[1]:
+        assert "model.pp0.tp0: was" in rank["zero0"]["refused"]
+
+
+@pytest.mark.integration
+def test_p3_so_it_does_from_memory(tmp_path: Path) -> None:
+    """No storage: two nodes keep what PP2xDP2 committed."""
+    lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2)
+    are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
+    for rank in lives[1]:
+        assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("dp", "protection", "point"),
+    [(2, "arc", "during_recovery"), (3, "aec", "during_recovery"), (2, "arc", "before_commit")],
+)
+def test_p3_a_node_lost_and_a_rank_killed_while_it_takes_up_cost_nothing(
+    tmp_path: Path, dp: int, protection: str, point: str
+) -> None:
+    """Its peer has copies of what the node had, or a parity; the next start has all of it again."""
+    lost = tmp_path / "zero1" / "memory" / "node1"
+    block = {"tolerance": 1, "protection": protection}
+    fault = {"point": point, "step": STEPS, "dp": 1, "incarnation": None}
+
+    def killed() -> None:
+        if (tmp_path / "killed").exists():
+            return
+        (tmp_path / "killed").touch()
+        shutil.rmtree(lost)
+        life = {"until": 2 * STEPS, "from": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
+        life |= {"nodes": dp, "block": {**block, "faults": [fault]}}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        with pytest.raises(
+            AssertionError, match=r"a peer died|PeerLostError|Connection (closed|reset) by peer"
+        ):
+            run_ranks(JOB, tmp_path, world=dp)
+        decoded = list(lost.parent.glob("node*/zero1/decoded-*"))
+        assert bool(decoded) == (protection == "aec")
+
+    layouts = Degrees(2, dp, 1), Degrees(1, dp, 1)
+    lives = lives_of(tmp_path, layouts, ["zero1"], nodes=dp, between=killed, **block)
+    are_of_their_layouts(lives, layouts, "zero1", "memory:zero1/3")
+
+
+def flip(job: Path) -> None:
+    """One bit of what every arena of a node has of the second replica's shard."""
+    paths = sorted(job.glob("*.arena"))
+    assert paths
+    for path in paths:
+        with Arena.open(path, read_secret(job), writable=True) as arena:
+            header = arena.header()
+            entry = next(e for e in header.entries if e.key == BlockKey(Section.REPLICATED, 1, 0))
+            arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
+
+
+@pytest.mark.nightly
+def test_p5_corrupt_memory_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """What is corrupt on one node comes from its peer; on both, the start is refused and the memory kept."""
+    memory, aside = tmp_path / "zero1" / "memory", tmp_path / "aside"
+
+    def corrupted() -> None:
+        if aside.exists():
+            return
+        shutil.copytree(memory, aside)
+        for node in ("node1", "node0"):
+            flip(memory / node / "zero1")
+            if node == "node1":
+                shutil.copytree(memory, tmp_path / "once")
+        life = {"until": 2 * STEPS, "from": f"step{STEPS}", "pp": 1, "tp": 1, "cases": ["zero1"]}
+        life |= {"nodes": 2, "block": {"tolerance": 1}}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        with pytest.raises(AssertionError, match="not whole"):
+            run_ranks(JOB, tmp_path, world=2)
+        shutil.rmtree(memory)
+        shutil.copytree(tmp_path / "once", memory)
+
+    lives = lives_of(tmp_path, SMALLER, ["zero1"], nodes=2, between=corrupted, tolerance=1)
+    are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
+
+
+def are_tied(lives: Lives) -> None:
+    """What is on the first stage and on the last is one and the same."""
+    for ranks in lives:
+        for case in TIED_CASES:
+            assert len({json.dumps(rank[case]["tied"]) for rank in ranks if rank[case]["tied"]}) == 1
+            assert ranks[0][case]["tied"]
+            assert ranks[-1][case]["tied"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
+def test_p1_tied_modules_come_together_on_one_stage_and_part_again(
+    tmp_path: Path, nodes: int, path: str
+) -> None:
+    lives = lives_of(tmp_path, TIED_LAYOUTS, list(TIED_CASES), nodes=nodes)
+    for case in TIED_CASES:
+        are_of_their_layouts(lives, TIED_LAYOUTS, case, path)
+    are_tied(lives)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [0, 2], ids=["storage", "memory"])
+def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: Path, nodes: int) -> None:
+    """DeepSpeed adds up the gradients of what it is told is tied: the rest of such a module is another one on
+    each stage."""
+    for number, degrees in enumerate(TIED_LAYOUTS[:2], 1):
+        until = number * STEPS
+        life = {"until": until, "from": "", "pp": degrees.pp, "tp": 1, "cases": ["tied-zero1"], "block": {}}
+        life |= {"nodes": nodes, "tied": TIED[2:], "refuse": number == 2}
+        (tmp_path / "life.json").write_text(json.dumps(life))
+        ranks = run_ranks(JOB, tmp_path, world=degrees.world_size)
+        folders = () if nodes or number == 2 else sorted(tmp_path.glob(f"*/memory-{until}/node*/*"))
+        if folders:
+            persist_offline(folders, tmp_path / "tied-zero1" / "persisted")
+    for rank in ranks:
+        assert "tied_modules.ends.norm.weight" in rank["tied-zero1"]
+        assert "tied_modules.ends.up.weight" not in rank["tied-zero1"]
+        assert "tied_weight_attr" in rank["tied-zero1"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    BF16_OPTIMIZER_IS_NEVER_MADE or GRADIENTS_ARE_NOT_AVERAGED,
+    reason="this DeepSpeed has no gradients for aor",
+)
+@pytest.mark.parametrize("lost", [False, True], ids=["whole", "node-lost"])
+def test_p3_recomputed_partitions_go_to_another_layout(tmp_path: Path, lost: bool) -> None:
+    """What a lost node had of the optimizer is what its peer had recomputed."""
+    case, block = "zero1-bf16", {"tolerance": 1, "protection": {"scheme": "arc", "recompute": True}}
+
+    def lose() -> None:
+        if lost:
+            shutil.rmtree(tmp_path / case / "memory" / "node1")
+
+    lives = lives_of(tmp_path, SMALLER, [case], nodes=2, between=lose, **block)
+    are_of_their_layouts(lives, SMALLER, case, "memory:")
+    for ranks in lives:
+        for rank in ranks:
+            assert rank[case]["recomputed"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
+def test_p1_so_it_does_through_many_layouts(tmp_path: Path, nodes: int, path: str) -> None:
+    lives = lives_of(tmp_path, LONG, list(CASES), nodes=nodes)
+    for case in CASES:
+        are_of_their_layouts(lives, LONG, case, path)

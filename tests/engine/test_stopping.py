@@ -1,0 +1,65 @@
+"""How a job ends that is told to, seen from one rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from reft.engine.stopping import Stopping, stop_alone
+
+GRACE_SECS = 25.0
+
+
+def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
+    """A session that was told to stop, and whose last version is committed or given up."""
+    session = mock.Mock()
+    session.config.grace_secs = GRACE_SECS
+    told: Any = SimpleNamespace(requested=True, waited_secs=waited_secs, exit_code=143)
+    session.stopping = Stopping(GRACE_SECS, told)
+    session.worker.broken = session.worker.votes.stop_step = None
+    session.submit.return_value = SimpleNamespace(committed=committed, label="the label")
+    return session
+
+
+def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_the_end() -> None:
+    """All ranks are told, as a rule; there is no time for another step, in which they could agree on one."""
+    session = told_to_stop(waited_secs=20.0, committed=True)
+    assert session.stopping.is_due(session.worker, 7, 0.1)
+    with pytest.raises(SystemExit):
+        session.stopping.stop_if_due(session, 7)
+    session.submit.assert_called_once_with(must=True)
+    (secs,) = session.worker.drain.call_args.args
+    assert 0 < secs < GRACE_SECS - 20.0
+    label, secs = session.daemon.persist_now.call_args.args
+    assert label == "the label"
+    assert secs < GRACE_SECS - 20.0
+    assert session.events.write.call_args.kwargs["committed"]
+
+
+def test_p6_where_votes_do_not_answer_it_ends_within_the_grace() -> None:
+    session = told_to_stop(waited_secs=30.0, committed=False)
+    with pytest.raises(SystemExit), mock.patch("reft.engine.stopping.logger") as logger:
+        stop_alone(session, 7)
+    assert session.worker.drain.call_args.args == (0.0,)
+    assert not session.daemon.persist_now.called
+    (said,) = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
+    assert "alone: the ranks' votes do not answer" in said
+
+
+def test_a_program_prints_the_line_of_its_last_step_before_the_job_ends() -> None:
+    """It prints, and saves where that is due, behind the step; the step is committed before."""
+    session = told_to_stop(waited_secs=0.0, committed=True)
+    session.worker.votes.stop_step = 7
+    session.stopping.at_next_step = True
+    session.stopping.end_if_stopped(session)
+    assert session.stopping.is_due(session.worker, 7, 0.1)
+    session.stopping.stop_if_due(session, 7)
+    session.submit.assert_called_once_with(must=True)
+    assert not session.close.called
+    with pytest.raises(SystemExit) as ended:
+        session.stopping.end_if_stopped(session)
+    assert ended.value.code == 143
+    session.close.assert_called_once_with()

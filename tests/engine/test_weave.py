@@ -1,0 +1,275 @@
+"""Woven schedules under DeepSpeed's real PipelineEngine: P1, P2, and that copies keep to the windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe import schedule
+
+from reft.engine.weave import SNAPSHOT_INSTRUCTIONS, OpenSnapshotWindow, TakeSnapshot, WovenSchedule
+from reft.snapshot.scheduling.trace import StepTrace
+from tests.engine.ranks import run_ranks
+from tests.engine.weave_job import STEPS, VARIANTS, GPipe
+
+JOB = Path(__file__).with_name("weave_job.py")
+WAITING = ("Recv", "Send", "Reduce", "Aggregate")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(JOB, tmp_path_factory.mktemp("weave"))
+
+
+def traces(run: dict[str, Any]) -> list[StepTrace]:
+    return [StepTrace.from_json(t) for t in run["traces"]]
+
+
+# -- the woven schedule itself ----------------------------------------------------------------------
+
+
+def schedules() -> Iterator[schedule.PipeSchedule]:
+    kinds = [schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule, GPipe]
+    for kind, stages, micro_batches in product(kinds, (1, 2, 4), (1, 3, 8)):
+        yield from (kind(micro_batches, stages, s) for s in range(stages))
+    if hasattr(schedule, "DualPipeVSchedule"):
+        yield from (schedule.DualPipeVSchedule(8, 4, s) for s in range(4))
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_weaving_leaves_the_training_instructions_as_they_are(take: bool) -> None:
+    """The same objects, steps and order, whatever the schedule's class."""
+    for plain in schedules():
+        expected = list(plain)
+        names: list[str] = []
+        recorded = _Recorded(plain, expected)
+        woven = WovenSchedule(recorded, take=take, seen=names)
+        steps = list(woven)
+        kept = [[c for c in step if not isinstance(c, SNAPSHOT_INSTRUCTIONS)] for step in steps]
+        assert [[id(c) for c in step] for step in kept] == [[id(c) for c in step] for step in expected]
+        assert names == [type(c).__name__ for step in expected for c in step]
+        assert woven.num_pipe_buffers() == plain.num_pipe_buffers()
+        assert woven.micro_batches == plain.micro_batches
+        _check_places(steps, take)
+
+
+class _Recorded:
+    """A schedule whose instructions were made before, so that they can be told apart by identity."""
+
+    def __init__(self, plain: Any, steps: list[list[Any]]) -> None:
+        self._plain, self._steps = plain, steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._steps)
+
+
+def _check_places(steps: list[list[Any]], take: bool) -> None:
+    position = 0
+    for step in steps:
+        for i, command in enumerate(step):
+            if isinstance(command, OpenSnapshotWindow):
+                assert command.window_id == position
+                assert type(step[i + 1]).__name__.startswith((*WAITING, "CommitP2P"))
+                assert type(step[i + 2]).__name__ == "CloseSnapshotWindow"
+            elif isinstance(command, TakeSnapshot):
+                assert take
+                assert type(step[i - 1]).__name__ == "OptimizerStep"
+            elif not isinstance(command, SNAPSHOT_INSTRUCTIONS):
+                position += 1
+
+
+def test_windows_open_where_queued_transfers_are_carried_out_and_nowhere_else() -> None:
+    """DualPipeV's sends and receives return at once; its commits wait, if anything was queued."""
+    if not hasattr(schedule, "DualPipeVSchedule"):
+        pytest.skip("this DeepSpeed has no DualPipeV")
+    for stages, stage_id in ((2, 0), (2, 1), (4, 0), (4, 2), (4, 3)):
+        names: list[str] = []
+        woven = WovenSchedule(
+            schedule.DualPipeVSchedule(2 * stages, stages, stage_id), take=True, seen=names, queues=True
+        )
+        commands = [command for step in woven for command in step]
+        opened = {c.window_id: c.receives for c in commands if isinstance(c, OpenSnapshotWindow)}
+        queued: list[str] = []
+        expected = {}
+        for position, name in enumerate(names):
+            if name == "CommitP2P":
+                if queued:
+                    expected[position] = any(n.startswith("Recv") for n in queued)
+                queued = []
+            elif name.startswith(("Recv", "Send")):
+                queued.append(name)
+            elif name.startswith("Reduce"):
+                expected[position] = False
+        assert opened == expected
+        assert any(opened.values())
+
+
+# -- under the engine -------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_p1_losses_are_equal_to_the_bit_with_every_variant(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        reference = r["reference"][:STEPS]
+        for name, run in r["variants"].items():
+            assert run["losses"] == reference, name
+        assert all(r[name]["losses"] == reference for name in ("none", "analytic", "paper"))
+        assert r["gpipe"]["losses"] == r["gpipe_reference"]
+
+
+@pytest.mark.process
+def test_p10_the_class_and_other_engines_stay_as_they_are(results: list[dict[str, Any]]) -> None:
+    assert all(r["class_map"] and r["inert"] for r in results)
+
+
+@pytest.mark.process
+def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        for name in VARIANTS:
+            assert r["variants"][name]["stats"]["committed_step"] == STEPS, name
+            assert r["resumed"][name]["path"] == f"memory:{name}/{STEPS}"
+            assert r["resumed"][name]["losses"] == r["reference"][STEPS:], name
+        assert r["none"]["stats"]["taken"] == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
+def test_the_engine_executes_exactly_the_unwoven_schedule(results: list[dict[str, Any]], run: str) -> None:
+    for r in results:
+        found = r["variants"]["has"] if run == "has" else r[run]
+        steps = [t for t in traces(found) if any(i.name == "OptimizerStep" for i in t.instructions)]
+        assert len(steps) == STEPS
+        for trace in steps:
+            executed = [i.name for i in trace.instructions if i.name != "AggregateTotalLoss"]
+            assert executed == found["names"]
+            assert [i.position for i in trace.instructions] == list(range(len(trace.instructions)))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
+def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
+    results: list[dict[str, Any]], run: str
+) -> None:
+    for r in results:
+        found = r["variants"]["has"] if run == "has" else r[run]
+        instructions = [i for t in traces(found) for i in t.instructions]
+        chunks = [c for t in traces(found) for c in t.chunks if c.tier == 1]
+        for chunk in chunks:
+            assert chunk.window is not None
+            beside = [
+                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
+            ]
+            assert len(beside) <= 1
+            assert all(i.name.startswith(WAITING) for i in beside), (chunk, beside)
+    # Not an empty promise: the stage that waits first, for its first activations, has copied.
+    last = results[1]["variants"]["has"] if run == "has" else results[1][run]
+    assert sum(c.nbytes for t in traces(last) for c in t.chunks if c.tier == 1) > 0
+
+
+@pytest.mark.integration  # a busy machine may leave no such window
+def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_in_for(
+    results: list[dict[str, Any]],
+) -> None:
+    for r in results:
+        found = r["linked"]["True"]
+        assert found["losses"] == r["linked_reference"]
+        assert found["plan"]["1"] < sum(found["plan"].values()), "windows suffice: there is nothing to show"
+        assert found["plan"]["3"] > 0
+        instructions = [i for t in traces(found) for i in t.instructions]
+        chunks = [c for t in traces(found) for c in t.chunks if c.tier == 3]
+        assert sum(c.nbytes for c in chunks) > 0
+        for chunk in chunks:
+            assert chunk.window is None
+            beside = [
+                i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
+            ]
+            assert len(beside) <= 1
+            assert all(i.name.startswith(("Send", "Reduce")) for i in beside), (chunk, beside)
+
+
+@pytest.mark.process
+def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        shared = r["linked"]["False"]
+        assert shared["losses"] == r["linked_reference"]
+        assert (shared["plan"]["3"], shared["stats"]["tier_bytes"]["3"]) == (0, 0)
+        assert all(run["stats"]["tier_bytes"]["3"] == 0 for run in r["variants"].values())
+
+
+@pytest.mark.process
+def test_p2_nothing_is_copied_while_the_weights_change(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        runs = {**r["variants"], "gpipe": r["gpipe"], **{f"linked {k}": v for k, v in r["linked"].items()}}
+        for name, found in runs.items():
+            assert found["fence_within"], "the fence is not where the weights begin to change"
+            chunks = sorted((c.begin_secs, c.end_secs) for t in traces(found) for c in t.chunks)
+            assert len(chunks) > STEPS
+            for begin, end in found["updates"]:
+                assert not [c for c in chunks if c[0] < end and begin < c[1]], name
+
+
+@pytest.mark.process
+def test_what_is_copied_is_planned_and_counted_by_tier(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        has, host = r["variants"]["has"], r["variants"]["host"]
+        assert has["estimator"] == "profiled"
+        assert (r["analytic"]["estimator"], r["paper"]["estimator"]) == ("analytic", "paper")
+        copied = sum(c.nbytes for t in traces(has) for c in t.chunks)
+        # The last version, after the last step, belongs to no traced step but the evaluation's.
+        assert copied <= sum(has["stats"]["tier_bytes"].values())
+        copied_whole(has["stats"], sum(has["plan"].values()))
+        assert host["stats"]["tier_bytes"]["1"] == 0
+        assert host["plan"] is None
+        blocking = r["variants"]["blocking"]["stats"]["tier_bytes"]
+        assert blocking["0"] == sum(blocking.values())
+
+
+@pytest.mark.process
+def test_nothing_is_planned_beside_the_optimizer_step(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        found = r["variants"]["has"]
+        assert found["without_copies_secs"] >= min(end - begin for begin, end in found["updates"])
+
+
+@pytest.mark.process
+def test_p2_what_is_staged_is_committed_later_as_the_state_of_its_step(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        run, stats = r["staged"], r["staged"]["stats"]
+        assert run["losses"] == r["long_reference"][: run["steps"]]
+        assert stats["staged"] > 0
+        assert stats["staged_bytes"] > 0
+        assert len(run["compared"]) >= 3
+        assert all(run["compared"].values()), "committed bytes are another step's"
+        # The version after a staged one finds no room, and is counted.
+        assert sum(stats["skipped"].values()) > 0
+        path = r["staged_resumed"]["path"]
+        assert path == f"memory:staged/{stats['committed_step']}"
+        assert r["staged_resumed"]["losses"] == r["long_reference"][stats["committed_step"] :]
+
+
+@pytest.mark.integration  # a busy machine may leave no such window
+def test_what_was_staged_is_drained_in_windows_of_later_steps(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        run, stats = r["staged"], r["staged"]["stats"]
+        assert run["overflow"] == "staging"
+        copied_whole(stats, run["bytes"])
+        # What a version copies in its own step and what it drains do not fit into one.
+        assert run["drained_later"]
+
+
+def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
+    """Every version taken was copied to its last byte; beyond them only what a slower peer then gave up."""
+    beyond = sum(stats["tier_bytes"].values()) - stats["taken"] * nbytes
+    assert 0 <= beyond <= stats["skipped"].get("a peer skipped it", 0) * nbytes, stats
+
+
+@pytest.mark.process
+def test_an_evaluation_in_between_changes_nothing(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        assert len({run["evaluated"] for run in r["variants"].values()}) == 1

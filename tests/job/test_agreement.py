@@ -1,0 +1,175 @@
+"""What the agents of a round work out from the same node infos."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from reft.grid import Degrees, Topology
+from reft.job.agreement import Agreement, DuplicateNodeError, NodeInfo, agree, deal_ranks
+from reft.job.exits import Cause
+
+
+def info(name: str, **fields: object) -> NodeInfo:
+    return replace(NodeInfo(node=f"node-{name}", agent=name, workers=2), **fields)
+
+
+def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agreement:
+    """A round of a, b, c is followed by one without ``lost`` and with ``joined``."""
+    first = [info(n) for n in "abc"]
+    agreement = agree(first)
+    infos = [replace(c.after(agreement), cause=cause) for c, cause in zip(first, causes, strict=True)]
+    return agree([c for c in infos if c.agent not in lost] + [info(n) for n in joined])
+
+
+def test_the_first_round() -> None:
+    agreement = agree([info("a"), info("b", workers=3), info("c")])
+    assert agreement == Agreement(
+        round=1,
+        members=("a", "b", "c"),
+        nodes=("node-a", "node-b", "node-c"),
+        ranks=((0, 1), (2, 3, 4), (5, 6)),
+        restarts_used=0,
+        known_step=-1,
+    )
+    assert agreement.world_size == 7
+
+
+@pytest.mark.parametrize(
+    ("workers", "turn", "dealt"),
+    [
+        ((2, 2), 0, ((0, 1), (2, 3))),
+        ((2, 2), 1, ((0, 2), (1, 3))),
+        ((4, 4), 2, ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ((4, 4), 3, ((0, 1, 2, 6), (3, 4, 5, 7))),
+        ((1, 3, 2), 1, ((0,), (1, 3, 5), (2, 4))),
+        ((1, 3), 0, ((0,), (1, 2, 3))),
+        ((3,), 1, ((0, 1, 2),)),
+    ],
+)
+def test_ranks_are_dealt_in_turns(
+    workers: tuple[int, ...], turn: int, dealt: tuple[tuple[int, ...], ...]
+) -> None:
+    assert deal_ranks(workers, turn) == dealt
+    assert sorted(sum(deal_ranks(workers, turn), ())) == list(range(sum(workers)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pp", "dp", "tp"), [(2, 2, 2, 1), (4, 2, 4, 2), (2, 4, 2, 4), (3, 2, 6, 1)]
+)
+def test_p4_dealt_by_tensor_parallel_groups_deepspeeds_order_spreads_peers(
+    nodes: int, pp: int, dp: int, tp: int
+) -> None:
+    degrees = Degrees(pp, dp, tp)
+    dealt = deal_ranks([degrees.world_size // nodes] * nodes, tp)
+    node_of = {rank: f"node{i}" for i, ranks in enumerate(dealt) for rank in ranks}
+    # DeepSpeed's PipeModelDataParallelTopology: the order of `coordinates()`.
+    topology = Topology(degrees, degrees.coordinates(), tuple(node_of[r] for r in range(degrees.world_size)))
+    for group in topology.groups():
+        assert max(Counter(topology.group_nodes(*group)).values()) == -(-dp // nodes)
+    for first in range(0, degrees.world_size, tp):
+        assert len({node_of[rank] for rank in range(first, first + tp)}) == 1
+
+
+PEER, OWN, UNCLEAR, STOPPED = Cause.PEER, Cause.OWN, Cause.UNCLEAR, Cause.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("causes", "lost", "joined", "used"),
+    [
+        ((PEER, PEER, None), "c", "d", 0),  # a node vanished: free
+        ((PEER, UNCLEAR, None), "c", "d", 0),  # ... also where the watchdog aborted trainers
+        ((OWN, PEER, PEER), "", "", 1),  # one trainer failed by itself: one restart, on one node ...
+        ((OWN, OWN, PEER), "", "", 1),  # ... or on several
+        ((OWN, PEER, None), "c", "d", 1),
+        ((UNCLEAR, PEER, PEER), "", "", 1),  # all nodes are back: nobody vanished, it was a bug
+        ((STOPPED, STOPPED, None), "c", "d", 0),
+        ((PEER, PEER, PEER), "", "", 0),  # a launcher's daemon of nodes that only lost contact
+        ((None, None, None), "", "d", 0),  # somebody joined
+    ],
+)
+def test_only_own_failures_use_restarts(
+    causes: tuple[Cause | None, ...], lost: str, joined: str, used: int
+) -> None:
+    agreement = second_round(*causes, lost=lost, joined=joined)
+    assert (agreement.round, agreement.restarts_used) == (2, used)
+
+
+def test_a_replacement_learns_the_count_and_the_round() -> None:
+    agreement = second_round(OWN, PEER, None, lost="c", joined="d")
+    newcomer = info("e")
+    survivors = [info("a").after(agreement), info("d").after(agreement)]
+    third = agree([newcomer, *survivors])
+    assert (third.round, third.restarts_used) == (3, 1)
+
+
+def test_who_missed_a_round_does_not_decide() -> None:
+    """An agent that was cut off comes back with an older count and an older failure."""
+    old = replace(info("z"), round=1, members=("z", "a"), restarts_used=5, cause=OWN)
+    current = replace(info("a"), round=4, members=("a", "b"), restarts_used=1)
+    agreement = agree([old, current])
+    assert (agreement.round, agreement.restarts_used) == (5, 1)
+
+
+def test_two_nodes_of_one_name_are_refused() -> None:
+    with pytest.raises(DuplicateNodeError, match="--node-id") as caught:
+        agree([info("a", node="x"), info("b", node="x"), info("c")])
+    assert set(caught.value.refused) == {"a", "b"}
+
+
+def test_a_newcomer_cannot_push_out_a_node_that_trains() -> None:
+    running = replace(info("a", node="x"), round=3, members=("a",))
+    with pytest.raises(DuplicateNodeError) as caught:
+        agree([info("b", node="x"), running])
+    assert caught.value.refused == ("b",)
+
+
+def test_cards_survive_the_way_through_the_store() -> None:
+    full = replace(info("a"), round=2, members=("a", "b"), cause=UNCLEAR)
+    assert NodeInfo.from_json(full.to_json()) == full
+    assert NodeInfo.from_json(info("b").to_json().encode()) == info("b")
+
+
+@pytest.mark.parametrize(
+    ("renews", "newest", "used"),
+    [(True, 7, 1), (True, 6, 3), (True, -1, 3), (False, 7, 3)],
+)
+def test_restarts_without_a_limit_given_are_counted_from_the_last_new_version_on(
+    renews: bool, newest: int, used: int
+) -> None:
+    """Two were used when the newest version was the sixth; then a trainer fails again."""
+    a, b = (
+        replace(info(n), round=3, members=("a", "b"), restarts_used=2, known_step=6, cause=cause)
+        for n, cause in (("a", OWN), ("b", PEER))
+    )
+    third = agree([a, replace(b, newest_step=newest), info("c", newest_step=6)], renews=renews)
+    assert (third.restarts_used, third.known_step) == (used, max(6, newest))
+
+
+def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
+    first = [info(n) for n in "abc"]
+    before = agree(first)
+    told = [replace(c.after(before), failure=f"rank {i}, x") for i, c in enumerate(first)]
+    a, b, c = told
+    own = agree([replace(a, cause=PEER), replace(b, cause=OWN), replace(c, cause=PEER)])
+    assert own.failures == ("node-b, rank 1, x",)
+    lost = agree([replace(a, cause=PEER), replace(b, cause=PEER), info("d")])
+    assert lost.failures == ()
+    assert before.nodes_without(lost.members) == ("node-c",)
+    assert lost.nodes_without(before.members) == ("node-d",)
+    nobody = agree([replace(n, cause=PEER) for n in told])
+    assert len(nobody.failures) == 3
+    assert own.nodes_without(before.members) == before.nodes_without(own.members) == ()
+
+
+def test_a_round_that_knows_less_does_not_make_old_versions_new() -> None:
+    """The node that knew the newest version is lost: what the others commit again renews no restart."""
+    a, b = info("a", newest_step=7), info("b", newest_step=7)
+    second = agree([replace(c.after(agree([a, b])), cause=OWN) for c in (a, b)], renews=True)
+    assert second.restarts_used == 1
+    third = agree([replace(a.after(second), newest_step=3), info("c")], renews=True)
+    assert third.known_step == 7
+    fourth = agree([replace(a.after(third), newest_step=6, cause=OWN), info("c")], renews=True)
+    assert (fourth.known_step, fourth.restarts_used) == (7, 2)

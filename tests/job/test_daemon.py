@@ -1,0 +1,243 @@
+"""The node daemon: who may talk to it, what it knows, and that nobody depends on it (P6, P11)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.config_read import parse_block
+from reft.control.wire import SOCKET_NAME, Channel, ShortPath, connect
+from reft.errors import AuthenticationError
+from reft.grid import Coordinate
+from reft.label import Label
+from reft.memory.arena import ArenaState
+from reft.memory.arena_files import arena_name
+from reft.memory.jobdir import JobDir
+from reft.node.client import DaemonClient, DaemonError, request
+from reft.node.daemon import END_SIGNAL, Daemon
+from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
+
+# -- who may talk to it ----------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_the_socket_is_private_and_the_secret_is_asked_for(
+    job_dir: JobDir, process: subprocess.Popen[bytes]
+) -> None:
+    assert stat.S_IMODE((job_dir.path / SOCKET_NAME).stat().st_mode) == 0o600
+    assert request(job_dir.path, job_dir.secret, "ping") == process.pid
+    with pytest.raises(AuthenticationError, match="another"):
+        request(job_dir.path, b"x" * 32, "ping")
+    wait_for(lambda: "refused" in log_path(job_dir).read_text(), "the refusal in the log")
+    with pytest.raises(DaemonError, match="unknown operation"):
+        request(job_dir.path, job_dir.secret, "rm")
+    assert process.poll() is None
+
+
+@pytest.mark.process
+def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
+    silent, noisy = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    with ShortPath(job_dir.path) as path:  # the directory of the tests may be a deep one
+        silent.connect(path)
+        noisy.connect(path)
+    noisy.sendall(os.urandom(4096))
+    assert answers(job_dir)
+    silent.close()
+    noisy.close()
+    for fields in ({"label": "x"}, {}, {"label": [1]}):
+        with pytest.raises(DaemonError):
+            request(job_dir.path, job_dir.secret, "committed", **fields)
+    assert answers(job_dir)
+
+
+@pytest.mark.process
+def test_the_socket_works_in_a_deep_directory(tmp_path: Path) -> None:
+    deep = JobDir.open_or_create(tmp_path / ("d" * 60) / ("e" * 60), "job", "node0", secret=b"s" * 32)
+    process = spawn(deep)
+    try:
+        wait_for(lambda: answers(deep), "the daemon")
+    finally:
+        process.kill()
+        process.wait()
+
+
+# -- what it knows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_it_finds_commits_without_being_told(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
+    commit(job_dir, 0, Label(1, 4))
+    commit(job_dir, 1, Label(1, 5), ArenaState.SEALED)
+    wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the poll")
+    assert job_dir.read_status()["last_committed"] == {"incarnation": 1, "step": 4}
+    assert job_dir.read_status()["pid"] == process.pid
+
+
+def test_stale_since_the_first_skipped_step_until_the_next_commit(
+    job_dir: JobDir, run_here: Callable
+) -> None:
+    run_here()
+    client = DaemonClient(job_dir.path, job_dir.secret)
+
+    def status() -> dict:
+        return request(job_dir.path, job_dir.secret, "status")
+
+    client.notify_commit(Label(1, 3), Coordinate(0, 1, 0), {"taken": 3})
+    client.notify_skip(4, "busy", {"taken": 3})
+    client.notify_skip(5, "no memory", {"taken": 3})
+    wait_for(lambda: status()["skipped"] == {"busy": 1, "no memory": 1}, "the notes")
+    assert (status()["stale_since_step"], status()["stale_cause"]) == (4, "no memory")
+    assert status()["last_committed"]["step"] == 3
+    assert status()["trainers"]["0"]["pid"] == os.getpid()
+    assert status()["trainers"]["0"]["stats"] == {"taken": 3}, "the newest counters, whatever became of it"
+    client.notify_commit(Label(1, 6), Coordinate(0, 1, 0), {"taken": 4})
+    wait_for(lambda: status()["stale_since_step"] is None, "the commit")
+    client.close()
+
+
+# -- nobody depends on it --------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
+    job_dir: JobDir,
+    process: subprocess.Popen[bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handed_over, waited_for = threading.Event(), []
+
+    def connect_late(*arguments: Any) -> Channel:
+        waited_for.append(handed_over.wait(60))
+        return connect(*arguments)
+
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(parse_block({"enabled": True, "grace_secs": 7}))
+    client.notify_commit(Label(1, 1), Coordinate(0, 0, 0), {})
+    wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the first note")
+    process.kill()
+    process.wait()
+    monkeypatch.setattr("reft.node.client.connect", connect_late)
+    for step in range(2, 200):
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {"step": step})
+        client.notify_skip(step, "busy", {})
+    handed_over.set()
+    wait_for(lambda: "cannot be told" in caplog.text, "the warning")
+    wait_for(lambda: waited_for, "an attempt to connect")
+    assert all(waited_for), "training waits for a connection attempt"
+    second = spawn(job_dir)
+    try:
+        wait_for(lambda: answers(job_dir), "the second daemon")
+        wait_for(
+            lambda: (
+                request(job_dir.path, job_dir.secret, "status")["last_committed"]
+                == {"incarnation": 1, "step": 199}
+            ),
+            "the newest note",
+        )
+        causes = [r for r in caplog.records if "cannot be told" in r.message]
+        assert len({r.message for r in causes}) == len(causes)
+        assert (job_dir.path / "config.json").exists()
+    finally:
+        client.close()
+        second.kill()
+        second.wait()
+
+
+def test_a_client_without_any_daemon_closes(job_dir: JobDir) -> None:
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.notify_commit(Label(1, 1), Coordinate(0, 0, 0), {"bad": object()})
+    client.notify_skip(1, "x", {})
+    client.close(60)
+    assert "reft-notes" not in {thread.name for thread in threading.enumerate()}
+    assert client.persist_now(Label(1, 1), 0.5) is None
+
+
+@pytest.mark.process
+def test_it_ends_with_its_launcher_and_leaves_the_memory(job_dir: JobDir) -> None:
+    commit(job_dir, 0, Label(1, 4))
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, subprocess, sys, time\n"
+            "orphan = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+            f"daemon = subprocess.Popen([sys.executable, '-m', 'reft.node.daemon', {str(job_dir.path)!r},"
+            "'--launcher-pid', str(os.getpid())], start_new_session=True)\n"
+            "print(daemon.pid, orphan.pid, flush=True)\n"
+            "time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert launcher.stdout is not None
+    daemon_pid, orphan_pid = (int(x) for x in launcher.stdout.readline().split())
+    try:
+        wait_for(lambda: answers(job_dir), "the daemon")
+        assert request(job_dir.path, job_dir.secret, "workers", pids=[orphan_pid]) == 1
+    finally:
+        launcher.kill()
+        launcher.wait()
+        launcher.stdout.close()
+    wait_for(lambda: not alive(daemon_pid), "the daemon's end")
+    wait_for(lambda: not alive(orphan_pid), "the trainer's end")
+    assert (job_dir.path / arena_name(0, 0)).exists()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.process
+def test_ctrl_c_is_not_for_it_and_sigterm_is(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    assert answers(job_dir)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == 0
+    assert job_dir.path.is_dir()
+
+
+@pytest.mark.process
+def test_the_sigterm_of_a_batch_system_is_for_its_launcher_alone(job_dir: JobDir) -> None:
+    """Slurm signals every process of a job; the launcher's last flush needs the daemon."""
+    daemon = spawn(job_dir, "--launcher-pid", str(os.getpid()))
+    try:
+        wait_for(lambda: answers(job_dir), "the daemon")
+        status = Path(f"/proc/{daemon.pid}/status").read_text()
+        ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+        assert int(ignored, 16) >> (signal.SIGTERM - 1) & 1
+        daemon.send_signal(signal.SIGTERM)
+        assert request(job_dir.path, job_dir.secret, "ping") == daemon.pid
+        daemon.send_signal(END_SIGNAL)
+        assert daemon.wait(240) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def test_p11_the_whole_handshake_is_bounded(job_dir: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = []
+
+    def knock(*_: object, handshake_secs: float | None = None, **__: object) -> None:
+        bounds.append(handshake_secs)
+        raise EOFError
+
+    monkeypatch.setattr("reft.node.daemon.Channel", knock)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        Daemon(job_dir).serve(ours)
+    assert bounds[0] is not None
+    assert bounds[0] <= 10.0

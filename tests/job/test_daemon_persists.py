@@ -1,0 +1,441 @@
+"""The node daemon writes checkpoints: what is due, what memory cannot keep, and where there is no room (P3)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reft.config import ReftConfig
+from reft.config_persist import PersistConfig
+from reft.config_read import parse_block
+from reft.control.wire import connect
+from reft.errors import OvertakenError, PersistError
+from reft.grid import Coordinate
+from reft.label import Label
+from reft.memory.jobdir import JobDir
+from reft.node.client import DaemonClient, DaemonError, request
+from reft.storage import fence
+from reft.storage.persist import persist_label
+from reft.storage.persister import committed_labels
+from tests.job.daemons import commit, request_status, wait_for
+
+pytestmark = pytest.mark.process
+
+
+def persist_status(job_dir: JobDir) -> dict:
+    return request_status(job_dir)["persist"]
+
+
+class FileWriter:
+    """Writes a version's name into a file of the persist directory; fails as the file system does."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **_: object) -> Path:
+        assert config.persist.dir is not None
+        self.calls.append(label.step)
+        path = config.persist.dir / "checkpoint"
+        with path.open("w") as file:
+            file.write(str(label))
+        return path
+
+
+def persist_config(directory: Path, interval: int, patience: float = 10.0) -> ReftConfig:
+    persist = PersistConfig(dir=directory, interval_steps=interval)
+    return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
+
+
+def test_due_versions_are_written_and_others_are_not(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    writer = FileWriter()
+    run_here(persist=writer)
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(persist_config(tmp_path, 2))
+    for step in (1, 2, 3, 4):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {})
+        if step % 2 == 0:
+            wait_for(lambda s=step: persist_status(job_dir)["last"] == {"incarnation": 1, "step": s}, "it")
+    assert writer.calls == [2, 4]
+    # Asked for: also one that is not due; and what is there is not written again.
+    commit(job_dir, 1, Label(1, 5))
+    assert client.persist_now(Label(1, 5), 60.0) == str(tmp_path / "checkpoint")
+    assert client.persist_now(Label(1, 5), 60.0) == str(tmp_path / "checkpoint")
+    assert writer.calls == [2, 4, 5]
+    assert request(job_dir.path, job_dir.secret, "flush", wait_secs=5.0) is None
+    client.close()
+
+
+def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """The daemon decides nothing then: what the note of a commit calls due is written, and the answer to a
+    later one tells the trainer so."""
+    writer = FileWriter()
+    run_here(persist=writer)
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    answers: list[dict] = []
+    client.on_answer = lambda answer: answers.append(dict(answer))
+    client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
+    for step in (1, 2, 3, 4):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, due=step == 3)
+        if step == 3:
+            wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3")
+    wait_for(lambda: len(answers) == 4, "four answers")
+    assert writer.calls == [3]
+    assert answers[0] == {"persisted": None, "failing": False, "overtaken": None}
+    assert answers[3] == {"persisted": [1, 3], "failing": False, "overtaken": None}
+    client.close()
+
+
+def test_a_version_that_memory_overtook_is_named_to_the_trainers(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """So that ``auto`` asks for fewer; one that storage refused until memory went on is not."""
+    refuses = threading.Event()
+
+    class BusyWriter(FileWriter):
+        """By its turn a version is gone from memory."""
+
+        def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+            if refuses.is_set():
+                raise PersistError("no space left")
+            if label.step == 3 and self.calls.count(3) == 0:
+                self.calls.append(3)
+                raise OvertakenError("a trainer of this node holds its lock still")
+            return persist_label(job_dir, label, config)
+
+    run_here(persist=BusyWriter())
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
+    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {}, due=True)  # no slot holds it
+    wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}, "step 2")
+    commit(job_dir, 0, Label(1, 3))
+    client.notify_commit(Label(1, 3), Coordinate(0, 0, 0), {}, due=True)  # memory has it: tried again
+    wait_for(lambda: "holds its lock" in (persist_status(job_dir)["error"] or ""), "the lock to be met")
+    assert persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}
+    refuses.set()
+    commit(job_dir, 0, Label(1, 4))
+    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, due=True)
+    wait_for(lambda: "no space" in (persist_status(job_dir)["error"] or ""), "storage to fail")
+    commit(job_dir, 0, Label(1, 5))
+    refuses.clear()
+    wait_for(lambda: "no arena" in (persist_status(job_dir)["error"] or ""), "memory to go on")
+    assert persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 2}
+    client.close()
+
+
+class SlowWriter(FileWriter):
+    """Storage is well, but slow: what is due while the first version is written, memory may not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+        if not self.calls:
+            self.calls.append(label.step)
+            assert self.go.wait(240)
+        if label not in committed_labels(job_dir):
+            raise OvertakenError(f"no arena holds {label} any more")
+        return super().__call__(job_dir, label, config, **options)
+
+
+def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_turn(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next version that is due is written, and nobody hears of a storage that fails."""
+    writer = SlowWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 2))
+    commit(job_dir, 0, Label(1, 2))
+    daemon.persister.offer(Label(1, 2))
+    wait_for(lambda: writer.calls == [2], "the first version to be written")
+    for step in (3, 4, 5, 6):  # of which the third arena keeps step 2, the others 5 and 6
+        commit(job_dir, 1 + step % 2, Label(1, step))
+        if step < 6:
+            daemon.persister.offer(Label(1, step))
+    writer.go.set()
+    wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 4}, "step 4")
+    status = persist_status(job_dir)
+    assert (status["stale_since_step"], status["error"]) == (None, None)
+    assert status["last"] == {"incarnation": 1, "step": 2}
+    assert status["lag_steps"] == 1, "from step 4, which was due, to step 5"
+    daemon.persister.offer(Label(1, 6))
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+    assert not [r for r in caplog.records if "cannot be persisted" in r.getMessage()]
+    assert len([r for r in caplog.records if "memory went on from step 4" in r.getMessage()]) == 1
+    # Where no version is left for long enough there are no new checkpoints, and that is told.
+    for step in (8, 10):
+        daemon.persister.offer(Label(1, step))
+        wait_for(lambda s=step: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": s}, "it")
+    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 8, "the second in a row")
+
+
+def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """The job starts anew, and claims the directory, while the daemon still writes a version of the start
+    before: the node takes part in the new start and goes on. One of a start that it knows nothing of ends it."""
+
+    class OvertakenWriter(FileWriter):
+        """Its job starts anew behind its back."""
+
+        def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+            fence.claim(tmp_path, "job", label.step)
+            fence.check(tmp_path, "job", 1)
+            return super().__call__(job_dir, label, config, **options)
+
+    def told(incarnation: int) -> str:
+        answer: str = request(job_dir.path, job_dir.secret, "fenced", incarnation=incarnation)
+        return answer
+
+    run_here(persist=OvertakenWriter())
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(persist_config(tmp_path, 2))
+    commit(job_dir, 0, Label(1, 2))
+    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {})
+    wait_for(lambda: "start 2 of job" in told(1), "the older start to be refused")
+    assert told(2) == ""
+    job_dir.note_incarnation(2)
+    assert told(1) == ""
+    assert persist_status(job_dir)["stale_since_step"] == 2
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"variant": "blocking"}, {"protection": "rs:2"}, {"has": {"separate_links": True}}, {"copies": 2}],
+    ids=str,
+)
+def test_every_block_reaches_the_daemon_and_the_one_after_it(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, block: dict
+) -> None:
+    """A key that is written has to be of use, so defaults that nobody wrote must not be told."""
+    config = parse_block(
+        {"enabled": True, **block, "persist": {"dir": str(tmp_path), "interval_steps": 1}}, os.environ
+    )
+    first = run_here(persist=FileWriter())
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(config)
+    wait_for(lambda: first.persister.config == config, "the block")
+    assert run_here(persist=FileWriter()).persister.config == config  # takes the socket over
+    client.close()
+
+
+@pytest.mark.integration
+def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P6: training goes on, the status says since when checkpoints are stale."""
+    full = tmp_path / "persist"
+    full.mkdir()
+    (full / "checkpoint").symlink_to("/dev/full")  # every write: no space left on device
+    writer = FileWriter()
+    run_here(persist=writer)
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    client.configure(persist_config(full, 2))
+    commit(job_dir, 0, Label(1, 2))
+    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {})
+    wait_for(lambda: persist_status(job_dir)["attempts"] >= 2, "a second attempt")
+    status = persist_status(job_dir)
+    assert (status["stale_since_step"], status["last"]) == (2, None)
+    assert "No space left" in status["error"]
+    # The version is overwritten meanwhile: the next one that is due is tried.
+    commit(job_dir, 0, Label(1, 3))
+    commit(job_dir, 1, Label(1, 4))
+    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {})
+    wait_for(lambda: 4 in writer.calls, "the next version")
+    assert persist_status(job_dir)["stale_since_step"] == 2
+    assert client.persist_now(Label(1, 4), 5.0) is None
+    (full / "checkpoint").unlink()
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 4}, "recovery")
+    status = persist_status(job_dir)
+    assert (status["stale_since_step"], status["error"], status["attempts"]) == (None, None, 0)
+    warnings = [r for r in caplog.records if "cannot be persisted" in r.message]
+    assert len(warnings) == 1  # once per cause
+    client.close()
+
+
+class HeldWriter(FileWriter):
+    """Writes when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+        assert self.go.wait(240)
+        return super().__call__(job_dir, label, config, **options)
+
+
+class MemoryWriter(FileWriter):
+    """Writes what is still in memory."""
+
+    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **options: object) -> Path:
+        if label not in committed_labels(job_dir):
+            raise PersistError(f"no arena holds {label} any more")
+        return super().__call__(job_dir, label, config, **options)
+
+
+def test_p3_what_memory_cannot_keep_is_persisted_at_once(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tolerance has fallen to 0: the first such version, on every node the same, whatever the interval."""
+    writer = FileWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 0))
+    client = DaemonClient(job_dir.path, job_dir.secret)
+    for step, unprotected in ((1, False), (2, True), (3, True)):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        wait_for(lambda s=step: daemon.status.last_committed == Label(1, s), "the commit")
+        if step > 1:
+            wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
+    # A slower trainer of the node tells of an older version.
+    client.notify_commit(Label(1, 1), Coordinate(0, 1, 0), {}, unprotected=False)
+    commit(job_dir, 0, Label(1, 4))
+    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, unprotected=True)
+    wait_for(lambda: daemon.status.last_committed == Label(1, 4), "the commit")
+    assert writer.calls == [2]
+    assert any("no longer survives the loss of a node: step 2" in r.getMessage() for r in caplog.records)
+    # Protected again, and lost again.
+    for step, unprotected in ((5, False), (6, True)):
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+    assert writer.calls == [2, 6]
+    client.close()
+
+
+def test_p3_what_memory_cannot_keep_is_tried_until_it_is_written(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path
+) -> None:
+    """The first such version failed and was overwritten: later ones, on every node the same, take its place
+    until one is on storage."""
+    storage = tmp_path / "persist"
+    daemon = run_here(persist=MemoryWriter())
+    daemon.persister.configure(persist_config(storage, 0))
+    client = DaemonClient(job_dir.path, job_dir.secret)
+
+    def committed(step: int, unprotected: bool) -> None:
+        commit(job_dir, step % 2, Label(1, step))
+        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        wait_for(lambda: daemon.status.last_committed == Label(1, step), "the commit")
+
+    committed(1, False)
+    committed(2, True)
+    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 2, "the failure")
+    committed(4, True)
+    storage.mkdir()
+    for step in range(5, 11):
+        committed(step, True)
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 10}, "step 10")
+    for step in range(11, 22):
+        committed(step, True)
+    assert persist_status(job_dir)["last"] == {"incarnation": 1, "step": 10}
+    client.close()
+
+
+def test_p6_how_far_storage_is_behind_is_told(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = HeldWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 2))
+    for step in (1, 2, 3, 4, 5, 6):
+        commit(job_dir, step % 2, Label(1, step))
+        daemon.persister.offer(Label(1, step))
+        assert persist_status(job_dir)["lag_steps"] == max(0, step - 2)
+    late = [r for r in caplog.records if "writing takes longer than" in r.getMessage()]
+    assert len(late) == 1
+    assert "step 5 is committed, but step 2 is not on storage yet" in late[0].getMessage()
+    writer.go.set()
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+    wait_for(lambda: persist_status(job_dir)["lag_steps"] == 0, "no lag")
+
+
+def test_p6_a_file_system_that_hangs_is_told(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = HeldWriter()
+    daemon = run_here(persist=writer)
+    daemon.persister.configure(persist_config(tmp_path, 2, patience=0.05))
+    commit(job_dir, 0, Label(1, 2))
+    daemon.persister.offer(Label(1, 2))
+    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 2, "the warning")
+    assert "the file system hangs, or another node" in persist_status(job_dir)["error"]
+    assert any("is not on storage" in r.getMessage() for r in caplog.records)
+    writer.go.set()
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
+    assert persist_status(job_dir)["error"] is None
+    commit(job_dir, 1, Label(1, 4))
+    daemon.persister.offer(Label(1, 4))
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 4}, "step 4")
+    writer.go.clear()  # the third is found sooner: how long a write takes is known
+    daemon.persister.configure(persist_config(tmp_path, 2, patience=1.0))
+    commit(job_dir, 0, Label(1, 6))
+    daemon.persister.offer(Label(1, 6))
+    wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 6, "the warning")
+    told = re.search(r"written for (.*) s: the file system hangs", persist_status(job_dir)["error"])
+    assert told
+    assert float(told[1]) < 6
+    writer.go.set()
+    wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
+
+
+def test_what_is_being_written_when_the_job_ends_is_not_said_to_be_tried_again(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = threading.Event()
+
+    def write(*_: object, stop: threading.Event, **__: object) -> Path:
+        begun.set()
+        stop.wait(60)
+        raise PersistError("it was told to stop")
+
+    caplog.set_level(logging.INFO)
+    daemon = run_here(persist=write)
+    daemon.persister.configure(persist_config(tmp_path, 1))
+    commit(job_dir, 0, Label(1, 1))
+    daemon.persister.offer(Label(1, 1))
+    assert begun.wait(60)
+    daemon.persister.close()
+    assert persist_status(job_dir)["writing"] is None
+    said = [r.getMessage() for r in caplog.records if str(tmp_path) in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith(f"the job ends before step 1 (incarnation 1) is in {tmp_path}")
+
+
+def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:
+    """All trainers may be gone: the launcher still has the newest version written."""
+    run_here(persist=FileWriter())
+    request(
+        job_dir.path,
+        job_dir.secret,
+        "configure",
+        config=persist_config(tmp_path, 0).model_dump(mode="json"),
+    )
+    commit(job_dir, 0, Label(2, 7))
+    writer = FileWriter()
+    run_here(persist=writer)  # takes the socket over
+    assert request(job_dir.path, job_dir.secret, "flush", wait_secs=60.0) == str(tmp_path / "checkpoint")
+    assert writer.calls == [7]
+
+
+def test_without_a_directory_persisting_is_refused(job_dir: JobDir, run_here: Callable) -> None:
+    daemon = run_here()
+    with pytest.raises(PersistError, match="persist"):
+        daemon.persister.persist_and_wait(Label(1, 1), 1.0)
+    with pytest.raises(DaemonError, match="persist"):
+        request(job_dir.path, job_dir.secret, "persist", label=[1, 1], wait_secs=1.0)
+    connect(job_dir.path, job_dir.secret, 1.0).close()

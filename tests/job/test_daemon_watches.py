@@ -1,0 +1,140 @@
+"""What the node daemon sees stand still, and what it does about it (P6)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from reft.config import ReftConfig
+from reft.config_persist import PersistConfig
+from reft.job.node import DaemonKeeper
+from reft.label import Label
+from reft.memory.jobdir import JobDir
+from reft.node.daemon import Daemon
+from reft.node.progress import process_state
+from reft.storage.waiting import PersistProgress
+from tests.job.daemons import wait_for
+
+LOOK_SECS = 1.0
+LAUNCHER_SECS = 5
+"""After so many such looks a launcher is continued."""
+STORAGE_SECS = 60
+"""After so many, what is being written is said to hang."""
+TRAINER = """
+import sys, time
+from pathlib import Path
+from reft.label import Label
+from reft.node.progress import ProgressPage
+page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0)
+print("watched", flush=True)
+time.sleep(600)
+"""
+CONTINUED = "is stopped; it is continued"
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: process_state(process.pid) == "T", "the stop")
+
+
+def look(daemon: Daemon, times: int) -> None:
+    for _ in range(times):
+        daemon.rouse_launcher(LOOK_SECS)
+
+
+@pytest.mark.process
+def test_a_launcher_that_is_stopped_is_continued_and_not_fought(
+    job_dir: JobDir, launcher: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = Daemon(job_dir, launcher_pid=launcher.pid)
+    look(daemon, 20)
+    assert CONTINUED not in caplog.text, "it runs"
+    for time in (1, 2):
+        stop(launcher)
+        # Who stops it again, or the terminal that does, has as long again; and it is said once each time.
+        look(daemon, 1 + LAUNCHER_SECS)
+        assert process_state(launcher.pid) == "T"
+        assert caplog.text.count(CONTINUED) == time - 1
+        look(daemon, 1)
+        wait_for(lambda: process_state(launcher.pid) != "T", "the launcher to go on")
+        assert caplog.text.count(CONTINUED) == time
+
+
+@pytest.mark.integration
+def test_what_cannot_be_looked_at_hides_nothing_else_and_is_said_once(
+    launcher: subprocess.Popen[bytes],
+    run_here: Callable[..., Daemon],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def unreadable(_: Path) -> list[object]:
+        raise OSError("no such pages")
+
+    monkeypatch.setattr("reft.node.daemon.read_pages", unreadable)
+    run_here(launcher_pid=launcher.pid)
+    stop(launcher)
+    wait_for(lambda: process_state(launcher.pid) != "T", "the launcher to go on")
+    assert caplog.text.count("cannot be watched at this moment") == 1
+
+
+def test_only_what_is_not_written_at_all_hangs(
+    job_dir: JobDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = Daemon(job_dir)
+    persist = daemon.status.persist
+
+    def looked(times: int) -> str | None:
+        for _ in range(times):
+            daemon.look_at_storage(LOOK_SECS)
+        return persist.error
+
+    assert looked(1000) is None, "nothing is known of it"
+    daemon.persister.configure(ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path)))
+    assert looked(1000) is None, "nothing is to be written"
+    daemon.status.update_persist(writing=Label(1, 2))
+    for nbytes in range(4):
+        daemon.persister.progress = PersistProgress("staging", nbytes, 4)
+        assert looked(1 + STORAGE_SECS) is None, "it is slow"
+    assert (
+        looked(1)
+        == "nothing has been written for 60 s: the file system hangs, or another node does not write its part"
+    )
+    assert persist.stale_since_step == 2
+    looked(1000)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.process
+def test_the_word_of_a_daemon_that_has_died_accuses_nobody(
+    job_dir: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Sequence[object]] = []
+    keeper = DaemonKeeper(job_dir, told.append)
+    command = [sys.executable, "-c", TRAINER, str(job_dir.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == b"watched\n"
+            keeper.workers = (trainer.pid,)
+            keeper.start()
+            wait_for(lambda: told and told[-1], "what the trainer is at")
+            assert keeper.pid is not None
+            monkeypatch.setattr(sys, "executable", "/bin/false")  # the next ones end at once
+            os.kill(keeper.pid, signal.SIGKILL)
+            wait_for(lambda: not told[-1], "nobody to be told of")
+        finally:
+            keeper.end(0.0)
+            trainer.kill()

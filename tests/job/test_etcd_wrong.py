@@ -1,0 +1,235 @@
+"""`reft launch --rdzv-backend etcd-v3` where the cluster, or what is said of it, is wrong; users and TLS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from reft.errors import ConfigError
+from reft.job.etcd.settings import EtcdSettings
+from reft.job.etcd.store import EtcdStore
+from tests.etcd import EtcdCluster
+from tests.machine import free_port
+from tests.prefork import Popen
+
+SECRET = b"s" * 32
+USER = {"REFT_ETCD_USER": "reft", "REFT_ETCD_PASSWORD": "right"}
+
+
+def launch(
+    tmp_path: Path, endpoint: str, *options: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """One node of a job whose script ends at once."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint('trained', [k for k, v in os.environ.items() if v == 'right'])\n")
+    command = [
+        *(sys.executable, "-m", "reft.job.launch", "--nnodes", "1", "--rdzv-backend", "etcd-v3"),
+        *("--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--memory-dir", str(tmp_path / "memory")),
+        *options,
+        str(script),
+    ]
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        process = Popen(command, stdout=out, stderr=err, env={**os.environ, **(env or {})})
+        code = process.wait(240)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
+    """In one line, and with that exit code."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(word in last for word in words), done.stderr
+
+
+# -- what is said ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "env", "said"),
+    [
+        ("", {}, {}, "HOST1:2379,HOST2:2379,HOST3:2379"),
+        (" , ", {}, {}, "--rdzv-endpoint"),
+        ("h:port", {}, {}, "host:port"),
+        ("http://a:1,https://b:1", {}, {}, "alike"),
+        ("h", {"password": "x"}, {}, "REFT_ETCD_PASSWORD_FILE"),
+        ("h", {"user": "u"}, {}, "without a password"),
+        ("h", {}, {"REFT_ETCD_PASSWORD": "x"}, "no user"),
+        ("h", {"user": "u"}, {"REFT_ETCD_PASSWORD_FILE": "/nowhere"}, "cannot be read"),
+        ("h", {"cacert": "/nowhere"}, {}, "cacert is /nowhere"),
+        ("h", {}, {"REFT_ETCD_CERT": __file__}, "cert is given without key"),
+        ("h", {"key": __file__}, {}, "key is given without cert"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    endpoint: str, conf: dict[str, str], env: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EtcdSettings.of(endpoint, conf, env)
+
+
+def test_settings(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("from a file\n")
+    env = {"REFT_ETCD_USER": "u", "REFT_ETCD_PASSWORD_FILE": str(secret)}
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        EtcdSettings.of("h", {}, env)
+    secret.chmod(0o600)
+    made = EtcdSettings.of("a, b:1,[::1]:2,a", {"user": "other"}, env)
+    assert made.endpoints == ("a:2379", "b:1", "[::1]:2")
+    assert (made.user, made.password, made.tls) == ("other", "from a file", False)
+    assert "from a file" not in repr(made)
+    assert EtcdSettings.of("https://a", {}, {}).tls
+    assert EtcdSettings.of("a", {"cacert": __file__}, {}).tls
+
+
+# -- what is there ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member, with users."""
+    with EtcdCluster(tmp_path_factory.mktemp("etcd"), size=1) as cluster:
+        for command in (
+            "user add root:top",
+            "user grant-role root root",
+            "role add reft",
+            "role grant-permission reft --prefix=true readwrite reft/",
+            "user add reft:right",
+            "user grant-role reft reft",
+            "user add other:right",
+            "auth enable",
+        ):
+            cluster.ctl(*command.split())
+        cluster.flags = ["--user=root:top"]
+        yield cluster
+
+
+@pytest.mark.integration
+def test_p11_a_user_of_etcd_trains_and_the_trainer_does_not_see_the_password(
+    tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    done = launch(tmp_path, etcd.endpoint, env=USER)
+    assert done.returncode == 0, done.stderr
+    assert "trained []" in done.stdout
+    assert "in the clear" in done.stderr
+
+
+@pytest.mark.integration
+def test_users_are_asked_for_and_checked(tmp_path: Path, etcd: EtcdCluster) -> None:
+    assert_refused(launch(tmp_path, etcd.endpoint), "asks for a user", "REFT_ETCD_USER")
+    wrong = launch(tmp_path, etcd.endpoint, env={**USER, "REFT_ETCD_PASSWORD": "guessed"})
+    assert_refused(wrong, "does not let user 'reft' in", "REFT_ETCD_PASSWORD")
+    assert "guessed" not in wrong.stderr
+    other = launch(tmp_path, etcd.endpoint, env={**USER, "REFT_ETCD_USER": "other"})
+    assert_refused(other, "may not read and write", "grant-permission")
+
+
+@pytest.mark.process
+def test_a_token_that_etcd_has_forgotten_is_asked_for_again(etcd: EtcdCluster) -> None:
+    store = EtcdStore.of(EtcdSettings.of(etcd.endpoint, {}, USER), SECRET, "run")
+    store.set("a", "1")
+    etcd.ctl("auth", "disable")
+    etcd.ctl("auth", "enable")
+    assert store.peek("a") == b"1"
+    store.close()
+
+
+@pytest.mark.process
+def test_a_user_where_etcd_knows_none_is_refused(tmp_path: Path) -> None:
+    with EtcdCluster(tmp_path / "etcd", size=1) as cluster:
+        assert_refused(launch(tmp_path, cluster.endpoint, env=USER), "auth enable")
+
+
+@pytest.mark.nightly
+def test_nobody_there_no_majority_and_strangers(tmp_path: Path) -> None:
+    soon = ("--rdzv-conf", "connect_timeout=1")
+    nobody = f"127.0.0.1:{free_port()}"
+    assert_refused(launch(tmp_path, nobody, *soon), nobody, "Connection refused", code=1)
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        for index in (0, 1):
+            cluster.kill(index)
+        done = launch(tmp_path, cluster.endpoint, *soon)
+        assert_refused(done, f"{cluster.members[2]} has no leader", "cannot be reached", code=1)
+
+
+@pytest.mark.integration
+def test_what_is_no_etcd_is_said(tmp_path: Path) -> None:
+    from tests.etcd import require
+
+    require()
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        done = launch(tmp_path, f"127.0.0.1:{web.server_port}", "--rdzv-conf", "connect_timeout=1")
+        assert_refused(done, "is no etcd", "2379", code=1)
+        web.shutdown()
+
+
+# -- TLS -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca, server and client, and a CA that signed none of them."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    at = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=at, check=True, capture_output=True)
+
+    key = ("-newkey", "rsa:2048", "-nodes")
+    for ca in ("ca", "stranger"):
+        openssl(
+            *("req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-subj", f"/CN={ca}"),
+            *("-days", "2"),
+        )
+    (at / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
+    for name in ("server", "client"):
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-out", f"{name}.pem", "-days", "2", "-extfile", "extensions"),
+        )
+    return at
+
+
+@pytest.mark.nightly
+def test_p11_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path) -> None:
+    at = certificates
+    files = ("--cert-file", f"{at}/server.pem", "--key-file", f"{at}/server.key")
+    options = (*files, "--trusted-ca-file", f"{at}/ca.pem", "--client-cert-auth")
+    cluster = EtcdCluster(tmp_path / "etcd", size=1, options=options, scheme="https")
+    cluster.flags = [f"--cacert={at}/ca.pem", f"--cert={at}/client.pem", f"--key={at}/client.key"]
+    with cluster:
+        own = f"cert={at}/client.pem,key={at}/client.key"
+        env = {"REFT_ETCD_CACERT": f"{at}/ca.pem"}
+        done = launch(tmp_path, cluster.endpoint, "--rdzv-conf", own, env=env)
+        assert done.returncode == 0, done.stderr
+        assert "trained" in done.stdout
+
+        soon = "connect_timeout=1"
+        assert_refused(
+            launch(tmp_path, cluster.endpoint, "--rdzv-conf", soon), "without TLS", "cacert=FILE", code=1
+        )
+        for wrong in (soon, f"cacert={at}/stranger.pem,{own},{soon}"):
+            done = launch(tmp_path, cluster.endpoint, "--rdzv-conf", wrong, env=env)
+            assert_refused(done, "with TLS", "certificates", code=1)
+
+
+@pytest.mark.process
+@pytest.mark.nightly
+def test_tls_towards_a_cluster_without_it(tmp_path: Path, etcd: EtcdCluster, certificates: Path) -> None:
+    conf = f"cacert={certificates}/ca.pem,connect_timeout=1"
+    assert_refused(launch(tmp_path, etcd.endpoint, "--rdzv-conf", conf), "with TLS", code=1)

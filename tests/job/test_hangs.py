@@ -1,0 +1,255 @@
+"""What hangs is found long before a collective's own time-out, named, and the job goes on with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.job.exits import EX_FENCED
+from reft.tools.demo.cluster import KillKind
+from tests.faults.memory import disk_that_hangs
+
+from .cluster import WatchedCluster, cluster
+
+TIMEOUT_SECS = 1800.0
+"""Of the collectives: after these a rank that waits would end by itself."""
+DEADLINE_SECS = 400.0
+PATIENCE = 6.0
+SLOW_SECS = 9.0
+"""Longer than PATIENCE allows a step that takes milliseconds."""
+HUNG = "the job hangs"
+
+
+@contextmanager
+def job(
+    tmp_path: Path,
+    fault: str,
+    *,
+    slow_secs: float = SLOW_SECS,
+    steps: int = 40,
+    timeout_secs: float = TIMEOUT_SECS,
+    options: tuple[str, ...] = (),
+    persist: Mapping[str, object] | None = None,
+) -> Iterator[WatchedCluster]:
+    config = tmp_path / "ds_config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 2 if fault.startswith("pipe") else 1,
+                "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+                "steps_per_print": None,
+                "reft": {
+                    "enabled": True,
+                    "patience": PATIENCE,
+                    "allow_unprotected": True,
+                    "persist": persist or {},
+                    "accept_changes": ["config.train_batch_size"],  # of a job that goes on with fewer nodes
+                },
+            }
+        )
+    )
+    env = {
+        "TEST_SLOW_SECS": str(slow_secs),
+        "TEST_STEPS": str(steps),
+        "TEST_TIMEOUT_SECS": str(timeout_secs),
+    }
+    with cluster(tmp_path, "hanging.py", str(config), fault, nodes=2, env=env, options=options) as made:
+        yield made
+
+
+def losses(made: WatchedCluster, rank: int) -> dict[int, set[str]]:
+    """By step; the set has more than one where a step made twice gave another loss."""
+    found: dict[int, set[str]] = {}
+    for line in (made.events_dir / f"losses-{rank}").read_text().splitlines():
+        step, loss = line.split()
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, set[str]]]:
+    with job(tmp_path_factory.mktemp("undisturbed"), "none") as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}
+        assert rounds(made) == 1
+        return {rank: losses(made, rank) for rank in (0, 1)}
+
+
+def rounds(made: WatchedCluster) -> int:
+    return max(event["round"] for event in made.launcher_events("round"))
+
+
+def logs(made: WatchedCluster) -> str:
+    return "".join(made.log(index) for index in made.current)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("stop", "rank 1 hangs: stopped"),
+        pytest.param("loop", "rank 1 hangs: in no communication", marks=pytest.mark.nightly),
+        pytest.param("link", "all ranks wait for each other, none is behind", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_losses(
+    kind: str, said: str, tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]
+) -> None:
+    with job(tmp_path, f"{kind}@8:1") as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]
+        assert (made.events_dir / "hung").exists()
+        assert {rank: losses(made, rank) for rank in (0, 1)} == undisturbed
+        assert rounds(made) == 2, "and what came after it is not suspected"
+        told = logs(made)
+    assert f"{HUNG}: {said}" in told
+    if kind == "loop":
+        assert 'hanging.py", line' in told, "its stacks"
+    if kind == "stop":
+        assert "State: T" in told
+        assert "a stopped process cannot write its stacks" in told
+
+
+@pytest.mark.integration
+@pytest.mark.nightly
+def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]) -> None:
+    """A slow first step, an evaluation, a pause that one rank has asked for, and what the script does itself."""
+    with job(tmp_path, "slow") as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}
+        assert HUNG not in logs(made)
+        assert rounds(made) == 1
+        assert {rank: losses(made, rank) for rank in (0, 1)} == undisturbed
+
+
+@pytest.mark.nightly
+def test_in_a_pipeline_the_stage_is_named_that_computes_while_others_wait(tmp_path: Path) -> None:
+    with job(tmp_path, "pipe@8:1", steps=16, timeout_secs=350.0) as made:
+        assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}, logs(made)[-6000:]
+        found = losses(made, 0)
+        assert sorted(found) == list(range(1, 17))
+        assert all(len(same) == 1 for same in found.values())
+        assert rounds(made) == 2
+        assert "collectives time out after 350 s, but a rank may take 360 s" in logs(made), "at the start"
+        assert (
+            f"{HUNG}: rank 1 hangs: in no communication (rank 1: node1 step behind step 8, Forward"
+            in logs(made)
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["plain", "accumulated", "pipe"])
+def test_steps_that_take_longer_than_the_shortest_limit_are_no_hang(kind: str, tmp_path: Path) -> None:
+    """The limit of a step is that of the job's own steps, also before one was measured."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1 if kind == "plain" else 4,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "steps_per_print": None,
+        # 1.5 s for a step that counts as short; 8 s once one of 4 s was measured.
+        "reft": {"enabled": True, "patience": 2.0, "allow_unprotected": True},
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    options = {"nodes": 2 if kind == "pipe" else 1, "env": {"TEST_SLOW_SECS": "4"}}
+    arguments = str(tmp_path / "ds_config.json"), kind
+    with cluster(tmp_path, "slow_steps.py", *arguments, **options) as made:  # type: ignore[arg-type]
+        assert set(made.wait(DEADLINE_SECS).values()) == {0}, logs(made)[-6000:]
+        assert HUNG not in logs(made)
+        assert rounds(made) == 1
+        assert sorted(losses(made, options["nodes"] - 1)) == [1, 2, 3, 4]  # type: ignore[operator]
+
+
+@pytest.mark.nightly
+def test_a_node_that_falls_silent_is_gone_on_without_and_ends_itself(tmp_path: Path) -> None:
+    """Nobody takes its place, and no time-out of a collective is waited for."""
+    quick = ("--nnodes", "1:2", "--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4")
+    with job(tmp_path, "none", steps=4000, options=quick) as made:
+        written = made.events_dir / "losses-0"
+        made.wait_until(lambda: written.exists() and len(losses(made, 0)) >= 8, DEADLINE_SECS, "steps of two")
+        stopped = made.kill_node(1, KillKind.STOP)
+        made.wait_until(lambda: rounds(made) == 2, DEADLINE_SECS, "a round of one node")
+        alone = made.launcher_events("round")[-1]
+        assert alone["nodes"] == [made.current[0].node_id]
+        assert alone["restarts_used"] == 0
+        assert "a node was struck out for its silence" in made.log(0)
+        made.wait_until(lambda: goes_on(made), DEADLINE_SECS, "steps of one node")
+        made.resume_node(1)
+        assert stopped.process.wait(DEADLINE_SECS) == EX_FENCED
+
+
+def goes_on(made: WatchedCluster) -> bool:
+    """Whether steps are made now."""
+    before = (made.events_dir / "losses-0").stat().st_size
+    time.sleep(1.0)
+    return (made.events_dir / "losses-0").stat().st_size > before
+
+
+@pytest.mark.integration
+def test_a_file_system_that_hangs_under_persist_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    """Told by how long earlier writes paused; without any, it would be told after 36 s."""
+    disk = tmp_path / "disk"
+    with (
+        disk_that_hangs(disk) as hang,
+        job(tmp_path, "none", steps=100_000, persist={"dir": str(disk), "interval_steps": 8}) as made,
+    ):
+        if hang is None:
+            pytest.skip("no file system of its own can be mounted here")
+
+        def said(node: int) -> dict[str, Any]:
+            return (made.status(node) or {}).get("persist") or {}
+
+        def finished() -> int:
+            return min((said(node).get("last") or {"step": 0})["step"] for node in (0, 1))
+
+        for number in range(3):
+            before = finished()
+            made.wait_until(lambda: finished() > before, DEADLINE_SECS, f"checkpoint {number}")  # noqa: B023
+        hang(True)
+        told = lambda: all("the file system hangs" in (said(node).get("error") or "") for node in (0, 1))  # noqa: E731
+        made.wait_until(told, DEADLINE_SECS, "a word of it")
+        assert all(
+            f"nothing has been written for {PATIENCE * 6:g} s" not in made.log(node) for node in (0, 1)
+        )
+        assert goes_on(made)
+        before = finished()
+        hang(False)
+        made.wait_until(lambda: finished() > before, DEADLINE_SECS, "another checkpoint")
+        made.wait_until(lambda: not any(said(n).get("error") for n in (0, 1)), DEADLINE_SECS, "no complaint")
+        assert rounds(made) == 1
+        assert HUNG not in logs(made)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_thousand_steps_with_an_evaluation_of_60_s_raise_no_alarm(tmp_path: Path) -> None:
+    """And a save of 30 s, a pause and a stop of the script's own of 60 s each."""
+    with job(tmp_path, "slow", slow_secs=60.0, steps=1000) as made:
+        assert made.wait(1500) == {0: 0, 1: 0}
+        assert HUNG not in logs(made)
+        assert rounds(made) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("who", ["daemon", "launcher"])
+def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(who: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=1) as made:
+        made.wait_for("step")
+        made.wait_until(lambda: bool((made.status(0) or {}).get("workers")), DEADLINE_SECS, "the daemon")
+        pid = int((made.status(0) or {})["pid"])
+        os.kill(pid if who == "daemon" else made.current[0].process.pid, signal.SIGSTOP)
+        said = {
+            "daemon": f"the node daemon (process {pid}) does not answer",
+            "launcher": "is stopped; it is continued",
+        }[who]
+        made.wait_until(lambda: said in made.log(0), DEADLINE_SECS, said)
+        if who == "daemon":
+            made.wait_until(lambda: (made.status(0) or {})["pid"] != pid, DEADLINE_SECS, "the next daemon")
+        made.finish()
+        assert made.wait(DEADLINE_SECS) == {0: 0}
+        assert {event["attempt"] for event in made.events("step")} == {0}

@@ -1,0 +1,470 @@
+"""`reft launch` on one node: errors, restarts, signals, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from reft.control.keyvalue import KeyValueStore
+from reft.errors import ConfigError
+from reft.job.agent import JobEndedError
+from reft.job.agreement import Agreement
+from reft.job.launch import Launcher, main
+from reft.job.options import LaunchOptions, make_parser, parse_options
+from reft.job.rendezvous import RendezvousServer
+from reft.job.rendezvous_client import RendezvousClient
+from reft.job.trainers import Trainers
+from reft.naming import safe_name
+
+from .cluster import SCRIPTS, WatchedCluster, cluster
+
+
+def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
+    """One node that needs no other."""
+    return cluster(tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more)
+
+
+def _round(number: int, *nodes: str) -> Agreement:
+    return Agreement(number, nodes, nodes, tuple((i,) for i in range(len(nodes))), 0, known_step=1)
+
+
+ROUNDS = [
+    (_round(1, "a", "b"), _round(2, "a", "b", "c")),
+    (_round(2, "a", "b", "c"), _round(3, "a", "b")),
+    (_round(3, "a", "b"), _round(4, "a", "b", "c")),
+]
+
+
+# -- options -----------------------------------------------------------------------------------------
+
+
+def parse(*args: str) -> LaunchOptions:
+    return parse_options([*args, "train.py", "--lr", "1"])
+
+
+def test_torchruns_options_are_all_there() -> None:
+    ours, theirs = make_parser().format_help(), __import__("torch.distributed.run").distributed.run
+    for action in theirs.get_args_parser()._actions:
+        assert all(option in ours for option in action.option_strings)
+    assert "--memory-dir" in ours
+
+
+def test_scripts_run_through_the_hook() -> None:
+    assert parse().arguments == ("-u", "-m", "reft.job.script", "train.py", "--lr", "1")
+    assert parse("-m").arguments == ("-u", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
+    bare = parse("--no-python")
+    assert (bare.entrypoint, bare.arguments) == ("train.py", ("--lr", "1"))
+
+
+def test_the_rendezvous_defaults_suit_replacements() -> None:
+    options = parse("--nnodes", "4", "--rdzv-endpoint", "login:29400", "--rdzv-id", "job7")
+    assert (options.config.rdzv_backend, options.job_id) == ("c10d", "job7")
+    conf = options.config.rdzv_configs
+    assert (conf["keep_alive_interval"], conf["keep_alive_max_attempt"], conf["join_timeout"]) == (1, 5, 1800)
+    large = parse("--nnodes", "400", "--rdzv-endpoint", "login")
+    assert large.config.rdzv_configs["keep_alive_interval"] == 5
+    assert large.job_id == large.config.run_id
+    assert large.job_id.startswith("train-")
+    own = parse(
+        "--nnodes", "4", "--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,keep_alive_interval=9"
+    )
+    assert own.config.rdzv_configs["join_timeout"] == "5"
+    assert own.config.rdzv_configs["keep_alive_interval"] == "9"
+    assert own.join_timeout_secs == 5.0
+
+
+def test_one_node_needs_no_rendezvous_options() -> None:
+    options = parse("--nproc-per-node", "2")
+    assert options.config.rdzv_endpoint == "localhost:0"
+    assert options.job_id == options.config.run_id != "none"
+    assert parse("--job-id", "kept").job_id == "kept"
+
+
+def test_ranks_are_numbered_as_by_torchrun_unless_another_order_is_given() -> None:
+    assert parse().rank_turn == parse("--rank-order", "by-node").rank_turn == 0
+    assert parse("--rank-order", "across-nodes").rank_turn == 1
+    assert parse("--rank-order", "across-nodes:4").rank_turn == 4
+
+
+@pytest.mark.parametrize(
+    "order", ["spread", "across-nodes:0", "across-nodes:", "across-nodes:x", "by-node:2"]
+)
+def test_an_unknown_rank_order_is_refused(order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse("--rank-order", order)
+    assert stop.value.code == 2
+    assert "write by-node, across-nodes, or across-nodes:N" in capsys.readouterr().err
+
+
+def test_restarts_are_unlimited_only_between_new_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (parse().config.max_restarts, parse().restarts_renew) == (3, True)
+    for given in (parse("--max-restarts", "5"), parse("--max_restarts=5")):
+        assert (given.config.max_restarts, given.restarts_renew) == (5, False)
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    assert (parse().config.max_restarts, parse().restarts_renew) == (0, False)
+
+
+def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
+    name = parse("--nproc-per-node", "2").job_id
+    assert parse("--standalone").job_id == parse("--rdzv-id", "").job_id == name
+    assert parse("--standalone", "--rdzv-id", "job7").job_id == "job7"
+    assert parse("--rdzv-id", "run 7/a").job_id == safe_name("run 7/a")
+    assert parse("-m").job_id != name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_with_torchruns_older_options_node_0_serves_the_store(rank: int) -> None:
+    config = parse("--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.0.0.1").config
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
+    assert config.rdzv_configs["is_host"] == str(rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--nnodes", "2"), "reft rendezvous"),
+        (("--nnodes", "two", "--rdzv-endpoint", "x"), "two"),
+        (("--nproc-per-node", "gpus"), "gpus"),
+        (("--max-restarts", "-1"), "max_restarts"),
+        (("--no-python", "-m"), "exclude each other"),
+        (("--job-id", "a/b"), "--job-id"),
+        (("--rdzv-conf", "join"), "rendezvous"),
+        (("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "x"), "--rdzv-backend c10d"),
+        (("--rdzv-backend", "zeus", "--rdzv-endpoint", "x"), "unpickles"),
+        (("--rdzv-endpoint", "x", "--rdzv-conf", "store_type=file"), "store_type=file"),
+    ],
+)
+def test_wrong_use_says_what_to_write(args: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(*args)
+
+
+def test_wrong_use_is_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nnodes", "2", "x.py"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["--bogus"])
+    assert stop.value.code == 2
+
+
+def test_a_lost_store_is_waited_for_and_then_explained() -> None:
+    secret = b"s" * 32
+    server = RendezvousServer("127.0.0.1", 0, secret)
+    endpoint = server.info.endpoint
+    options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
+    rendezvous = RendezvousClient(options, secret)
+    rendezvous.connect()
+    assert rendezvous.store_endpoint() == endpoint
+    rendezvous.close("node a gave up: local rank 0: ValueError")
+    late = RendezvousClient(options, secret)
+    late.connect()
+    assert late.outcome() == "node a gave up: local rank 0: ValueError"
+    server.close()
+    with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
+        rendezvous.reconnect()
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_a_node_whose_round_did_not_form_tells_the_outcome_unless_the_job_goes_on_without_it(
+    has_place: bool,
+) -> None:
+    """Another node had counted the start on already, which then did not come about."""
+    secret = b"s" * 32
+    server = RendezvousServer("127.0.0.1", 0, secret)
+    endpoint = server.info.endpoint
+    conf = ("--rdzv-conf", "last_call_timeout=1", "--rdzv-id", "job")
+    rendezvous, other = (
+        RendezvousClient(parse("--nnodes", "1:2", "--rdzv-endpoint", endpoint, *conf), secret)
+        for _ in range(2)
+    )
+    try:
+        handler: Any = rendezvous.connect()
+        handler.next_rendezvous()
+        handler.incarnation = 1
+        assert rendezvous.incarnations is not None
+        rendezvous.incarnations.raise_to(2)
+        if not has_place:
+            handler._stop_heartbeats()
+            store = KeyValueStore(endpoint, secret)
+            state = json.loads(store.get("rendezvous/job"))
+            store.set("rendezvous/job", json.dumps({**state, "participants": [], "seats": []}))
+            deadline = time.monotonic() + 60
+            while handler.has_place and time.monotonic() < deadline:
+                handler.is_closed()  # looks at the store again, but not at once
+        rendezvous.close("the restarts are used up")
+        other.connect()
+        assert other.outcome() == ("the restarts are used up" if has_place else None)
+    finally:
+        handler._stop_heartbeats()
+        server.close()
+
+
+@pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
+def test_a_good_end_clears_the_note_of_what_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], stays: bool
+) -> None:
+    secret = b"s" * 32
+    monkeypatch.setenv("REFT_SECRET", secret.hex())
+    server = RendezvousServer("127.0.0.1", 0, secret)
+    try:
+        where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.info.endpoint)
+        launcher = Launcher(parse(*where, "--job-id", "job", *options))
+        launcher.rendezvous.connect()
+        store = KeyValueStore(server.info.endpoint, secret)
+        store.set("reft/job/committed", "1:7")
+        agent: Any = SimpleNamespace(all_ended_well=True)
+        assert launcher.judge(agent, RunResult(state=WorkerState.SUCCEEDED)) == 0
+        assert store.check(["reft/job/committed"]) is stays
+        assert launcher.rendezvous.outcome() == "the job ended well"
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--nnodes", "2", "--node-rank", "5"), "--node-rank is 5; write 0 to 1"),
+        (("--memory-dir", ""), "--memory-dir is empty; write"),
+        (("--memory-dir", "loop"), "--memory-dir.*loop"),
+    ],
+)
+def test_wrong_places_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=says):
+        parse(*args)
+
+
+def test_a_working_directory_that_was_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"working directory.*removed"):
+        parse()
+
+
+def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    memory = tmp_path / "memory"
+    where = ("--memory-dir", str(memory))
+    for options, says in (
+        ((str(tmp_path / "absent.py"),), "there is no script"),
+        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write seconds from 0 on"),
+        (("--grace-secs=-0.5", "x.py"), "--grace-secs is -0.5"),
+        (("--monitor-interval", "-1", "x.py"), "--monitor-interval is -1"),
+    ):
+        assert main([*where, *options]) == 2
+        assert says in capfd.readouterr().err
+        assert not memory.exists()
+
+
+@pytest.mark.process
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from reft.cli import main; code = main(['launch', '--help']); "
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"
+    for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
+        assert option in done.stdout
+
+
+def test_spares_never_make_a_job_larger() -> None:
+    config = parse("--nnodes", "4", "--spares", "2", "--rdzv-endpoint", "x").config
+    assert (config.min_nodes, config.max_nodes) == (4, 4)
+    with pytest.raises(ConfigError, match=r"--nnodes is 1:1 with --spares 1, but nothing says where"):
+        parse("--spares", "1")
+    with pytest.raises(ConfigError, match="--spares is -1; write 0 or more"):
+        parse("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x")
+    with pytest.raises(ConfigError, match="--node-rank is 3; write 0 to 2"):
+        parse("--nnodes", "2", "--spares", "1", "--node-rank", "3", "--master-addr", "x")
+
+
+# -- one node ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
+    with single(tmp_path, "end", procs_per_node=2) as job:
+        assert job.wait(240) == {0: 0}
+        assert not job.job_dir(0).exists()
+        first = job.events("start")[0]["env"]
+        assert len(job.events("start")) == 2
+    assert first["REFT_NODE_ID"] == "node0"
+    assert first["REFT_JOB_ID"] == "local"
+    assert first["REFT_MEMORY_DIR"] == str(job.current[0].memory_dir)
+    assert len(bytes.fromhex(first["REFT_SECRET"])) == 32
+    assert first["REFT_STORE"] == job.endpoint
+    assert first["REFT_ROUND"] == "1"
+
+
+@pytest.mark.process
+def test_errors_are_shown_restarts_counted_and_no_memory_without_a_version_is_left(tmp_path: Path) -> None:
+    with single(tmp_path, "raise", options=("--max-restarts", "1")) as job:
+        assert job.wait(240) == {0: 1}
+        log = job.log(0)
+        assert log.count("ValueError: a bad sample\n") >= 2
+        assert re.search(r'line \d+, in train\n    raise ValueError\("a bad sample"\)\nValueError', log)
+        assert "auto.py" not in log.split("Traceback")[1].split("ValueError")[0]
+        assert "uses restart 1 of 1" in log
+        assert "restarts used: 1 of 1 (--max-restarts): the job ends" in log
+        counts = [e["env"]["TORCHELASTIC_RESTART_COUNT"] for e in job.events("start")]
+        assert counts == ["0", "1"]
+        assert not job.job_dir(0).exists()
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.process
+def test_exit_codes_propagate(tmp_path: Path) -> None:
+    options = ("--no-daemon", "--keep-memory", "--max-restarts", "0")
+    with single(tmp_path, "exit", "3", options=options) as job:
+        assert job.wait(240) == {0: 3}
+
+
+@pytest.mark.process
+def test_a_job_that_gives_up_does_not_end_as_one_that_was_told_to_stop(tmp_path: Path) -> None:
+    """A scheduler starts the latter again: 143 is a launcher's own end by SIGTERM alone."""
+    options = ("--no-daemon", "--max-restarts", "0", "--max-peer-restarts", "0")
+    with single(tmp_path, "exit", "143", options=options) as job:
+        assert job.wait(240) == {0: 1}
+        assert "local rank 0: exit code 143" in job.log(0)
+        assert "the job ends" in job.log(0)
+
+
+@pytest.mark.process
+def test_free_restarts_are_bounded(tmp_path: Path) -> None:
+    """Lost peers are free, but not for ever: 1 + 2 free + 1 counted round."""
+    options = ("--max-peer-restarts", "2", "--max-restarts", "1", "--no-daemon")
+    with single(tmp_path, "lose", options=options) as job:
+        assert job.wait(240) == {0: 75}
+        assert len(job.events("start")) == 4
+        log = job.log(0)
+    assert log.count("uses no restart") == 2
+    assert "after 2 free restarts without progress" in log
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
+    with single(tmp_path, "wait", "graceful", procs_per_node=2) as job:
+        job.wait_for("ready", 2)
+        job.signal_node(0, number)
+        assert job.wait(240) == {0: 128 + number}
+        assert [e["number"] for e in job.events("signal")] == [number, number]
+        assert len(job.events("flushed")) == 2
+        assert not job.job_dir(0).exists(), "no version was taken"
+        assert "Traceback" not in job.log(0)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+_WITH_A_WORKER = """
+import signal, subprocess, sys
+def stop(number, frame):
+    worker.communicate(b"batch")
+    sys.exit(143)
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGTERM, stop)
+code = "import sys; print('ready', flush=True); print(sys.stdin.read(), flush=True)"
+worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("handles", "code", "loaded"), [("handles", 143, b"batch\n"), ("leaves", -15, b"")])
+def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
+    tmp_path: Path, handles: str, code: int, loaded: bytes
+) -> None:
+    """It finishes a step after the signal, for which its DataLoader's workers have to live."""
+    command = [sys.executable, "-c", _WITH_A_WORKER, handles]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        Trainers(lambda: {0: process}, tmp_path).end(signal.SIGTERM, 60)
+        assert process.stdout.read() == loaded  # to its end: the worker has ended as well
+        assert process.poll() == code
+
+
+@pytest.mark.integration
+def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
+    """Its trainers stop those of its peers; no node takes its place, for which they would wait."""
+    with cluster(tmp_path, "light.py", "wait", "graceful", nodes=2) as job:
+        job.wait_for("ready", 2)
+        (peers,) = job.trainers(1)
+        job.signal_node(0, signal.SIGTERM)
+        job.wait_for("flushed")
+        peers.terminate()
+        assert job.wait(240) == {0: 143, 1: 143}
+        assert "node node0 was told to stop by SIGTERM, and no other takes its place" in job.log(1)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.integration
+def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
+    """A second Ctrl-C does not wait for the grace to pass."""
+    with single(tmp_path, "wait", "stubborn", options=("--grace-secs", "100")) as job:
+        job.wait_for("ready")
+        job.signal_node(0, signal.SIGINT)
+        job.wait_for("signal")
+        deadline = time.monotonic() + 90
+        while job.current[0].running:
+            assert time.monotonic() < deadline, "the second Ctrl-C was not heard"
+            time.sleep(0.3)
+            job.signal_node(0, signal.SIGINT)
+        assert job.wait(1) == {0: 130}
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.process
+def test_a_killed_launcher_leaves_memory_but_no_process(tmp_path: Path) -> None:
+    with single(tmp_path, "wait", "stubborn", procs_per_node=2) as job:
+        job.wait_for("ready", 2)
+        job.wait_until(lambda: (job.status(0) or {}).get("pid") is not None, 240, "the daemon")
+        wait_until_daemon_knows_the_trainers(job)
+        job.signal_node(0, signal.SIGKILL)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+        assert job.job_dir(0).is_dir()
+
+
+def wait_until_daemon_knows_the_trainers(job: WatchedCluster) -> None:
+    job.wait_until(lambda: len((job.status(0) or {}).get("workers", [])) == 2, 240, "the daemon's list")
+
+
+@pytest.mark.integration
+def test_no_replacement_is_a_clear_message(tmp_path: Path) -> None:
+    server = RendezvousServer("127.0.0.1", 0)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "reft.job.launch", "--nnodes", "2", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", server.info.endpoint, "--rdzv-conf", "join_timeout=2"),
+            *("--memory-dir", str(tmp_path / "memory"), str(SCRIPTS / "light.py"), "end"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2]), "TEST_EVENTS": str(tmp_path)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert "2 nodes did not come together in 2 s" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,168 @@
+"""Several nodes: any of them may die and be replaced, and what that costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.job.exits import EX_FENCED
+from reft.tools.demo.cluster import KillKind
+
+from .cluster import WatchedCluster, cluster
+
+QUICK = ("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,join_timeout=120")
+
+
+def members(job: WatchedCluster, attempt: int) -> set[str]:
+    return {e["node"] for e in job.events("start", attempt=attempt)}
+
+
+def node_of_rank(job: WatchedCluster, rank: int, attempt: int) -> int:
+    """Index of the node with global rank ``rank`` in a round."""
+    name = job.events("start", rank=rank, attempt=attempt)[0]["node"]
+    return next(n.index for n in job.history if n.node_id == name)
+
+
+def trains(job: WatchedCluster, attempt: int, nodes: int) -> None:
+    """Wait until every rank of a round has made a few steps."""
+    job.wait_until(
+        lambda: {e["rank"] for e in job.events("step", attempt=attempt, step=3)} == set(range(nodes)),
+        240,
+        f"steps of round {attempt + 1}",
+    )
+
+
+@pytest.mark.integration
+def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
+    """--max-restarts is 0 throughout: the node of rank 0 dies, then another hangs, is replaced, comes back and
+    ends itself, a daemon is killed, and the job ends well."""
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=3, options=(*QUICK, "--max-restarts", "0")) as job:
+        trains(job, 0, 3)
+        secret = (job.job_dir(1) / "secret").read_text()
+
+        first = node_of_rank(job, 0, 0)
+        job.kill_node(first)
+        assert not job.current[first].memory_dir.exists()
+        job.replace_node(first)
+        trains(job, 1, 3)
+        assert members(job, 1) == {n.node_id for n in job.current.values()}
+        survivors = {n.node_id for n in job.current.values()} - {job.current[first].node_id}
+        assert {e["node"] for e in job.events("start", attempt=0)} & members(job, 1) == survivors
+        assert {(job.job_dir(i) / "secret").read_text() for i in range(3)} == {secret}
+
+        # Hanging: its peers' trainers hang with it, and restart when the replacement is there.
+        hanging = node_of_rank(job, 2, 1)
+        stopped = job.kill_node(hanging, KillKind.STOP)
+        job.replace_node(hanging)
+        trains(job, 2, 3)
+        assert stopped.node_id not in members(job, 2)
+        job.resume_node(hanging)
+        assert stopped.process.wait(240) == EX_FENCED
+
+        # The daemon is the node's, not the job's: its death restarts nothing.
+        other = next(i for i in range(3) if i != hanging)
+        pid = job.status(other)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        job.wait_until(lambda: (job.status(other) or {}).get("pid") not in (pid, None), 240, "a new daemon")
+
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0, 2: 0}
+        assert {e["attempt"] for e in job.events("start")} == {0, 1, 2}
+        assert len(job.events("end", attempt=2)) == 3
+        assert not any(job.job_dir(i).exists() for i in range(3))
+        # What it held stays: had its successor failed at once, it would have been needed.
+        assert (stopped.memory_dir / job.job_id).exists()
+        job.wait_until(job.none_left, 240, "the end of all processes")
+        assert {e["restarts_used"] for e in job.launcher_events("round")} == {0}
+
+
+@pytest.mark.integration
+def test_only_own_failures_use_up_restarts(tmp_path: Path) -> None:
+    """Rank 1 raises, then a trainer of rank 0 is killed: one restart is allowed, the second failure ends
+    the job on both nodes."""
+    options = (*QUICK, "--max-restarts", "1")
+    with cluster(tmp_path, "allreduce.py", "100000", "raise@5:1:0", nodes=2, options=options) as job:
+        trains(job, 1, 2)
+        assert [e["restarts_used"] for e in job.launcher_events("round")] == [0, 0, 1, 1]
+        raised, killed = node_of_rank(job, 1, 0), node_of_rank(job, 0, 1)
+        job.kill_node(killed, KillKind.PROCESS)
+        codes = job.wait(240)
+        assert codes[killed] == 137
+        assert codes[1 - killed] == 1
+        log = "".join(job.log(i) for i in range(2))
+        assert "ValueError: bad sample at step 5; uses restart 1 of 1" in job.log(raised)
+        assert "Connection closed by peer" in log or "Connection reset by peer" in log
+        assert "uses no restart" in job.log(1 - raised)
+        assert "killed by SIGKILL" in job.log(killed)
+        assert f"node {job.current[killed].node_id} gave up" in job.log(1 - killed)
+        assert not any(job.job_dir(i).exists() for i in range(2)), "no version was taken"
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.integration
+def test_a_store_on_a_worker_node_dies_with_it_and_comes_back_with_it(tmp_path: Path) -> None:
+    """torchrun's default: without `reft rendezvous` the job waits until the endpoint is served again."""
+    with cluster(
+        tmp_path, "allreduce.py", "100000", nodes=2, options=QUICK, external_rendezvous=False
+    ) as job:
+        trains(job, 0, 2)
+        host = next(
+            i
+            for i in range(2)
+            for c in psutil.Process(job.current[i].process.pid).net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == int(job.endpoint.split(":")[1])
+        )
+        assert "dies with it" in job.log(host)
+        job.kill_node(host)
+        job.wait_until(lambda: "waiting up to 120 s" in job.log(1 - host), 240, "the survivor's warning")
+        job.replace_node(host)
+        trains(job, 1, 2)
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0}
+        assert members(job, 1) == {n.node_id for n in job.current.values()}
+        assert "answers again" in job.log(1 - host)
+
+
+@pytest.mark.process
+def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> None:
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=QUICK) as job:
+        trains(job, 0, 2)
+        for index in range(2):
+            (job.job_dir(index) / "rank0-slot0.arena").touch()
+        assert job.rendezvous is not None
+        job.rendezvous.kill()
+        job.rendezvous.wait()
+        job.wait_until(lambda: "Training goes on" in job.log(0), 240, "the warning")
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0}
+        assert {e["attempt"] for e in job.events("start")} == {0}
+        assert len(job.events("end")) == 2
+        # Nobody could say that all nodes ended well, so nothing is removed.
+        assert all(job.job_dir(i).is_dir() for i in range(2))
+
+
+@pytest.mark.nightly
+def test_a_rendezvous_that_comes_back_continues_the_job(tmp_path: Path) -> None:
+    """Killed while all train, gone while a node dies, and back with its port and its state."""
+    state = ("--state-dir", str(tmp_path / "state"))
+    with cluster(tmp_path, "allreduce.py", "100000", nodes=2, options=QUICK, rendezvous_options=state) as job:
+        trains(job, 0, 2)
+        assert job.rendezvous is not None
+        job.rendezvous.kill()
+        job.rendezvous.wait()
+        job.wait_until(lambda: "Training goes on" in job.log(0), 240, "the warning")
+        steps = len(job.events("step"))
+        job.wait_for("step", steps + 50)
+        job.kill_node(1)
+        job.wait_until(lambda: "waiting up to 120 s" in job.log(0), 240, "the survivor's warning")
+        job.rendezvous.stdout.close()  # type: ignore[union-attr]
+        job.start_rendezvous(int(job.endpoint.rpartition(":")[2]))
+        job.replace_node(1)
+        trains(job, 1, 2)
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0}
+        assert {e["attempt"] for e in job.events("start")} == {0, 1}

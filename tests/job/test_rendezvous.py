@@ -1,0 +1,101 @@
+"""`reft rendezvous`: the store as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft.control.door import parse_endpoint
+from reft.control.keyvalue import KeyValueStore, StoreError
+from reft.errors import ConfigError
+from reft.job.rendezvous import RendezvousServer, is_reachable, is_served_by_reft
+from tests.machine import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = b"s" * 32
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_SECRET": SECRET.hex()}
+COMMAND = [sys.executable, "-m", "reft.job.rendezvous", "--json"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
+    here = ["--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen([*COMMAND, *here], stdout=subprocess.PIPE, text=True, env=ENV)
+    try:
+        assert process.stdout is not None
+        info = json.loads(process.stdout.readline())
+        assert info["pid"] == process.pid
+        assert info["endpoint"].endswith(f":{info['port']}")
+        store = KeyValueStore(info["endpoint"], SECRET)
+        assert is_served_by_reft(store)
+        store.set("key", "value")
+        process.send_signal(number)
+        assert process.wait(240) == 0
+        assert not is_reachable(info["endpoint"])
+        process.stdout.close()
+    finally:
+        process.kill()
+
+
+def test_a_taken_port_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"{port}.*another --port"):
+            RendezvousServer("127.0.0.1", port, SECRET)
+    with pytest.raises(ConfigError, match="--host"):
+        RendezvousServer("192.0.2.1", 0, SECRET)  # no address of this machine
+    with pytest.raises(ConfigError, match="65535"):
+        RendezvousServer(None, 70_000, SECRET)
+
+
+@pytest.mark.process
+def test_the_command_line_says_it_without_a_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [*COMMAND, "--host", "127.0.0.1", "--port", port],
+            capture_output=True,
+            check=False,
+            text=True,
+            env=ENV,
+            timeout=240,
+        )
+    assert done.returncode == 2
+    assert "already in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_same_port_can_be_served_again_at_once() -> None:
+    """The rendezvous host is rebooted: nodes come back to the endpoint they know."""
+    port = free_port()
+    first = RendezvousServer("127.0.0.1", port, SECRET)
+    client = KeyValueStore(first.info.endpoint, SECRET)
+    client.set("a", "b")
+    first.close()
+    with pytest.raises(StoreError, match="does not answer"):
+        client.get("a")
+    second = RendezvousServer("127.0.0.1", port, SECRET)
+    try:
+        assert KeyValueStore(second.info.endpoint, SECRET).peek("a") is None
+    finally:
+        second.close()
+
+
+def test_endpoints() -> None:
+    assert parse_endpoint("host:1234") == ("host", 1234)
+    assert parse_endpoint("host") == ("host", 29400)
+    assert parse_endpoint("[::1]:99") == ("::1", 99)
+    assert parse_endpoint("[::1]") == ("::1", 29400)
+    assert parse_endpoint(":99") == ("localhost", 99)
+    for bad in ("host:port", "host:70000"):
+        with pytest.raises(ConfigError, match="host:port"):
+            parse_endpoint(bad)
+    assert not is_reachable("127.0.0.1:1", 0.1)

@@ -1,0 +1,520 @@
+"""`reft scale N`: a running job goes to another number of nodes at a step boundary, and loses no step."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
+from reft.grid import Degrees
+from reft.job import scaling
+from reft.job.agreement import Agreement
+from reft.job.scale_rules import Situation, leave_next, leavers, refusal, shortfall
+from reft.job.scaling import Scaler
+from reft.job.shared_state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
+from reft.job.sizes import Sizes
+from reft.job.stop_signals import StopSignals
+from reft.memory.jobdir import write_json
+from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
+from reft.node.history import read_history
+from reft.protect.codes import Scheme
+
+from .cluster import WatchedCluster, cluster
+from .test_resizing import CONFIG, OPTIONS, last_step, trains
+
+
+def scale(job: WatchedCluster, asked_on: int, *arguments: str) -> int:
+    memory = str(job.current[asked_on].memory_dir)
+    return main(["scale", *arguments, "--memory-dir", memory, "--job", job.job_id, "--wait", "240"])
+
+
+def goes_to(job: WatchedCluster, replicas: int, before: int, lives: int) -> None:
+    """The job trains on with so many replicas, and every step that was made with ``before`` of them counts."""
+    began = trains(job, replicas, last_step(job, before), lives)
+    # Told to stop, the trainers end within the last step, before the script says that it was made.
+    assert began in (last_step(job, before), last_step(job, before) + 1)
+    steps = [e["step"] for e in job.events("trained", rank=0)]
+    assert len(set(steps)) == len(steps), "a step was made twice"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG))
+    options = ("--nnodes", "2:3", *OPTIONS[2:])
+    with cluster(tmp_path, "resized.py", str(config), nodes=3, options=options) as job:
+        trains(job, 3, 0, lives=1)
+        for wrong, why in [("1", "give a number from 2 to 3"), ("4", "give a number from 2 to 3")]:
+            assert scale(job, 0, wrong) == EXIT_NOT_WELL
+            assert why in capsys.readouterr().out
+        assert scale(job, 0, "2", "--without", "node9") == EXIT_NOT_WELL
+        assert "no node node9 trains" in capsys.readouterr().out
+        assert not job.events("begins", replicas=2)
+
+        assert scale(job, 0, "2", "--without", "node1") == EXIT_WELL
+        assert "the job goes on with 2 nodes" in capsys.readouterr().out
+        assert job.current[1].process.wait(120) == 0
+        assert not job.job_dir(1).exists(), "its memory is needed no more"
+        goes_to(job, 2, 3, lives=1)
+        last = read_history(job.job_dir(0))[-1]
+        assert (last.left, last.lost) == (["node1"], [])
+
+        assert scale(job, 0, "3") == EXIT_NOT_WELL
+        assert "2 train and none wait" in capsys.readouterr().out
+        job.replace_node(1)
+        job.wait_until(lambda: board_says_spare(job, "node1.1"), 120, "a node that waits")
+        assert len(job.events("begins", replicas=3)) == 3, "it waits: two nodes were asked for"
+        assert scale(job, 2, "3") == EXIT_WELL
+        goes_to(job, 3, 2, lives=2)
+
+        job.signal_node(0, signal.SIGUSR1)
+        assert job.current[0].process.wait(120) == 0
+        goes_to(job, 2, 3, lives=2)
+
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0, 2: 0}
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+def board_says_spare(job: WatchedCluster, node: str) -> bool:
+    path = job.job_dir(2) / "board.json"
+    rows: list[Any] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return any(row["report"]["node"] == node and row["report"]["spare"] for row in rows)
+
+
+NOW = Situation(
+    least=1, most=6, nodes=("a", "b", "c"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "without", "now", "why"),
+    [
+        (2, (), NOW, ""),
+        (5, (), NOW, ""),
+        (3, (), NOW, ""),
+        (1, ("b", "c"), NOW, ""),
+        (7, (), NOW, "--nnodes 1:6"),
+        (6, (), NOW, "3 train and 2 wait: start `reft launch` on 1 more"),
+        (2, (), replace(NOW, tolerance=None), "nothing is committed"),
+        (2, (), replace(NOW, tolerance=0), "survives the loss of none"),
+        (2, (), replace(NOW, tolerance=-1), "survives the loss of none"),
+        (4, (), replace(NOW, tolerance=0), ""),
+        (3, ("a", "b"), replace(NOW, tolerance=2), ""),
+        (2, ("d",), NOW, "no node d trains"),
+        (2, ("a", "b"), NOW, "2 nodes were named to leave, but 1 leave"),
+        (5, ("a",), NOW, "but 0 leave"),
+        (3, ("a",), NOW, ""),
+        (3, ("a",), replace(NOW, spares=0), "named to be replaced, and none wait"),
+        (3, ("a", "b"), NOW, "named to be replaced at once, and now the job survives the loss of 1"),
+        (3, ("a",), replace(NOW, tolerance=0), "survives the loss of none"),
+        (3, ("d",), NOW, "no node d trains"),
+        (2, (), replace(NOW, workers=1), "2 trainers, which are no whole replicas of 2 stages x 2 slices"),
+        (2, (), replace(NOW, size=Size("", 12, 2)), ""),
+        (5, (), replace(NOW, size=Size("", 12, 2)), "5 replicas cannot share the 12 samples"),
+        (2, (), replace(NOW, size=Size("because", 12, 2)), "keeps its data-parallel degree of 3: because"),
+        (3, (), replace(NOW, size=Size("because", 12, 2)), ""),
+        (2, (), replace(NOW, parities=Scheme.parse("rs:2")), "at least 3 data-parallel members"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(
+    nodes: int, without: tuple[str, ...], now: Situation, why: str
+) -> None:
+    if now.workers == 1:
+        now = replace(now, degrees=Degrees(2, 3, 2))
+    order = ScaleOrder(1, nodes, without)
+    said = refusal(order, now) or shortfall(order, now)
+    assert why in said
+    assert bool(why) == bool(said)
+
+
+def in_ring(number: int, *, batch: int, micro: int) -> Situation:
+    """So many nodes of a replica each, each of which keeps a copy of the one before."""
+    ranks = tuple(range(number))
+    members = tuple((f"host{rank}", 1, 0) for rank in ranks)
+    return Situation(
+        least=1,
+        most=number,
+        nodes=tuple("abcdefgh"[:number]),
+        spares=0,
+        workers=1,
+        tolerance=1,
+        degrees=Degrees(1, number, 1),
+        size=Size("", batch, micro),
+        sizes=Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,)),
+    )
+
+
+THREE = in_ring(3, batch=12, micro=4)
+"""Two replicas could not share the batch."""
+FOUR = in_ring(4, batch=12, micro=3)
+"""Three could not."""
+
+
+def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    said = refusal(ScaleOrder(1, 2), THREE)
+    assert "2 replicas cannot share the 12 samples" in said
+    assert said.endswith("What fits the layout and the batch: 3 nodes, as now; `reft scale 1`")
+    assert refusal(ScaleOrder(1, 2), replace(THREE, least=2)).endswith(
+        "No other number of --nnodes 2:3 fits the layout and the batch"
+    )
+
+
+def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() -> None:
+    order = ScaleOrder(1, 1)
+    said = refusal(order, THREE)
+    assert "2 would leave at once" in said
+    assert "the job survives the loss of 1." in said
+    assert "`reft protect arc:2` makes it survive that" in said
+    assert refusal(order, replace(THREE, tolerance=0)), (
+        "it never survives so many: there is nothing to wait for"
+    )
+    more = replace(THREE, sizes=replace(THREE.sizes or Sizes(), scheme="arc:2"))
+    assert not refusal(order, more)
+    assert "2 nodes would leave at once" in shortfall(order, more), "one of them is not there now"
+    assert not shortfall(order, replace(more, tolerance=2))
+
+
+def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
+    named = refusal(ScaleOrder(1, 2, ("c", "d")), FOUR)
+    assert named.endswith("without --without d and b would leave")
+    for wanted in (1, 2):
+        assert not refusal(ScaleOrder(1, wanted), FOUR)
+        assert not shortfall(ScaleOrder(1, wanted), FOUR)
+    assert leave_next(2, (), FOUR) == (3, 1)
+    assert leave_next(1, (), FOUR) == (3, 1), "two first, then one of them"
+    assert leave_next(2, ("a", "c"), FOUR) == (2, 0)
+    assert leave_next(2, ("c", "d"), FOUR) == (), "the one's copy is the other's"
+    assert leave_next(2, (), replace(FOUR, tolerance=0)) == (), "one is lost"
+    assert leave_next(2, (), replace(FOUR, sizes=None)) == ()
+    anyhow = replace(FOUR, size=None)
+    assert leave_next(1, (), anyhow) == (3,), "one by one, and the last, where every number fits"
+
+
+def test_those_that_were_named_leave_first_and_then_the_last() -> None:
+    assert leavers(("a", "b", "c", "d"), 2, ()) == (3, 2)
+    assert leavers(("a", "b", "c", "d"), 3, ("a",)) == (0, 3, 2)
+
+
+class Shared:
+    """What a launcher's rendezvous shares with others, without them."""
+
+    def __init__(self) -> None:
+        self.state = _RendezvousState()
+        self.state.complete = True
+        self.answers = True
+
+    def is_closed(self) -> bool:
+        if not self.answers:
+            raise RendezvousConnectionError("the store does not answer")
+        return False
+
+    def scale(self, change: Callable[[_RendezvousState], Scaling | None]) -> None:
+        if (scaling := change(self.state)) is not None:
+            set_scaling(self.state, scaling)
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.fixture
+def signals() -> StopSignals:
+    return StopSignals()
+
+
+class Told:
+    """What the launchers tell each other of the job, and this one of itself."""
+
+    def __init__(self) -> None:
+        self.tolerance: int | None = 1
+        self.degrees: Degrees | None = None
+        self.board = None
+        self.holders: dict[Any, Any] = {}
+        self.warnings: tuple[str, ...] = ()
+
+    def tolerance_left(self, incarnation: int) -> int | None:
+        return self.tolerance
+
+    def warn(self, *warnings: str) -> None:
+        self.warnings = warnings
+
+
+@pytest.fixture
+def board() -> Told:
+    return Told()
+
+
+def scaler_of(shared: Any, path: Path, board: Any, signals: StopSignals) -> Scaler:
+    config = SimpleNamespace(min_nodes=1, max_nodes=3, nproc_per_node=1)
+    options: Any = SimpleNamespace(config=config, node="b")
+    return Scaler(shared, options, path, board, signals)
+
+
+def start_of_three(incarnation: int = 1) -> Agreement:
+    nodes = ("a", "b", "c")
+    return Agreement(incarnation, nodes, nodes, ((0,), (1,), (2,)), restarts_used=0, known_step=1)
+
+
+@pytest.fixture
+def look(shared: Shared, tmp_path: Path, board: Told, signals: StopSignals) -> Callable[[], None]:
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    return lambda: scaler.look(start_of_three(), group_rank=1)
+
+
+def test_an_order_is_followed_when_the_store_answers_again(
+    shared: Shared, look: Callable[[], None], tmp_path: Path
+) -> None:
+    shared.answers = False
+    order = write_order(tmp_path, 2, ())
+    look()
+    assert read_answer(tmp_path) is None
+    shared.answers = True
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert not answer.refused
+    assert scaling_of(shared.state) == Scaling(order.number, 2, 3)
+
+
+def test_an_order_that_comes_while_a_round_ends_is_followed_in_the_next_one(
+    shared: Shared, look: Callable[[], None], tmp_path: Path
+) -> None:
+    shared.state.complete = False
+    write_order(tmp_path, 2, ())
+    look()
+    assert read_answer(tmp_path) is None
+    shared.state.complete = True
+    look()
+    assert scaling_of(shared.state) is not None
+
+
+def test_an_order_by_a_clock_that_is_behind_is_refused(
+    shared: Shared, look: Callable[[], None], tmp_path: Path
+) -> None:
+    """It would not be followed: the newest one holds."""
+    order = write_order(tmp_path, 2, ())
+    set_scaling(shared.state, Scaling(order.number + 1, 3, 3))
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "set the clocks" in answer.refused
+
+
+def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
+    shared: Shared, look: Callable[[], None], signals: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    signals.asked_to_leave = True
+    with monkeypatch.context() as full:
+        full.setattr("reft.job.scaling.write_order", no_room)
+        look()
+    assert scaling_of(shared.state) is None
+    look()
+    scaling = scaling_of(shared.state)
+    assert scaling is not None
+    assert (scaling.nodes, scaling.without) == (2, ("b",))
+
+
+@pytest.mark.integration
+def test_a_signal_to_leave_ends_no_launcher_that_cannot_leave() -> None:
+    """As it does where nobody has asked for it."""
+    told = (
+        "import os, signal; from reft.job.stop_signals import StopSignals; signals = StopSignals(); "
+        "signals.install(); os.kill(os.getpid(), signal.SIGUSR1); assert signals.asked_to_leave"
+    )
+    subprocess.run([sys.executable, "-c", told], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("missing", [None, 0, -1])
+def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it(
+    shared: Shared,
+    look: Callable[[], None],
+    board: Told,
+    signals: StopSignals,
+    tmp_path: Path,
+    *,
+    missing: int | None,
+) -> None:
+    """A store that lost its leases has lost what the launchers told each other, until they tell it again."""
+    board.tolerance = missing
+    signals.asked_to_leave = True
+    look()
+    assert scaling_of(shared.state) is None
+    waits = read_answer(tmp_path)
+    assert waits is not None
+    assert not waits.refused
+    assert not waits.done
+    assert "to 2 nodes waits" in waits.waits
+    assert board.warnings == (waits.waits,), "reft status says it on every node"
+    board.tolerance = 1
+    look()
+    scaling = scaling_of(shared.state)
+    assert scaling is not None
+    assert (scaling.nodes, scaling.without) == (2, ("b",))
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert (answer.refused, answer.waits) == ("", "")
+    assert not board.warnings
+
+
+def test_an_order_that_waited_for_long_enough_is_refused_with_what_to_do(
+    shared: Shared,
+    look: Callable[[], None],
+    board: Told,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board.tolerance = 0
+    write_order(tmp_path, 2, ())
+    look()
+    monkeypatch.setattr(scaling, "TOLERANCE_SECS", 0.0)
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "now the job survives the loss of none" in answer.refused
+    assert "ask again" in answer.refused
+    assert not answer.waits
+    assert not board.warnings
+    board.tolerance = 1
+    look()
+    assert scaling_of(shared.state) is None, "it was refused"
+
+
+def test_each_order_and_each_start_of_the_job_has_the_whole_wait(
+    shared: Shared,
+    board: Told,
+    signals: StopSignals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes may take longer to come together again than an order waits."""
+    now = 0.0
+    monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: now))
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    board.tolerance = None
+    write_order(tmp_path, 2, ())
+    for start in (1, 2):
+        now += 2 * scaling.TOLERANCE_SECS
+        scaler.look(start_of_three(start), group_rank=1)
+    order = write_order(tmp_path, 1, ())
+    now += 2 * scaling.TOLERANCE_SECS
+    scaler.look(start_of_three(2), group_rank=1)
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert (answer.number, answer.refused) == (order.number, "")
+    now += 2 * scaling.TOLERANCE_SECS
+    scaler.look(start_of_three(2), group_rank=1)
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "nothing is committed" in answer.refused
+
+
+def test_an_order_that_is_wrong_for_good_is_refused_at_once(
+    look: Callable[[], None], board: Told, tmp_path: Path
+) -> None:
+    board.tolerance = 0
+    write_order(tmp_path, 2, ("d",))
+    look()
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert "no node d trains" in answer.refused
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("tolerance", [None, 0, -1])
+def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
+    shared: Shared,
+    board: Told,
+    signals: StopSignals,
+    tmp_path: Path,
+    *,
+    tolerance: int | None,
+    replaces: bool,
+) -> None:
+    """-1: what the launchers know to be gone is more than the protection survives."""
+    for rank, name in enumerate("abc"):
+        shared.state.participants[_NodeDesc(name, 1, rank)] = rank
+    nodes = 3 if replaces else 2
+    set_scaling(shared.state, Scaling(1, nodes, 3, ("c",), replaces=replaces))
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    board.tolerance = tolerance
+    scaler.look(start_of_three(), group_rank=0)
+    assert not leaving_of(shared.state)
+    board.tolerance = 1
+    scaler.look(start_of_three(), group_rank=0)
+    assert {node.addr for node in leaving_of(shared.state)} == {"c"}
+
+
+def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
+    shared: Shared, board: Told, signals: StopSignals, tmp_path: Path
+) -> None:
+    """From six nodes to three, from which no way leads to one."""
+    scaler = scaler_of(shared, tmp_path, board, signals)
+    six = Agreement(1, tuple("abcdef"), tuple("abcdef"), tuple((i,) for i in range(6)), 0, 1)
+    order = write_order(tmp_path, 1, ())
+    scaler.look(six, group_rank=1)
+    granted = scaling_of(shared.state)
+    assert granted is not None
+    assert granted.nodes == 1
+    for rank, name in enumerate("abc"):
+        shared.state.participants[_NodeDesc(name, 1, rank)] = rank
+    set_sizes(
+        shared.state, replace(THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc")))
+    )
+    board.degrees = Degrees(1, 3, 1)
+    write_json(tmp_path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
+    scaler.look(start_of_three(), group_rank=1)
+    answer = read_answer(tmp_path)
+    assert answer is not None
+    assert answer.number == order.number
+    assert "the job stays at 3 nodes" in answer.refused
+    now = scaling_of(shared.state)
+    assert now is not None
+    assert (now.nodes, now.limit) == (3, 3)
+
+
+@pytest.mark.nightly
+def test_p3_nodes_that_no_number_between_fits_leave_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four replicas, three could not share the batch."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "train_micro_batch_size_per_gpu": 3}))
+    options = ("--nnodes", "2:4", *OPTIONS[2:])
+    with cluster(tmp_path, "resized.py", str(config), nodes=4, options=options) as job:
+        trains(job, 4, 0, lives=1)
+        assert scale(job, 0, "3") == EXIT_NOT_WELL
+        said = capsys.readouterr().out
+        assert "3 replicas cannot share the 12 samples" in said
+        assert "`reft scale 2`" in said
+        assert scale(job, 0, "2") == EXIT_WELL
+        assert "the job goes on with 2 nodes" in capsys.readouterr().out
+        goes_to(job, 2, 4, lives=1)
+        # Whoever trains no more has left: none of them waits for places that there will not be.
+        job.wait_until(
+            lambda: sum(not n.running for n in job.current.values()) == 2, 240, "two launchers' ends"
+        )
+        ended = [n.process.returncode for n in job.current.values() if not n.running]
+        assert ended == [0, 0]
+        job.finish()
+        assert set(job.wait(240).values()) == {0}
+        job.wait_until(job.none_left, 240, "the end of all processes")

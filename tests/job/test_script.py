@@ -1,0 +1,255 @@
+"""`python -m reft.job.script` runs a script as python would, and installs reft when DeepSpeed is imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft.engine.on_import import PostImportFinder
+from reft.job.exits import Cause, ExitNote
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FACTS = """
+import json, os, sys, __main__
+facts = {
+    "argv": sys.argv, "name": __name__, "file": __file__, "path0": os.path.abspath(sys.path[0]),
+    "main_is_here": __main__.__dict__ is globals(), "spec": getattr(__spec__, "name", None),
+    "package": __package__, "heavy": sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)),
+}
+print(json.dumps(facts))
+"""
+
+
+def run(*args: str, cwd: Path, auto: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    python_path = os.pathsep.join(p for p in (str(ROOT), env.pop("PYTHONPATH", "")) if p)
+    prefix = ("-m", "reft.job.script") if auto else ()
+    return subprocess.run(
+        [sys.executable, *prefix, *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": python_path, **env},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["script", "module", "package", "directory"])
+def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str) -> None:
+    work = tmp_path / "work"
+    package = work / "job"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for name in ("train.py", "__main__.py"):
+        (package / name).write_text(FACTS)
+    target = {
+        "script": ["job/train.py"],
+        "module": ["-m", "job.train"],
+        "package": ["-m", "job"],
+        "directory": ["job"],
+    }[kind]
+    ours, theirs = (run(*target, "--a", "b c", cwd=work, auto=auto) for auto in (True, False))
+    assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
+    seen, expected = json.loads(ours.stdout), json.loads(theirs.stdout)
+    assert seen["heavy"] == []
+    assert seen == expected
+
+
+@pytest.mark.process
+def test_tracebacks_and_exit_codes_are_pythons(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def f():\n    raise ValueError('wrong')\n\nf()\n")
+    (tmp_path / "syntax.py").write_text("x = = 1\n")
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit('not today')\n")
+    (tmp_path / "hook.py").write_text(
+        "import sys\nsys.excepthook = lambda *a: print('HOOK', a[0].__name__)\nraise KeyError(1)\n"
+    )
+    for name in ("bad.py", "syntax.py", "leaves.py", "hook.py"):
+        ours, theirs = (run(name, cwd=tmp_path, auto=auto) for auto in (True, False))
+        assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
+        assert ours.stderr.replace(str(tmp_path) + "/", "") == theirs.stderr.replace(str(tmp_path) + "/", "")
+
+
+@pytest.mark.process
+def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
+    for args in (["absent.py"], ["-m", "absent.module"], ["-m"], []):
+        done = run(*args, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr) > 20
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("code", "exit_code", "cause"),
+    [
+        ("raise RuntimeError('[pair.cc:537] Read error: Connection reset by peer')", 75, Cause.PEER),
+        ("raise ValueError('own')", 1, Cause.OWN),
+        ("import reft\nraise reft.ConfigError('write this')", 2, Cause.REFUSED),
+        (
+            "import sys\ntry:\n raise RuntimeError('Connection closed by peer [::1]')\n"
+            "except Exception:\n sys.exit(9)",
+            9,
+            Cause.PEER,
+        ),
+        ("import sys; sys.exit(9)", 9, None),
+        ("import os; os._exit(4)", 4, None),
+        ("pass", 0, None),
+    ],
+)
+def test_a_failure_is_noted_for_the_agent(
+    tmp_path: Path, code: str, exit_code: int, cause: Cause | None
+) -> None:
+    (tmp_path / "t.py").write_text(code)
+    error_file = tmp_path / "error.json"
+    env = {
+        "REFT_EXIT_DIR": str(tmp_path),
+        "LOCAL_RANK": "2",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+    }
+    done = run("t.py", cwd=tmp_path, **env)
+    assert done.returncode == exit_code
+    assert ("Traceback" in done.stderr) is (exit_code in (1, 75)), (
+        "what is refused says itself what to change"
+    )
+    note = ExitNote.read(tmp_path, 2)
+    assert (note.cause if note else None) is cause
+    if exit_code in (1, 75):
+        assert "py_callstack" in json.loads(error_file.read_text())["message"]["extraInfo"]
+    elif exit_code == 2:
+        # torchrun shows the message where there is no traceback.
+        said = json.loads(error_file.read_text())["message"]
+        assert said["message"].startswith("ConfigError: ")
+        assert set(said["extraInfo"]) == {"timestamp"}
+
+
+def fake_packages(directory: Path, install: str) -> str:
+    """A `deepspeed` that says when it is imported, and a `reft.engine.install` in place of the real one."""
+    fake = directory / "fakes" / "deepspeed"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("print('deepspeed imported')\ninitialize = 'plain'\n")
+    (fake / "pipe.py").write_text("import deepspeed\nprint('pipe sees', deepspeed.initialize)\n")
+    (directory / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "hook = types.ModuleType('reft.engine.install')\n"
+        f"exec({install!r}, hook.__dict__)\n"
+        "sys.modules['reft.engine.install'] = hook\n"
+    )
+    return os.pathsep.join([str(directory / "fakes"), str(directory)])
+
+
+INSTALL = "def install():\n import deepspeed\n deepspeed.initialize = 'wrapped'\n print('reft installed')\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "statement", ["import deepspeed", "from deepspeed import pipe", "import deepspeed.pipe"]
+)
+def test_reft_is_installed_right_after_deepspeed(tmp_path: Path, statement: str) -> None:
+    path = fake_packages(tmp_path, INSTALL)
+    (tmp_path / "t.py").write_text(
+        f"print('script')\n{statement}\nimport deepspeed\nprint(deepspeed.initialize)\n"
+        "import importlib.resources as r; print(r.files('deepspeed').joinpath('pipe.py').is_file())\n"
+    )
+    done = run("t.py", cwd=tmp_path, PYTHONPATH=path)
+    lines = done.stdout.split("\n")[:-1]
+    assert lines[:3] == ["script", "deepspeed imported", "reft installed"], done.stderr
+    assert lines[-2:] == ["wrapped", "True"]
+    if "pipe" in statement:
+        assert "pipe sees wrapped" in lines
+
+
+def test_a_module_may_appear_on_the_path_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    finder = PostImportFinder("late_module_of_this_test", lambda: calls.append(True))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with pytest.raises(ImportError):
+        importlib.import_module("late_module_of_this_test")
+    (tmp_path / "late_module_of_this_test.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.import_module("late_module_of_this_test").value == 1
+    assert calls == [True]
+    assert finder not in sys.meta_path
+
+
+def test_a_module_that_is_looked_for_first_is_hooked_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers and accelerate look for DeepSpeed."""
+    (tmp_path / "wanted_module_of_this_test.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls: list[bool] = []
+    finder = PostImportFinder("wanted_module_of_this_test", lambda: calls.append(True))
+    monkeypatch.setattr(sys, "meta_path", [finder, importlib.machinery.PathFinder])
+    for _ in range(2):
+        assert importlib.util.find_spec("wanted_module_of_this_test") is not None
+    assert calls == []
+    importlib.import_module("wanted_module_of_this_test")
+    assert calls == [True]
+    assert finder not in sys.meta_path
+
+
+@pytest.mark.process
+def test_a_hook_that_cannot_be_installed_does_not_stop_the_script(tmp_path: Path) -> None:
+    """P10: the script may not even ask for reft."""
+    path = fake_packages(tmp_path, "def install():\n raise AttributeError('unknown DeepSpeed')\n")
+    (tmp_path / "t.py").write_text("import deepspeed\nprint(deepspeed.initialize)\n")
+    done = run("t.py", cwd=tmp_path, PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (0, "deepspeed imported\nplain\n")
+    assert "UNPROTECTED" in done.stderr
+    assert "unknown DeepSpeed" in done.stderr
+
+
+@pytest.mark.process
+def test_spawned_children_and_exit_handlers_find_main(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(
+        "import atexit, multiprocessing, pickle, sys\n"
+        "class Thing:\n    pass\n"
+        "def square(x):\n    return x * x\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    with context.Pool(1) as pool:\n"
+        "        print(pool.map(square, [1, 2, 3]))\n"
+        "    atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Thing()))) is Thing))\n"
+    )
+    done = run("t.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[1, 4, 9]\nTrue\n"), done.stderr
+
+
+@pytest.mark.process
+def test_a_trainer_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("print('ran')")
+    done = run("t.py", cwd=tmp_path, REFT_LAUNCHER_PID="1")  # the launcher is gone already
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("message", "torn_down"), [("Connection reset by peer", False), ("mine", True)])
+def test_who_lost_a_peer_ends_in_good_order_but_does_not_take_the_interpreter_apart(
+    tmp_path: Path, message: str, torn_down: bool
+) -> None:
+    (tmp_path / "t.py").write_text(
+        "import atexit, os, sys, tempfile, threading, time\n"
+        "class Last:\n"
+        "    def __del__(self):\n"
+        "        os.write(1, b'taken apart\\n')\n"
+        "last = Last()\n"
+        "folder = tempfile.TemporaryDirectory(dir='.')\n"
+        "atexit.register(print, 'handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        f"raise RuntimeError({message!r})\n"
+    )
+    done = run("t.py", cwd=tmp_path)
+    said = ["thread", "handler", *(["taken apart"] if torn_down else [])]
+    assert done.stdout.splitlines() == said
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert "RuntimeError" in done.stderr

@@ -1,0 +1,133 @@
+"""With which numbers of nodes a job goes on, and which nodes those are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reft.grid import Coordinate, Degrees
+from reft.job.sizes import Sizes, sizes_of_job, why_not
+from reft.memory.scale_orders import Size
+
+from .cluster import cluster
+from .dealt_job import CONFIG
+from .test_resize_sequence import CONF, is_of_its_layouts, phases
+from .test_resizing import last_step, trains
+
+EIGHT = Sizes(
+    (1, 2, 4, 8),
+    scheme="arc",
+    members=tuple((f"host{i}", i, 0) for i in range(8)),
+    domains=tuple(range(8)),
+    groups=(tuple(range(8)),),
+)
+GRID = replace(EIGHT, fitting=(2, 4, 6, 8), groups=((0, 2, 4, 6), (1, 3, 5, 7)))
+"""Two stages, a node each, of four replicas."""
+
+
+def staying(sizes: Sizes, lost: set[int], least: int = 1, new: int = 0) -> set[int] | None:
+    """Ranks of the nodes that go on; -1 for those that are new."""
+    there = [m for rank, m in enumerate(sizes.members) if rank not in lost]
+    there += [(f"new{i}", 0, 0) for i in range(new)]
+    found = sizes.staying(there, least, 8)
+    ranks = {m: rank for rank, m in enumerate(sizes.members)}
+    return None if found is None else {ranks.get(m, -1) for m in found}
+
+
+@pytest.mark.parametrize("lost", range(8))
+def test_p3_every_second_of_eight_neighbours_stays_where_seven_cannot_share_the_batch(lost: int) -> None:
+    assert staying(EIGHT, {lost}) == set(range(1 - lost % 2, 8, 2))
+
+
+def test_p3_where_those_that_fit_could_not_recover_all_wait() -> None:
+    assert staying(replace(EIGHT, fitting=(1, 2, 8)), {3}) is None
+    assert staying(EIGHT, {3, 4}) == {0, 1, 2, 5}, "what is lost already is lost with any choice"
+    assert staying(replace(EIGHT, scheme="arc:3", fitting=(2, 8)), {3}) is not None
+
+
+def test_p3_whole_paths_stay() -> None:
+    assert staying(GRID, {3}) == {0, 1, 4, 5, 6, 7}
+    assert staying(replace(GRID, fitting=(2, 4, 8)), {3}) == {0, 1, 4, 5}
+    assert staying(GRID, {2, 3}) == {0, 1, 4, 5, 6, 7}
+    assert staying(GRID, {3}, new=1) == {0, 1, 2, 4, 5, 6, 7, -1}
+    assert staying(GRID, {2, 7}) == {0, 1, 3, 4, 5, 6}
+
+
+def test_p3_nodes_without_memory_are_those_that_wait() -> None:
+    assert staying(GRID, {2, 3, 6, 7}, new=1) == {0, 1, 4, 5}
+    assert staying(GRID, {2, 3, 6}, new=2) == {0, 1, 4, 5, 7, -1}
+
+
+def test_p3_the_last_nodes_leave_where_the_others_can_do_without_them_and_else_others() -> None:
+    assert EIGHT.leaving(1) == (7,)
+    assert EIGHT.leaving(4) == (7, 5, 3, 1), "no two neighbours"
+    assert EIGHT.leaving(4, first=(2,)) == (6, 4, 2, 0)
+    assert EIGHT.leaving(2, first=(2, 3)) == ()
+    assert EIGHT.leaving(6) == ()
+    assert GRID.leaving(2) == (7, 6)
+    assert Sizes((1, 2)).leaving(1) == (), "who holds what is not known"
+    assert replace(EIGHT, scheme="of:another:release").leaving(1) == ()
+
+
+def test_p4_what_a_placement_survives_while_nothing_is_lost() -> None:
+    assert EIGHT.tolerance() == 1
+    assert replace(EIGHT, scheme="arc:3").tolerance() == 3
+    assert replace(EIGHT, domains=(0,) * 8).tolerance() == 0
+    assert Sizes((1, 2)).tolerance() is None
+    assert replace(EIGHT, scheme="of:another:release").tolerance() is None
+
+
+def test_no_number_that_fits_has_come() -> None:
+    assert staying(GRID, {0}, least=8) is None
+    assert staying(GRID.refusing(6).refusing(4).refusing(2), {0}) is None
+
+
+def test_before_the_first_version_any_number_fits_but_those_that_trainers_refused() -> None:
+    assert Sizes().of(2, 4) == (2, 3, 4)
+    assert Sizes().refusing(3).of(2, 4) == (2, 4)
+    assert Sizes().refusing(3).largest(3, 2, 4) == 2
+
+
+def test_what_a_version_tells_of_its_nodes() -> None:
+    holders = {Coordinate(pp, dp, 0): (f"n{2 * dp + pp}", f"h{dp}") for pp in range(2) for dp in range(2)}
+    nodes = ("n0", "n1", "n2", "n3")
+    found = sizes_of_job((2, 4), nodes, holders, Degrees(2, 2, 1), "arc")
+    assert found == Sizes((2, 4), scheme="arc", domains=(0, 0, 2, 2), groups=((0, 2), (1, 3)))
+    assert sizes_of_job((2, 4), nodes[:3], holders, Degrees(2, 2, 1), "arc") == Sizes((2, 4)), "one is gone"
+
+
+def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_does() -> None:
+    eight = Degrees(1, 8, 1)
+    assert "7 replicas cannot share the 512 samples" in why_not(7, 1, eight, Size("", 512, 4), None)
+    assert not why_not(4, 1, eight, Size("", 512, 4), None)
+    assert "3 trainers, which are no whole" in why_not(3, 1, Degrees(2, 2, 1), None, None)
+    assert not why_not(7, 1, eight, Size("because", 0, 4), None)
+    assert "because" in why_not(7, 1, eight, Size("because", 0, 4), None, asked=True)
+    assert "because" in why_not(7, 1, eight, Size("because", 0, 4, fixed=True), None)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_p3_one_stage_is_lost_and_the_job_goes_on_as_its_other_replica_until_a_node_comes(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**CONFIG, "reft": {"enabled": True}}))
+    options = ("--nnodes", "2:4", "--max-restarts", "0", "--rdzv-conf", CONF)
+    arguments = ("../grid_job.py", str(config), "2", "1")
+    with cluster(tmp_path, *arguments, nodes=4, options=options) as job:
+        trains(job, 2, 0, lives=1)
+        job.kill_node(1)
+        began = trains(job, 1, last_step(job, 2), lives=1)
+        assert began > 0
+        assert sum(bool(job.trainers(node)) for node in (0, 2, 3)) == 2, "one waits"
+        job.replace_node(1)
+        trains(job, 2, last_step(job, 1), lives=2)
+        found = phases(job)
+        job.finish()
+        job.wait_until(lambda: all(not n.running for n in job.current.values()), 240, "the end")
+    assert [phase.replicas for phase in found] == [2, 1, 2]
+    is_of_its_layouts(found, tmp_path, (2, 1))

@@ -1,0 +1,126 @@
+"""Where the trainers of a round meet: served on one node, relayed on the others, on loopback only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from reft.control.door import knock, listen
+from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore
+from reft.errors import AuthenticationError, ConfigError
+from reft.job.trainer_store import TrainerStore
+
+SECRET = b"s" * 32
+WAIT_SECS = 60.0
+
+
+@pytest.fixture
+def table() -> Iterator[KeyValueStore]:
+    server = KeyValueServer(listen("127.0.0.1", 0), SECRET)
+    yield KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=WAIT_SECS)
+    server.close()
+
+
+@pytest.fixture
+def stores(table: KeyValueStore) -> Iterator[list[TrainerStore]]:
+    made = [TrainerStore.open(table, SECRET, rank, 3, None) for rank in range(3)]
+    yield made
+    for store in reversed(made):
+        store.close()
+
+
+def trainer(store: TrainerStore, secs: float = WAIT_SECS) -> TCPStore:
+    return TCPStore(
+        "127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=secs)
+    )
+
+
+def test_trainers_of_all_nodes_meet(stores: list[TrainerStore]) -> None:
+    assert len({store.port for store in stores}) == 3
+    first, second, third = (trainer(store) for store in stores)
+    large = os.urandom(3_000_000)
+    second.set("large", large)
+    assert first.get("large") == large == third.get("large")
+    waiting = threading.Thread(target=third.wait, args=(["late"],))
+    waiting.start()
+    second.set("late", "now")
+    waiting.join(WAIT_SECS)
+    assert not waiting.is_alive()
+    assert [client.add("sum", 1) for client in (first, second, third)] == [1, 2, 3]
+
+
+def test_p11_all_of_it_is_on_loopback_and_the_door_asks_for_the_secret(
+    table: KeyValueStore, stores: list[TrainerStore]
+) -> None:
+    door = table.get("trainers").decode()
+    ports = {int(door.rpartition(":")[2]), *(store.port for store in stores)}
+    found = {
+        c.laddr.ip
+        for c in psutil.Process(os.getpid()).net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN and c.laddr.port in ports
+    }
+    assert found == {"127.0.0.1"}
+    for secret, purpose in ((b"x" * 32, "trainers' store"), (SECRET, PURPOSE)):
+        with pytest.raises(AuthenticationError):
+            knock(door, secret, purpose, WAIT_SECS)
+
+
+def test_one_node_opens_no_door(table: KeyValueStore) -> None:
+    alone = TrainerStore.open(table, SECRET, 0, 1, None)
+    try:
+        assert not table.check(["trainers"])
+        assert trainer(alone).add("sum", 1) == 1
+    finally:
+        alone.close()
+
+
+def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> None:
+    with socket.create_connection(("127.0.0.1", stores[1].port), timeout=WAIT_SECS) as raw:
+        trainer(stores[2]).set("key", "value")
+        for store in stores:
+            store.close()
+        assert raw.recv(1) == b""
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", stores[1].port), timeout=WAIT_SECS)
+
+
+def test_an_address_that_is_not_this_machines_is_said(table: KeyValueStore) -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--local-addr"):
+        TrainerStore.open(table, SECRET, 0, 2, "192.0.2.1")
+
+
+class Troubled:
+    """A listener that once cannot accept: the process has no descriptor left."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._troubles = [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept(self) -> object:
+        if self._troubles:
+            raise self._troubles.pop()
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listener, name)
+
+
+def test_p6_a_relay_that_has_no_descriptor_left_serves_again_later(
+    table: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = TrainerStore.open(table, SECRET, 0, 2, None)
+    monkeypatch.setattr("reft.job.trainer_store.listen", lambda *a: Troubled(listen(*a)))
+    second = TrainerStore.open(table, SECRET, 1, 2, None)
+    try:
+        assert trainer(second).add("sum", 1) == 1
+    finally:
+        second.close()
+        first.close()

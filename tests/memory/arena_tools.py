@@ -1,0 +1,64 @@
+"""Arenas with real content, for the tests of the store."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from reft.blocks import BlockKey, Section
+from reft.grid import Coordinate, Degrees
+from reft.label import Label
+from reft.memory.arena import Arena, ArenaHeader, ArenaState, Entry, checksum
+
+SECRET = bytes(range(32))
+BLOCK_BYTES = 1000
+
+
+def header(step: int, incarnation: int = 1, job_id: str = "job", node: str = "node0") -> ArenaHeader:
+    return ArenaHeader(
+        job_id=job_id,
+        node=node,
+        degrees=Degrees(2, 2, 1),
+        coordinate=Coordinate(1, 0, 0),
+        label=Label(incarnation, step),
+        state=ArenaState.EMPTY,
+        layout="ab" * 16,
+    )
+
+
+def fill(arena: Arena, blocks: int) -> list[Entry]:
+    """Write blocks (always the same ones) and describe them."""
+    entries = []
+    for index in range(blocks):
+        offset = index * 1024
+        arena.data[offset : offset + BLOCK_BYTES] = random.Random(index).randbytes(BLOCK_BYTES)
+        key = BlockKey(list(Section)[index % 3], index % 2, index)
+        digest = checksum(arena.data[offset : offset + BLOCK_BYTES])
+        image_bytes = blocks * BLOCK_BYTES
+        entries.append(
+            Entry(key, index * BLOCK_BYTES, BLOCK_BYTES, image_bytes, offset, digest, index % 2 == 0)
+        )
+    return entries
+
+
+def make(path: Path, blocks: int = 4, secret: bytes = SECRET) -> Arena:
+    return Arena.create(path, data_bytes=blocks * 1024, max_entries=blocks, secret=secret)
+
+
+def write_version(arena: Arena, step: int, state: ArenaState = ArenaState.COMMITTED, blocks: int = 4) -> None:
+    """Take one version up to ``state``."""
+    if state is ArenaState.EMPTY:
+        arena.clear()
+        return
+    arena.begin(header(step))
+    entries = fill(arena, blocks)
+    if state is ArenaState.WRITING:
+        return
+    arena.seal(entries)
+    if state is ArenaState.COMMITTED:
+        arena.commit()
+
+
+def read_back(path: Path) -> ArenaHeader | None:
+    with Arena.open(path, SECRET) as arena:
+        return arena.header()

@@ -1,0 +1,232 @@
+"""Arenas: damage is found, transitions have an order, and files that are not this job's are refused."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arena_tools import SECRET, fill, header, make, write_version
+
+from reft.blocks import BlockKey, Section
+from reft.errors import ArenaError
+from reft.memory.arena import Arena, ArenaState, Entry
+from reft.memory.arena_files import scan
+from reft.memory.header import FORMAT_VERSION, MAGIC, TABLE, pack_entries
+
+
+def test_p5_a_flipped_byte_in_any_block_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
+    with make(path) as arena:
+        write_version(arena, 1)
+        found = arena.header()
+        assert found is not None
+        assert all(arena.verify(e) for e in found.entries)
+        for block in found.entries:
+            for at in (0, block.nbytes // 2, block.nbytes - 1):
+                arena.data[block.arena_offset + at] ^= 0x10
+                assert [arena.verify(e) for e in found.entries] == [e is not block for e in found.entries]
+                arena.data[block.arena_offset + at] ^= 0x10
+
+
+def test_a_version_survives_its_process_with_everything_it_said(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
+    with make(path) as arena:
+        arena.begin(header(7, incarnation=3, node="n" * 255))
+        entries = fill(arena, 4)
+        arena.seal(entries, sealed_unix_secs=12.5)
+        arena.commit()
+        said = arena.header()
+        data = bytes(arena.data)
+    assert said is not None
+    assert said.entries == tuple(entries)
+    assert (said.label.incarnation, said.label.step, said.sealed_unix_secs) == (3, 7, 12.5)
+    with Arena.open(path, SECRET) as arena:
+        assert arena.header() == said
+        assert bytes(arena.data) == data
+        assert bytes(arena.read_block(entries[1])) == data[1024:2024]
+
+
+def test_only_the_next_transition_is_allowed(tmp_path: Path) -> None:
+    with make(tmp_path / "rank0-slot0.arena") as arena:
+        with pytest.raises(ArenaError, match="is empty and cannot be sealed"):
+            arena.seal([])
+        with pytest.raises(ArenaError, match="is empty and cannot be committed"):
+            arena.commit()
+        arena.begin(header(1))
+        with pytest.raises(ArenaError, match="is writing and cannot be committed"):
+            arena.commit()
+        arena.seal([])
+        with pytest.raises(ArenaError, match="is sealed and cannot be sealed"):
+            arena.seal([])
+        arena.commit()
+        arena.clear()
+        assert arena.header() is None
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with make(tmp_path / "rank0-slot0.arena", blocks=2) as arena:
+        arena.begin(header(1))
+        room = arena.max_entries
+        assert room == 2
+        good = fill(arena, 2)
+        with pytest.raises(ArenaError, match="3 blocks to seal, but room was reserved for 2"):
+            arena.seal([*good, good[0]])
+        outside = Entry(BlockKey(Section.OWNED, 0, 0), 0, 1000, 1000, 1500, 0, True)
+        with pytest.raises(ArenaError, match="outside the data region"):
+            arena.seal([outside])
+        with pytest.raises(ArenaError, match="outside the data region"):
+            arena.read_block(outside)
+        with pytest.raises(ArenaError, match="shorten job_id or node"):
+            arena.begin(header(1, node="n" * 9000))
+
+
+def test_packed_entries_are_sealed_as_entries_are(tmp_path: Path) -> None:
+    with make(tmp_path / "a.arena") as arena, make(tmp_path / "b.arena") as other:
+        for each in (arena, other):
+            each.begin(header(1))
+        entries = fill(arena, 4)
+        arena.seal(np.frombuffer(pack_entries(entries), TABLE), sealed_unix_secs=1.0)
+        other.seal(entries, sealed_unix_secs=1.0)
+        assert arena.header() == other.header()
+        starts, size = arena.header_offsets, arena.header_offsets[1] - arena.header_offsets[0]
+        for start in starts:
+            stored = [Path(a.path).read_bytes()[start : start + size] for a in (arena, other)]
+            assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(4096, 1), (4095, 2), (2**64 - 1, 2), (1, 2**64 - 1), (0, 4097)]
+)
+def test_packed_entries_that_do_not_fit_are_refused(tmp_path: Path, offset: int, nbytes: int) -> None:
+    with make(tmp_path / "a.arena") as arena:
+        arena.begin(header(1))
+        table = np.frombuffer(pack_entries(fill(arena, 4)), TABLE).copy()
+        table["arena_offset"][2], table["nbytes"][2] = offset, nbytes
+        with pytest.raises(ArenaError, match=r"BlockKey.* outside the data region"):
+            arena.seal(table)
+        table["arena_offset"][2], table["nbytes"][2] = 4096, 0
+        arena.seal(table)
+        assert arena.state is ArenaState.SEALED
+
+
+def test_only_who_asks_for_the_entries_pays_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table has thousands of them; no transition and no look at the file needs one."""
+    with make(tmp_path / "a.arena") as arena:
+        write_version(arena, 1)
+        expected = arena.header()
+
+        def refuse(table: bytes) -> tuple[Entry, ...]:
+            raise AssertionError("the entries were unpacked")
+
+        monkeypatch.setattr("reft.memory.header.unpack_entries", refuse)
+        arena.begin(header(2))
+        arena.seal(np.frombuffer(pack_entries(fill(arena, 4)), TABLE))
+        assert arena.lost() is None
+        arena.commit()
+        assert arena.state is ArenaState.COMMITTED
+        monkeypatch.undo()
+        found = arena.header()
+        assert found is not None
+        assert expected is not None
+        assert found.entries == expected.entries
+
+
+def corrupt(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(data)
+
+
+def test_a_file_that_is_not_this_jobs_arena_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
+
+    def fresh() -> None:
+        path.unlink(missing_ok=True)
+        with make(path) as arena:
+            write_version(arena, 1)
+
+    with pytest.raises(FileNotFoundError):
+        Arena.open(path, SECRET)
+    fresh()
+    with pytest.raises(ArenaError, match="MAC does not match"):
+        Arena.open(path, bytes(32))
+    with pytest.raises(ArenaError, match="version of job 'job'; expected job 'other'"):
+        Arena.open(path, SECRET, job_id="other")
+    with pytest.raises(ArenaError, match="without the job's secret"):
+        Arena.open(path, None, writable=True)
+    corrupt(path, 0, b"ELF")
+    with pytest.raises(ArenaError, match="not an arena"):
+        Arena.open(path, SECRET)
+    fresh()
+    corrupt(path, 60, b"\x00\x01\x02")
+    with pytest.raises(ArenaError, match="first page is damaged"):
+        Arena.open(path, SECRET)
+    fresh()
+    corrupt(path, len(MAGIC), struct.pack("<I", FORMAT_VERSION + 1))
+    with pytest.raises(
+        ArenaError, match=f"format {FORMAT_VERSION + 1}; this reft reads format {FORMAT_VERSION}"
+    ):
+        Arena.open(path, SECRET)
+    fresh()
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ArenaError, match="truncated"):
+        Arena.open(path, SECRET)
+    os.truncate(path, 0)
+    with pytest.raises(ArenaError, match="not an arena"):
+        Arena.open(path, SECRET)
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+    with pytest.raises(ArenaError, match="cannot be opened"):
+        Arena.open(path, SECRET)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ArenaError, match="not a regular file"):
+        Arena.open(path, SECRET)
+
+
+def test_a_forged_header_with_right_hashes_is_refused(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "rank0-slot0.arena", tmp_path / "rank0-slot1.arena"
+    with make(mine) as arena:
+        write_version(arena, 1)
+    with make(theirs, secret=b"s" * 32) as arena:
+        write_version(arena, 9)
+    raw = bytearray(mine.read_bytes())
+    raw[4096:] = theirs.read_bytes()[4096:]
+    mine.write_bytes(raw)
+    with pytest.raises(ArenaError, match=r"header.*MAC does not match"):
+        Arena.open(mine, SECRET)
+    with Arena.open(theirs, None) as arena:  # looking without a secret is possible
+        assert arena.state is ArenaState.COMMITTED
+
+
+def test_scan_opens_what_it_can_and_says_why_not(tmp_path: Path) -> None:
+    for slot, state in enumerate(ArenaState):
+        with make(tmp_path / f"rank0-slot{slot}.arena") as arena:
+            write_version(arena, slot, state)
+    (tmp_path / "rank1-slot0.arena").write_bytes(b"junk")
+    (tmp_path / "status.json").write_text("{}")
+    found = scan(tmp_path, SECRET)
+    assert [path.name for path, _ in found] == [f"rank0-slot{i}.arena" for i in range(4)] + [
+        "rank1-slot0.arena"
+    ]
+    arenas = [a for _, a in found if isinstance(a, Arena)]
+    assert [a.state for a in arenas] == list(ArenaState)
+    assert isinstance(found[-1][1], str)
+    assert "not an arena" in found[-1][1]
+    for arena in arenas:
+        arena.close()
+    assert scan(tmp_path / "nowhere", SECRET) == []
+
+
+def test_an_arena_without_blocks_or_data_works(tmp_path: Path) -> None:
+    with Arena.create(tmp_path / "rank0-slot0.arena", 0, 0, SECRET) as arena:
+        arena.begin(header(1))
+        arena.seal([])
+        arena.commit()
+        assert arena.state is ArenaState.COMMITTED
+        assert len(arena.data) == 0
+    with pytest.raises(ArenaError, match="not negative"):
+        Arena.create(tmp_path / "x.arena", -1, 0, SECRET)

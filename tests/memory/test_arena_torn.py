@@ -1,0 +1,198 @@
+"""A header that is torn, or a process killed in the middle of writing, leaves the older version readable."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from arena_tools import SECRET, fill, header, make, read_back, write_version
+
+from reft.errors import ArenaError
+from reft.memory.arena import Arena, ArenaState
+from reft.memory.header import MAGIC
+
+
+class PowerLossError(Exception):
+    """The process is gone."""
+
+
+class DyingArena(Arena):
+    """Stops after so many header bytes; what lies behind them is left, or is garbage."""
+
+    bytes_left: int | None = None
+    garbage: random.Random | None = None
+    stored: list[tuple[int, bytes]]
+
+    def _store(self, offset: int, data: bytes) -> None:
+        if self.bytes_left is None:
+            super()._store(offset, data)
+            self.stored.append((offset, data))
+            return
+        part = data[: self.bytes_left]
+        super()._store(offset, part)
+        self.bytes_left -= len(part)
+        if len(part) < len(data):
+            if self.garbage is not None:
+                super()._store(offset + len(part), self.garbage.randbytes(len(data) - len(part)))
+            raise PowerLossError
+
+
+TRANSITIONS: dict[str, Callable[[Arena], None]] = {
+    "first begin": lambda a: a.begin(header(1)),
+    "begin": lambda a: a.begin(header(3)),
+    "seal": lambda a: a.seal(fill(a, 4), sealed_unix_secs=3.0),
+    "commit": lambda a: a.commit(),
+    "clear": lambda a: a.clear(),
+}
+
+
+PREPARATIONS: dict[str, Callable[[Arena], None]] = {
+    "first begin": lambda a: None,
+    "begin": lambda a: write_version(a, 1),
+    "seal": lambda a: (write_version(a, 1), a.begin(header(3)))[0],
+    "commit": lambda a: write_version(a, 3, ArenaState.SEALED),
+    "clear": lambda a: write_version(a, 3),
+}
+
+
+@pytest.mark.parametrize("tail", ["old tail", "garbage tail"])
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_a_header_torn_at_any_byte_reads_as_the_older_state(tmp_path: Path, name: str, tail: str) -> None:
+    origin, path = tmp_path / "origin", tmp_path / "rank0-slot0.arena"
+    with make(path) as arena:
+        PREPARATIONS[name](arena)
+    shutil.copyfile(path, origin)
+    before = read_back(origin)
+    with DyingArena.open(path, SECRET, writable=True) as arena:
+        arena.stored = []
+        TRANSITIONS[name](arena)
+        (record_at, record), *wipes = arena.stored
+    after = read_back(path)
+    assert after != before
+    assert len(record) > 50
+    assert [len(data) for _, data in wipes] == ([len(MAGIC)] if "begin" in name or name == "clear" else [])
+
+    for length in range(len(record) + sum(len(data) for _, data in wipes)):
+        path.write_bytes(origin.read_bytes())
+        with DyingArena.open(path, SECRET, writable=True) as arena:
+            arena.bytes_left = length
+            arena.garbage = random.Random(length) if tail == "garbage tail" else None
+            with pytest.raises(PowerLossError):
+                TRANSITIONS[name](arena)
+        # Whole means: the last bytes are there, or what was there before happens to be the same.
+        whole = path.read_bytes()[record_at : record_at + len(record)] == record
+        assert whole >= (length >= len(record))
+        assert read_back(path) == (after if whole else before)
+
+
+def test_bytes_that_land_in_any_order_read_as_the_older_state(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
+    with make(path) as arena:
+        write_version(arena, 1, ArenaState.SEALED)
+    old = path.read_bytes()
+    with Arena.open(path, SECRET, writable=True) as arena:
+        arena.commit()
+    new = path.read_bytes()
+    changed = [i for i in range(len(old)) if old[i] != new[i]]
+    dice = random.Random(1)
+    for _ in range(300):
+        mixed = bytearray(old)
+        for i in dice.sample(changed, dice.randrange(len(changed))):
+            mixed[i] = new[i]
+        path.write_bytes(mixed)
+        found = read_back(path)
+        assert found is not None
+        assert found.state is ArenaState.SEALED
+
+
+def test_begin_is_on_record_before_any_data_byte_changes(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
+    with make(path) as arena, Arena.open(path, SECRET) as reader:
+        write_version(arena, 1)
+        data = bytes(reader.data)
+        arena.begin(header(2))
+        found = reader.header()
+        assert found is not None
+        assert (found.state, found.label.step, found.entries) == (ArenaState.WRITING, 2, ())
+        assert bytes(reader.data) == data
+
+
+def test_damage_to_the_header_never_brings_back_a_version_that_is_being_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "rank0-slot0.arena"
+    with make(path) as arena:
+        write_version(arena, 1)
+        arena.begin(header(2))
+    raw = bytearray(path.read_bytes())
+    starts = [i for i in range(4096, 4096 * 8) if raw[i : i + 8] == MAGIC]
+    assert len(starts) == 1
+    raw[starts[0] + 70] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ArenaError, match="header"):
+        Arena.open(path, SECRET)
+
+
+CHILD = """
+    import sys
+    from pathlib import Path
+    from arena_tools import read_back, SECRET, header, fill, make
+    from reft.memory.arena import Arena
+    fresh, old = (Arena.open(Path(p), SECRET, writable=True) for p in sys.argv[1:3])
+    fresh.begin(header(2))
+    fresh.data[:1024] = b"x" * 1024
+    print("writing", flush=True)
+    step = 3
+    while True:   # goes through every transition until it is killed
+        old.begin(header(step)); old.seal(fill(old, 4)); old.commit(); step += 1
+"""
+
+
+def spawn(code: str, *arguments: str) -> subprocess.Popen[str]:
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+
+
+@contextmanager
+def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = spawn(code, *arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_sigkill_in_the_middle_of_writing_leaves_the_older_version_readable(tmp_path: Path) -> None:
+    paths = [tmp_path / f"rank0-slot{i}.arena" for i in range(3)]
+    for path in paths:
+        with make(path) as arena:
+            write_version(arena, 1)
+    with child(CHILD, str(paths[0]), str(paths[1])) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=30) == -signal.SIGKILL
+    torn, busy, kept = (read_back(path) for path in paths)
+    assert torn is not None
+    assert (torn.state, torn.label.step) == (ArenaState.WRITING, 2)
+    assert busy is not None  # whatever it was doing, the header is readable
+    assert kept is not None
+    assert kept.state is ArenaState.COMMITTED
+    with Arena.open(paths[2], SECRET) as arena:
+        assert all(arena.verify(e) for e in kept.entries)
+    with Arena.open(paths[1], SECRET) as arena:
+        assert all(arena.verify(e) for e in busy.entries)

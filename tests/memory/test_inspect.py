@@ -1,0 +1,247 @@
+"""`reft inspect`, `verify` and `clean` on the memory of a dead job, in real directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_memory import SECRET, JobMemory
+
+from reft.cli import main
+from reft.errors import ArenaError
+from reft.label import Label
+from reft.memory.arena import Arena, ArenaState
+from reft.memory.jobdir import JobDir
+from reft.recover.inspect import find_job_dirs, inspect_job
+
+WRITING, SEALED, COMMITTED = ArenaState.WRITING, ArenaState.SEALED, ArenaState.COMMITTED
+OLD, NEW = Label(1, 7), Label(1, 8)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> JobMemory:
+    """Step 7 is committed, step 8 was being written when the job died."""
+    memory = JobMemory(tmp_path)
+    memory.take(OLD, 0, [COMMITTED, COMMITTED])
+    memory.take(NEW, 1, [WRITING, WRITING])
+    return memory
+
+
+def dirs(memory: JobMemory) -> list[Path]:
+    return [job.path for job in memory.jobs]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, Any]:
+    code, out = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def options(memory: JobMemory, *members: int) -> list[str]:
+    found = [("--memory-dir", str(memory.memory_dirs[m])) for m in members or (0, 1)]
+    return [word for pair in found for word in pair]
+
+
+def test_versions_are_reported_whole_or_torn_recoverable_or_not(memory: JobMemory) -> None:
+    report = inspect_job(dirs(memory))
+    new, old = report.versions
+    assert (new.label, new.recoverable, new.committed, new.whole_ranks, new.ranks) == (
+        NEW,
+        False,
+        False,
+        0,
+        2,
+    )
+    assert (old.label, old.recoverable, old.committed, old.whole_ranks, old.ranks) == (OLD, True, True, 2, 2)
+    assert new.reasons == ("no rank finished writing it",)
+    assert (report.restores, report.problems, report.empty) == (OLD, (), ())
+    assert old.nbytes == sum(a.own_bytes + a.redundant_bytes for a in old.arenas) > 2 * 20_000
+    age = old.age_secs()
+    assert age is not None
+    assert 0 <= age < 60
+    assert "recoverable, committed, whole on 2 of 2 ranks" in str(report)
+    assert report.well
+
+
+def test_one_nodes_memory_is_enough_if_it_holds_the_copies(memory: JobMemory) -> None:
+    report = inspect_job(dirs(memory)[1:])
+    assert report.restores == OLD
+    assert report.versions[1].whole_ranks == 1
+
+
+def test_an_unrecoverable_version_says_what_is_missing(memory: JobMemory) -> None:
+    host = next(e for e in memory.entries(0, 0) if e.owner and e.key.section == "host")
+    shutil.rmtree(memory.jobs[1].path)
+    copy = next(e for e in memory.entries(0, 0) if not e.owner and e.key.section == "owned")
+    memory.flip(0, 0, copy)
+    report = inspect_job(dirs(memory)[:1], verify=True)
+    assert report.restores is None
+    assert not report.versions[1].recoverable
+    assert "owned" in " ".join(report.versions[1].reasons)
+    assert host.key not in (report.versions[1].arenas[0].bad_blocks or ())
+
+
+def test_p5_every_flipped_block_is_reported_with_its_arena(memory: JobMemory) -> None:
+    assert inspect_job(dirs(memory), verify=True).bad_blocks == 0
+    for member in (0, 1):
+        for entry in memory.entries(member, 0):
+            memory.flip(member, 0, entry)
+            report = inspect_job(dirs(memory), verify=True)
+            bad = {(a.node, a.path.name): a.bad_blocks for a in report.arenas if a.bad_blocks}
+            assert bad == {(f"node{member}", "rank0-slot0.arena"): (entry.key,)}
+            assert report.restores == OLD  # the other node has it too
+            assert not report.well
+            memory.flip(member, 0, entry)
+    for member in (0, 1):
+        memory.flip(member, 0, next(e for e in memory.entries(member, 0) if e.key == entry.key))
+    report = inspect_job(dirs(memory), verify=True)
+    assert report.restores is None
+    assert report.bad_blocks == 2
+
+
+def test_unreadable_and_empty_arenas_are_named(memory: JobMemory) -> None:
+    memory.path(0, 1).write_bytes(b"junk")
+    with Arena.open(memory.path(1, 1), SECRET, writable=True) as arena:
+        arena.clear()
+    report = inspect_job(dirs(memory))
+    assert len(report.problems) == 1
+    assert "rank0-slot1.arena: not an arena" in report.problems[0]
+    assert [str(a) for a in report.empty] == ["rank0-slot1.arena on node1: empty"]
+    assert [v.label for v in report.versions] == [OLD]
+
+
+def test_directories_of_several_jobs_are_not_mixed(memory: JobMemory, tmp_path: Path) -> None:
+    other = JobDir.open_or_create(memory.memory_dirs[0], "other", "node0")
+    with pytest.raises(ArenaError, match="2 jobs"):
+        inspect_job([*dirs(memory), other.path])
+    assert sorted(find_job_dirs(memory.memory_dirs)) == ["job", "other"]
+    assert find_job_dirs([other.path]) == {"other": [other.path]}
+    with pytest.raises(ArenaError, match="expected one job"):
+        inspect_job([])
+
+
+def test_two_directories_of_one_node_name_are_told_apart(memory: JobMemory, tmp_path: Path) -> None:
+    twin = tmp_path / "copy"
+    shutil.copytree(memory.jobs[0].path, twin)
+    report = inspect_job([memory.jobs[0].path, twin])
+    assert len(report.directories) == 2
+    assert report.restores == OLD
+
+
+def test_inspecting_changes_nothing_and_needs_no_process(memory: JobMemory) -> None:
+    before = {p: p.read_bytes() for d in dirs(memory) for p in d.iterdir()}
+    inspect_job(dirs(memory), verify=True)
+    assert {p: p.read_bytes() for d in dirs(memory) for p in d.iterdir()} == before
+
+
+def test_inspect_command_for_people_and_programs(
+    memory: JobMemory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = run(capsys, "inspect", *options(memory))
+    assert code == 0
+    for text in (
+        "step 7",
+        "step 8",
+        "torn",
+        "committed",
+        "pp0.dp1.tp0",
+        "would restore step 7",
+        "2 of 2 ranks",
+    ):
+        assert text in out
+    code, found = run_json(capsys, "inspect", *options(memory))
+    assert code == 0
+    assert found["restores"] == {"incarnation": 1, "step": 7}
+    assert [v["recoverable"] for v in found["versions"]] == [False, True]
+    assert {a["node"] for a in found["versions"][1]["arenas"]} == {"node0", "node1"}
+
+
+def test_exit_codes_1_not_well_2_wrong_use(
+    memory: JobMemory, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(capsys, "inspect", "--memory-dir", tmp_path / "nowhere")[0] == 2
+    (tmp_path / "bare").mkdir()
+    code, out = run(capsys, "inspect", "--memory-dir", tmp_path / "bare")
+    assert (code, "no job has memory" in out) == (1, True)
+    code, out = run(capsys, "inspect", *options(memory), "--job", "nope")
+    assert (code, "found: job" in out) == (1, True)
+    JobDir.open_or_create(memory.memory_dirs[0], "other", "node0")
+    code, out = run(capsys, "inspect", *options(memory))
+    assert (code, "say --job" in out) == (2, True)
+    assert run(capsys, "inspect", *options(memory), "--job", "job")[0] == 0
+    code, out = run(capsys, "inspect", *options(memory), "--job", "other")
+    assert (code, "nothing to restore" in out) == (1, True)
+    assert run(capsys, "inspect", "--nonsense")[0] == 2
+
+
+def test_the_memory_directory_defaults_to_the_environment(
+    memory: JobMemory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFT_MEMORY_DIR", str(memory.memory_dirs[0]))
+    assert run_json(capsys, "inspect")[1]["restores"] == {"incarnation": 1, "step": 7}
+
+
+def test_verify_command_names_damaged_blocks(memory: JobMemory, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "verify", *options(memory))
+    assert code == 0
+    assert "blocks match their checksums" in out
+    memory.flip(1, 0, memory.entries(1, 0)[0])
+    code, out = run(capsys, "verify", *options(memory))
+    assert code == 1
+    assert "replicated 1.0" in out
+    code, found = run_json(capsys, "verify", *options(memory))
+    assert (code, found["bad_blocks"], found["restores"]["step"]) == (1, 1, 7)
+    named = [a["bad_blocks"] for a in found["versions"][1]["arenas"]]
+    assert named == [[], ["replicated block 0 of member 1"]]
+
+
+def test_clean_removes_orphans_and_leaves_live_jobs(
+    memory: JobMemory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = JobDir.open_or_create(memory.memory_dirs[0], "live", "node0")
+    arena = Arena.create(live.path / "rank0-slot0.arena", 4096, 1, live.secret)
+    try:
+        code, found = run_json(capsys, "clean", *options(memory), "--dry-run")
+        assert code == 0
+        assert [(r["job_id"], r["action"].split(":")[0]) for r in found] == [
+            ("job", "would be removed"),
+            ("live", "left alone"),
+            ("job", "would be removed"),
+        ]
+        assert not any(r["removed"] for r in found)
+        assert all(path.exists() for path in dirs(memory))
+        code, out = run(capsys, "clean", *options(memory))
+        assert code == 0
+        assert "left alone" in out
+        assert not any(path.exists() for path in dirs(memory))
+        assert live.path.exists()
+        code, out = run(capsys, "clean", *options(memory), "--job", "live")
+        assert code == 1
+        assert live.path.exists()
+        assert run(capsys, "clean", *options(memory), "--force")[0] == 2
+        assert live.path.exists()
+        assert run(capsys, "clean", *options(memory), "--job", "live", "--force")[0] == 0
+        assert not live.path.exists()
+    finally:
+        arena.close()
+    code, out = run(capsys, "clean", *options(memory))
+    assert (code, "no job has memory" in out) == (0, True)
+
+
+def test_an_orphan_that_cannot_be_read_is_still_removed(
+    memory: JobMemory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (memory.jobs[0].path / "secret").unlink()
+    code, out = run(capsys, "inspect", *options(memory))
+    assert (code, "secret cannot be read" in out) == (1, True)
+    assert run(capsys, "clean", *options(memory), "--job", "job")[0] == 0
+    assert not any(path.exists() for path in dirs(memory))

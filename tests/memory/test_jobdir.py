@@ -1,0 +1,303 @@
+"""Job directories: private, one secret, found when orphaned, never removed while alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from arena_tools import header, make, write_version
+
+from reft.errors import ArenaError, AuthenticationError
+from reft.memory.arena import Arena
+from reft.memory.jobdir import (
+    JOB_FILE,
+    SECRET_FILE,
+    STATUS_FILE,
+    JobDir,
+    find_jobs,
+    is_running,
+    list_jobs,
+    process_identity,
+    read_json,
+    read_secret,
+    remove_job,
+    write_json,
+)
+from tests.machine import can_give_away
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def no_secret_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REFT_SECRET", raising=False)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_p11_the_directory_and_its_secret_are_private(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path / "deep" / "memory", "job", "node0")
+    assert mode(job.path) == 0o700
+    assert {p.name: mode(p) for p in job.path.iterdir()} == {SECRET_FILE: 0o600, JOB_FILE: 0o600}
+    assert len(job.secret) == 32
+    again = JobDir.open_or_create(tmp_path / "deep" / "memory", "job", "node0")
+    assert again.secret == job.secret == JobDir.open(job.path).secret
+    assert mode(tmp_path / "deep" / "memory") == 0o700
+    found = read_json(job.path / JOB_FILE)
+    assert found is not None
+    assert (found["job_id"], found["node"], found["owner_uid"]) == ("job", "node0", os.geteuid())
+
+
+def test_below_a_directory_for_everybody_memory_is_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    job = JobDir.open_or_create(tmp_path / "reft", "job", "node0")
+    assert mode(tmp_path / "reft") == mode(job.path) == 0o700
+
+
+def test_the_given_secret_is_used_and_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0", secret=b"a" * 32)
+    assert job.secret == b"a" * 32
+    with pytest.raises(AuthenticationError, match="made with another secret"):
+        JobDir.open_or_create(tmp_path, "job", "node0", secret=b"b" * 32)
+    monkeypatch.setenv("REFT_SECRET", (b"c" * 32).hex())
+    assert JobDir.open_or_create(tmp_path, "other", "node0").secret == b"c" * 32
+    monkeypatch.setenv("REFT_SECRET", "xyz")
+    with pytest.raises(AuthenticationError, match="REFT_SECRET: not a secret"):
+        JobDir.open_or_create(tmp_path, "third", "node0")
+
+
+def test_many_that_attach_at_once_agree_on_one_secret(tmp_path: Path) -> None:
+    for attempt in range(40):
+        found: list[bytes] = []
+        start = threading.Barrier(8)
+
+        def attach(name: str = f"job{attempt}", start: threading.Barrier = start) -> None:
+            start.wait()
+            found.append(JobDir.open_or_create(tmp_path, name, "node0").secret)  # noqa: B023
+
+        threads = [threading.Thread(target=attach) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8
+        assert len(set(found)) == 1
+        assert sorted(p.name for p in (tmp_path / f"job{attempt}").iterdir()) == [JOB_FILE, SECRET_FILE]
+
+
+def test_p11_what_others_could_have_read_or_made_is_refused(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    secret = job.path / SECRET_FILE
+    secret.chmod(0o640)
+    with pytest.raises(AuthenticationError, match=r"others may use it.*chmod go="):
+        read_secret(job.path)
+    secret.chmod(0o600)
+    job.path.chmod(0o750)
+    with pytest.raises(AuthenticationError, match="others may use it"):
+        JobDir.open_or_create(tmp_path, "job", "node0")
+    job.path.chmod(0o700)
+    secret.write_text("short")
+    with pytest.raises(AuthenticationError, match="expected 32 bytes"):
+        read_secret(job.path)
+    secret.unlink()
+    with pytest.raises(AuthenticationError, match="cannot be read"):
+        read_secret(job.path)
+    secret.symlink_to("/etc/hostname")
+    with pytest.raises(AuthenticationError, match="cannot be read"):
+        read_secret(job.path)
+    (tmp_path / "link").symlink_to(job.path)
+    with pytest.raises(AuthenticationError, match="expected a directory"):
+        JobDir.open_or_create(tmp_path, "link", "node0")
+    with pytest.raises(ArenaError, match="not a job's memory"):
+        JobDir.open(tmp_path)
+
+
+@pytest.mark.skipif(not can_give_away(12345), reason="needs root to give a file to somebody else")
+def test_p11_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    os.chown(job.path / SECRET_FILE, 12345, -1)
+    with pytest.raises(AuthenticationError, match="belongs to uid 12345"):
+        read_secret(job.path)
+    os.chown(job.path, 12345, -1)
+    with pytest.raises(AuthenticationError, match="belongs to uid 12345"):
+        JobDir.open(job.path)
+    with pytest.raises(ArenaError, match="only its owner"):
+        remove_job(job.path)
+    (summary,) = list_jobs(tmp_path)
+    assert summary.problem is not None
+    assert summary.owner_uid == 12345
+
+
+def test_the_memory_of_another_job_is_refused(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    job.path.rename(tmp_path / "renamed")
+    with pytest.raises(ArenaError, match="memory of job 'job', expected 'renamed'"):
+        JobDir.open_or_create(tmp_path, "renamed", "node0")
+
+
+def test_a_node_that_comes_back_under_another_name_is_recorded(tmp_path: Path) -> None:
+    first = JobDir.open_or_create(tmp_path, "job", "node0")
+    created = (read_json(first.path / JOB_FILE) or {})["created"]
+    JobDir.open_or_create(tmp_path, "job", "node7")
+    assert JobDir.open(first.path).node == "node7"
+    assert (read_json(first.path / JOB_FILE) or {})["created"] == created
+
+
+def test_the_newest_incarnation_is_the_highest_that_any_arena_names(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    assert job.newest_incarnation() == 0
+    for slot, incarnation in enumerate((2, 5, 3)):
+        with make(job.path / f"rank0-slot{slot}.arena", secret=job.secret) as arena:
+            arena.begin(header(1, incarnation))
+    (job.path / "rank1-slot0.arena").write_bytes(b"junk")
+    assert job.newest_incarnation() == 5
+
+
+def test_status_is_replaced_in_one_step(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    assert job.read_status() is None
+    done = threading.Event()
+    seen: list[dict[str, int]] = []
+
+    def read() -> None:
+        while not done.is_set():
+            status = job.read_status()
+            assert status is not None
+            seen.append(status)
+
+    write_json(job.path / STATUS_FILE, {"a": 0, "b": 0})
+    thread = threading.Thread(target=read)
+    thread.start()
+    for value in range(300):
+        write_json(job.path / STATUS_FILE, {"a": value, "b": value})
+    done.set()
+    thread.join()
+    assert seen
+    assert all(s["a"] == s["b"] for s in seen)
+    assert not list(job.path.glob(".*"))
+    (job.path / "status.json").write_text("{half")
+    assert job.read_status() is None
+
+
+@pytest.mark.process
+def test_a_process_is_told_from_a_later_one_with_its_pid(tmp_path: Path) -> None:
+    me = process_identity()
+    assert is_running(me)
+    assert not is_running({**me, "start_time": me["start_time"] - 60})
+    assert not is_running({"pid": me["pid"]})
+    assert not is_running({"pid": "x", "start_time": None})
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = process_identity(child.pid)
+    assert is_running(identity)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(identity)  # a zombie
+    child.communicate(timeout=30)
+    assert not is_running(identity)
+
+
+TRAINER = """
+    import sys
+    from pathlib import Path
+    from reft.memory.arena import Arena
+    from reft.memory.jobdir import JobDir
+    job = JobDir.open_or_create(Path(sys.argv[1]), "live", "node0")
+    arena = Arena.create(job.path / "rank0-slot0.arena", 4096, 4, job.secret)
+    if sys.argv[2] == "daemon":
+        arena.close()
+        job.record_daemon()
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("role", "why"), [("trainer", "open for writing"), ("daemon", "daemon runs")])
+def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, role: str, why: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(TRAINER), str(tmp_path), role],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (summary,) = list_jobs(tmp_path)
+        assert summary.alive
+        assert why in summary.alive_because[0]
+        with pytest.raises(ArenaError, match=why):
+            remove_job(summary.path)
+        assert summary.path.exists()
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    (summary,) = list_jobs(tmp_path)
+    assert not summary.alive
+    assert summary.arenas == 1
+    assert remove_job(summary.path) == summary.nbytes > 4096
+    assert list_jobs(tmp_path) == []
+
+
+def test_a_live_job_is_removed_by_force_and_its_process_goes_on(tmp_path: Path) -> None:
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    with make(job.path / "rank0-slot0.arena", secret=job.secret) as arena:
+        with pytest.raises(ArenaError, match="--force"):
+            job.remove()
+        job.remove(force=True)
+        assert not job.path.exists()
+        write_version(arena, 1)
+
+
+def test_nobody_attaches_while_a_directory_is_removed(tmp_path: Path) -> None:
+    import fcntl
+
+    job = JobDir.open_or_create(tmp_path, "job", "node0")
+    make(job.path / "rank0-slot0.arena", secret=job.secret).close()
+    fd = os.open(job.path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ArenaError, match="is being removed"):
+            Arena.open(job.path / "rank0-slot0.arena", job.secret, writable=True)
+        Arena.open(job.path / "rank0-slot0.arena", job.secret).close()
+    finally:
+        os.close(fd)
+
+
+def test_only_job_directories_are_listed_and_removed(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "precious.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    JobDir.open_or_create(tmp_path, "b", "node0")
+    JobDir.open_or_create(tmp_path, "a", "node0")
+    assert [p.name for p in find_jobs(tmp_path)] == ["a", "b"]
+    assert find_jobs(tmp_path / "nowhere") == []
+    with pytest.raises(ArenaError, match="nothing was removed"):
+        remove_job(tmp_path / "notes")
+    assert (tmp_path / "notes" / "precious.txt").exists()
+    (summary, _) = list_jobs(tmp_path)
+    assert json.loads(json.dumps(summary.to_json()))["job_id"] == "a"
+
+
+def test_a_json_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    circle: dict[str, object] = {}
+    circle["a"] = circle
+    with pytest.raises(ValueError, match="Circular"):
+        write_json(path, circle)
+    assert read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

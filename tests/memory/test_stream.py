@@ -1,0 +1,165 @@
+"""The compiled copy past the caches is a copy, whatever the sizes and wherever the ranges begin, and the checksum
+that it takes on the way is that of the xxhash package, to the bit."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reft.memory import stream
+from reft.memory.header import checksum
+from reft.memory.stream import (
+    CutRanges,
+    HashingCopier,
+    PlainHashingCopier,
+    copier,
+    hashing_copier,
+    ranges_of,
+)
+from reft.native import compiled
+
+PAGE = 4096
+SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
+
+
+@given(nbytes=SIZES, source_at=st.integers(0, 70), target_at=st.integers(0, 70), seed=st.integers(0, 2**32))
+def test_a_copy_is_exact_and_touches_nothing_else(
+    nbytes: int, source_at: int, target_at: int, seed: int
+) -> None:
+    source = np.random.default_rng(seed).integers(0, 256, nbytes + source_at, dtype=np.uint8)
+    target = np.full(nbytes + target_at + 100, 0xEE, np.uint8)
+    copier()(target.ctypes.data + target_at, source.ctypes.data + source_at, nbytes)
+    np.testing.assert_array_equal(target[target_at : target_at + nbytes], source[source_at:])
+    assert (target[:target_at] == 0xEE).all()
+    assert (target[target_at + nbytes :] == 0xEE).all()
+
+
+HASH_SIZES = st.one_of(
+    st.integers(0, 300),
+    st.integers(0, 20 * PAGE),
+    st.builds(lambda blocks, more: 1024 * blocks + more, st.integers(1, 80), st.integers(-1, 1)),
+)
+PARTS = st.lists(
+    st.tuples(st.one_of(st.integers(0, 1100), st.integers(0, 6 * PAGE)), st.booleans()), max_size=12
+)
+
+
+@pytest.fixture(params=["AVX2", "SSE2", "plain"])
+def hasher(request: pytest.FixtureRequest) -> Iterator[HashingCopier]:
+    if request.param == "plain":
+        yield PlainHashingCopier()
+        return
+    made = hashing_copier()
+    if type(made) is PlainHashingCopier:
+        pytest.skip("the loop that hashes was not built: no C++ compiler, or no x86-64")
+    use_avx2 = compiled("reft.memory._stream", "reft_use_avx2")
+    if use_avx2(request.param == "AVX2") != (request.param == "AVX2"):
+        pytest.skip("this processor has no AVX2")
+    yield made
+    use_avx2(True)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    nbytes=HASH_SIZES,
+    parts=PARTS,
+    at=st.tuples(st.integers(0, 70), st.integers(0, 70), st.integers(0, 2**32)),
+    calls=st.integers(1, 4),
+)
+def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
+    hasher: HashingCopier, nbytes: int, parts: list[tuple[int, bool]], at: tuple[int, int, int], calls: int
+) -> None:
+    """Some parts are hashed only. The same object is used twice: nothing of the first input is left."""
+    source_at, target_at, seed = at
+    source = np.random.default_rng(seed).integers(0, 256, nbytes + source_at, dtype=np.uint8)
+    target = np.full(nbytes + target_at + 100, 0xEE, np.uint8)
+    expected = target.copy()
+    rows, begin = [], 0
+    for wanted, copied in [*parts, (nbytes, True)]:
+        size = min(wanted, nbytes - begin)
+        place, read = target_at + begin, source_at + begin
+        rows.append((copied and target.ctypes.data + place, source.ctypes.data + read, size))
+        if copied:
+            expected[place : place + size] = source[read : read + size]
+        begin += size
+    for _ in range(2):
+        for call in range(calls):
+            hasher.copy(ranges_of(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
+        assert hasher.take() == checksum(source[source_at:])
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1, 1024])
+def test_p5_whole_groups_of_pages_are_hashed_where_the_target_begins_with_a_page(
+    hasher: HashingCopier, groups: int, more: int
+) -> None:
+    """As blocks lie in an arena: nothing is left over at the end of a chunk."""
+    nbytes = groups * 4 * PAGE + more
+    source = np.random.default_rng(3).integers(0, 256, 3 * nbytes, dtype=np.uint8)
+    memory = mmap.mmap(-1, 3 * (nbytes + PAGE))
+    target = np.frombuffer(memory, np.uint8)
+    for part in range(3):
+        place = part * (-(-nbytes // PAGE) * PAGE)
+        hasher.copy(ranges_of([(target.ctypes.data + place, source.ctypes.data + part * nbytes, nbytes)]))
+        np.testing.assert_array_equal(
+            target[place : place + nbytes], source[part * nbytes : (part + 1) * nbytes]
+        )
+    assert hasher.take() == checksum(source)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 6 * PAGE), min_size=1, max_size=4), min_size=1, max_size=8),
+    steps=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 0, 1])), min_size=1, max_size=4),
+)
+def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
+    hasher: HashingCopier, chunks: list[list[int]], steps: list[tuple[int, int | None]]
+) -> None:
+    source = np.random.default_rng(2).integers(0, 256, sum(map(sum, chunks)), dtype=np.uint8)
+    target = np.zeros_like(source)
+    rows, at = [], 0
+    for sizes in chunks:
+        rows.append([])
+        for size in sizes:
+            rows[-1].append((target.ctypes.data + at, source.ctypes.data + at, size))
+            at += size
+    cut = CutRanges.of(rows)
+    done, number = 0, 0
+    while done < len(chunks):
+        wanted, flag = steps[number % len(steps)]
+        number += 1
+        stop = min(len(chunks), done + wanted)
+        copied = hasher.copy_chunks(cut, done, stop, None if flag is None else ctypes.c_int(flag))
+        assert copied == (1 if flag else stop - done)
+        done += copied
+        end = cut.nbytes(0, done)
+        np.testing.assert_array_equal(target[:end], source[:end])
+        assert not target[end:].any()
+    assert hasher.take() == checksum(source)
+
+
+def test_megabytes_are_hashed_as_the_package_does(hasher: HashingCopier) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 9 * 2**20 + 12_345, dtype=np.uint8)
+    target = np.zeros_like(source)
+    hasher.copy(ranges_of([(target.ctypes.data, source.ctypes.data, source.nbytes)]))
+    assert hasher.take() == checksum(source) == checksum(target)
+
+
+def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reft.native.find_spec", lambda name: None)
+    known = (copier, stream.compiled_hash)
+    for function in known:
+        function.cache_clear()
+    try:
+        assert copier() is ctypes.memmove
+        assert type(hashing_copier()) is PlainHashingCopier
+    finally:
+        for function in known:
+            function.cache_clear()

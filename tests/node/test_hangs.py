@@ -1,0 +1,197 @@
+"""Whom the watch suspects, and who is named: every combination of what two and three ranks may be at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from reft.node.hangs import Stillness, Waiting, Watch, WriteWatch, limit_secs, name_culprit, step_limit_secs
+from reft.node.progress import Phase, Seen
+
+PATIENCE = 10.0
+STEP_LIMIT = 7.5
+OTHER_LIMIT = 600.0
+SEEN = Seen(
+    local_rank=0,
+    rank=0,
+    pid=100,
+    phase=Phase.STEP,
+    step=8,
+    position=3,
+    instruction="ForwardPass",
+    nanos=1,
+    patience=PATIENCE,
+    step_secs=0.3,
+    phase_secs=0.0,
+    stack_signal=0,
+    state="S",
+)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
+    seen = replace(SEEN, phase=phase)
+    wanted = {Phase.STEP: STEP_LIMIT, Phase.PAUSED: None, Phase.ENDED: None}.get(phase, OTHER_LIMIT)
+    assert limit_secs(seen) == wanted
+    assert limit_secs(replace(seen, state="t")) is None, "somebody looks at it with a debugger"
+    assert limit_secs(replace(seen, patience=0.0, state="T")) is None
+    unpaused = phase not in (Phase.PAUSED, Phase.ENDED)
+    assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), "nothing goes on in it"
+
+
+def test_limits_follow_what_the_job_has_taken() -> None:
+    assert step_limit_secs(replace(SEEN, step_secs=30.0)) == 300.0
+    assert limit_secs(replace(SEEN, step_secs=30.0)) == 300.0
+    assert limit_secs(replace(SEEN, phase=Phase.SAVING, phase_secs=90.0)) == 900.0
+    assert limit_secs(replace(SEEN, instruction="LoadMicroBatch")) == OTHER_LIMIT, "data may be slow"
+
+
+def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
+    unmeasured = replace(SEEN, step_secs=0.0)
+    assert limit_secs(unmeasured) == OTHER_LIMIT
+    assert limit_secs(replace(unmeasured, state="T")) == STEP_LIMIT, "nothing goes on in it"
+    assert Waiting(unmeasured, STEP_LIMIT + 1).quiet, "others hear of it"
+    # Of two that wait, one has made a step more, and measured it; the other's may take longer than that.
+    behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
+    ahead = replace(SEEN, step=2, instruction="Backward")
+    assert name_culprit([Waiting(ahead, 9.0), Waiting(behind, 9.0)]) is None
+    verdict = name_culprit([Waiting(ahead, OTHER_LIMIT + 1), Waiting(behind, OTHER_LIMIT + 1)])
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+
+
+def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
+    watch = Watch()
+    assert [w.quiet_secs for w in watch.look([SEEN], 0.25)] == [0.0]
+    for _ in range(40):
+        (waiting,) = watch.look([SEEN], 0.25)
+    assert (waiting.quiet_secs, waiting.suspected) == (10.0, True)
+    (waiting,) = watch.look([replace(SEEN, nanos=2)], 0.25)
+    assert (waiting.quiet_secs, waiting.suspected) == (0.0, False)
+    # This process stood still, or the clock was set: nobody hangs for that.
+    (waiting,) = watch.look([replace(SEEN, nanos=2)], 1e6)
+    assert not waiting.suspected
+
+
+def test_a_suspicion_ends_with_the_round() -> None:
+    watch = Watch()
+    for _ in range(10):
+        (waiting,) = watch.look([SEEN], 1.0)
+    assert waiting.suspected
+    watch.clear()
+    (waiting,) = watch.look([SEEN], 1.0)
+    assert waiting.quiet_secs == 0.0
+    watch.look([SEEN], 1.0)
+    assert not any(w.quiet for w in watch.look([replace(SEEN, pid=101)], 1.0)), "another trainer"
+
+
+def test_stillness_begins_with_the_first_look() -> None:
+    still = Stillness()
+    assert [still.look("a", 1.0), still.look("a", 1.0), still.look("b", 1.0)] == [0.0, 1.0, 0.0]
+
+
+AT = {
+    "waits": dict(instruction="RecvActivation"),
+    "computes": dict(instruction="BackwardPass"),
+    "loads": dict(instruction="LoadMicroBatch"),
+    "between": dict(phase=Phase.BETWEEN, instruction=""),
+    "saves": dict(phase=Phase.SAVING, instruction=""),
+    "evaluates": dict(phase=Phase.EVALUATION, instruction="ForwardPass"),
+    "first": dict(phase=Phase.FIRST_STEP, instruction="ForwardPass"),
+    "paused": dict(phase=Phase.PAUSED, instruction=""),
+    "stopped": dict(state="T", instruction="RecvGrad"),
+    "gone": dict(state="", instruction="RecvGrad"),
+}
+
+
+def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> Waiting:
+    return Waiting(replace(SEEN, rank=rank, step=step, **AT[what]), quiet_secs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_who_is_named_in_every_combination(ranks: int) -> None:
+    for combination in product(AT, repeat=ranks):
+        waiting = [rank_at(rank, what, STEP_LIMIT + 1) for rank, what in enumerate(combination)]
+        verdict = name_culprit(waiting)
+        stopped, gone, computing = (
+            tuple(rank for rank, what in enumerate(combination) if what == wanted)
+            for wanted in ("stopped", "gone", "computes")
+        )
+        if stopped or gone or computing:
+            assert verdict is not None
+            assert verdict.ranks == (stopped or gone or computing), combination
+        elif set(combination) == {"waits"}:
+            assert verdict is not None
+            assert verdict.ranks == ()
+        else:
+            assert verdict is None, f"{combination}: who takes its time may"
+
+
+def test_nobody_is_named_while_a_rank_goes_on_or_before_the_limit() -> None:
+    for what in AT:
+        waiting = [rank_at(0, "waits", STEP_LIMIT + 1), rank_at(1, what, 0.1)]
+        assert name_culprit(waiting) is None, what
+        assert name_culprit([rank_at(0, "waits", 1.0), rank_at(1, what, STEP_LIMIT - 1)]) is None, what
+
+
+def test_what_takes_too_long_at_anything_is_named() -> None:
+    for what in ("loads", "between", "saves", "evaluates", "first"):
+        verdict = name_culprit([rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)])
+        assert verdict is not None
+        assert verdict.ranks == (1,), what
+    assert name_culprit([rank_at(0, "waits", 1e6), rank_at(1, "paused", 1e6)]) is None
+
+
+def test_what_all_ranks_do_between_two_steps_may_last() -> None:
+    """The last step may have been the last."""
+    assert name_culprit([rank_at(0, "between", 1e6), rank_at(1, "between", 1e6)]) is None
+    verdict = name_culprit([rank_at(0, "between", 1e6), rank_at(1, "stopped", STEP_LIMIT + 1)])
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+
+
+def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:
+    waiting = [rank_at(rank, "waits", 9.0, step) for rank, step in enumerate((9, 8, 9))]
+    verdict = name_culprit(waiting)
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert "rank 1 hangs: behind the others (rank 1: step behind step 8" in verdict.reason
+
+
+def test_what_is_told_to_other_nodes_is_read_as_it_was() -> None:
+    waiting = rank_at(3, "saves", 7.5)
+    assert Waiting.from_json(waiting.to_json()) == waiting
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        Waiting.from_json({"seen": {"phase": 77}, "quiet_secs": 1.0, "node": ""})
+
+
+def write(watch: WriteWatch, version: int, pauses: int, ends_well: bool = True) -> None:
+    """One version, of which nothing is written in so many looks, a second apart; the next one may have begun
+    when the watch looks again."""
+    for done in (1, *[5] * (pauses + 1), 9):
+        watch.look(version, (version, done), version - 1, 1.0)
+    if ends_well:
+        watch.look(version + 1, (version + 1, 0), version, 1.0)
+    else:
+        watch.look(None, (version, 9), version - 1, 1.0)
+
+
+def test_how_long_nothing_may_be_written_is_learned_from_what_was_written() -> None:
+    watch = WriteWatch()
+    assert watch.look(None, None, 0, 1.0) == 0.0
+    assert [watch.look(1, done, 0, 1.0) for done in (0, 5, 5, 5, 5, 9)] == [0.0, 0.0, 1.0, 2.0, 3.0, 0.0]
+    watch.look(None, 9, 1, 1.0)
+    assert watch.limit_secs(10.0) == 60.0, "the first starts what writes"
+    write(watch, 2, pauses=3)
+    assert watch.limit_secs(10.0) == 30.0
+    write(watch, 3, pauses=5, ends_well=False)
+    assert watch.limit_secs(10.0) == 30.0, "an attempt that failed tells nothing"
+    write(watch, 3, pauses=0)
+    assert watch.limit_secs(10.0) == 30.0
+    write(watch, 4, pauses=20)
+    assert watch.limit_secs(10.0) == 60.0, "never more than before any"
+    for version in range(5, 13):
+        write(watch, version, pauses=0)
+    assert watch.limit_secs(10.0) == 7.5, "what a busy machine does to a short pause"

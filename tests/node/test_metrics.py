@@ -1,0 +1,215 @@
+"""What Prometheus is told: stable names, on loopback, and never at training's cost."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from reft.config import MetricsConfig
+from reft.config_read import parse_block
+from reft.errors import ConfigError
+from reft.label import Label
+from reft.memory.jobdir import JobDir, write_json
+from reft.node.metrics import METRICS, MetricsServer, values
+from reft.node.signals import BOARD_FILE, Board, NodeReport, Recovery, Row, Shard, Signal
+from reft.speed.effective import Counts
+from reft.speed.memory import MemoryUse, RunsOut
+from reft.speed.reports import Kind, RankSpeed, Straggler
+from reft.storage.status import NodeStatus
+from tests.machine import free_port
+
+ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| `(reft_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", re.MULTILINE)
+
+
+def board() -> Board:
+    shard = Shard(
+        at=(0, 0, 0), degrees=(1, 2, 1), label=(1, 7), scheme="arc", sealed_unix_secs=90.0, committed=True
+    )
+    last = Recovery(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
+    facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
+    facts["counts"] = Counts(
+        began_unix_secs=1.0, elapsed_secs=10.0, samples=40, flops=8e13, recovering_secs=2.0
+    )
+    facts["trainers"] = 2
+    facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
+    running_out = {"name": "the host", "who": "", "used_bytes": 8, "limit_bytes": 10, "bytes_per_sec": 0.1}
+    running_out |= {"in_secs": 20.0, "unix_secs": 120.0, "step": 40, "since_step": 2}
+    facts["runs_out"] = (RunsOut(**running_out),)
+    here = NodeReport(node="a", domain="a", signal=Signal.COMPLETED, shards=(shard,), **facts)
+    gone = NodeReport(node="b", domain="b", shards=(shard.model_copy(update={"at": (0, 1, 0)}),))
+    speed = RankSpeed(
+        **{"rank": 3, "node": "a", "at": (0, 0, 0), "step_secs": 0.5, "compute_secs": 0.2, "busy_secs": 0.0},
+        **{"transfer_secs": 0.1, "wait_secs": 0.15, "other_secs": 0.05},
+    )
+    slow = Straggler(
+        **{"kind": Kind.RANK, "name": "rank 3 (a)", "ranks": (3,), "nodes": ("a",), "since_step": 4},
+        **{"since_unix_secs": 80.0, "factor": 1.5, "cost_secs": 0.1, "cost_share": 0.2, "why": "it computes"},
+    )
+    rows = (Row(report=here), Row(report=gone, offline_unix_secs=95.0))
+    return Board(job_id="job", rows=rows, slow=(slow,), speeds=(speed,))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    job = JobDir.open_or_create(tmp_path, "job", "a", secret=b"s" * 32)
+    write_json(job.path / BOARD_FILE, board().model_dump(mode="json"))
+    return job
+
+
+@pytest.fixture
+def status(job: JobDir) -> NodeStatus:
+    status = NodeStatus(job.path, {})
+    status.committed(Label(1, 7))
+    status.skip(8, "no memory")
+    traffic = {"to_host": {"shard": 100}, "sent": {"owned": 7}}
+    for rank in range(2):
+        stats = {"copy_secs_median": 0.25, "stall_secs_median": 0.001, "traffic": traffic}
+        status.trainer(rank, stats=stats)
+    status.update_persist(dir="/disk", last=Label(1, 5), lag_steps=2)
+    return status
+
+
+@pytest.fixture
+def server(job: JobDir, status: NodeStatus) -> Iterator[MetricsServer]:
+    made = MetricsServer(job, status.snapshot)
+    yield made
+    made.close()
+
+
+def wait_until_served(server: MetricsServer) -> int:
+    deadline = time.monotonic() + 60
+    while server.port is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return server.port
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
+        return str(page.read().decode())
+
+
+def test_what_is_exposed_is_what_the_table_says(server: MetricsServer) -> None:
+    server.configure(MetricsConfig(port=free_port()))
+    families = list(text_string_to_metric_families(scrape(wait_until_served(server))))
+    exposed = {}
+    for family in families:
+        (name,) = {sample.name for sample in family.samples}
+        labels = tuple(k for k in family.samples[0].labels if k not in ("job", "node"))
+        assert {(s.labels["job"], s.labels["node"]) for s in family.samples} == {("job", "a")}
+        exposed[name] = (family.type, labels, family.documentation)
+    told = (ROOT / "docs" / "operations.md").read_text()
+    table = {
+        name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels))), meaning)
+        for name, kind, labels, meaning in ROW.findall(told)
+    }
+    assert exposed == table, (
+        "the table in docs/operations.md, and all that is exposed where everything is known"
+    )
+    assert exposed.keys() == {m.name for m in METRICS}
+
+
+def test_figures_are_those_of_job_and_node(status: NodeStatus) -> None:
+    found = {(name, labels): value for name, labels, value in values(board(), "a", status.snapshot(), 100.0)}
+    assert found["reft_node_signal", ("COMPLETED",)] == 1.0
+    assert found["reft_node_signal", ("HEALTHY",)] == 0.0
+    assert found["reft_nodes", ("OFFLINE",)] == 1.0
+    assert found["reft_step", ()] == 9.0
+    assert found["reft_commit_age_seconds", ()] == 10.0
+    assert found["reft_commit_lag_steps", ()] == 2.0
+    assert found["reft_tolerance_left_nodes", ()] == 0.0
+    assert found["reft_last_recovery_seconds", ("gathering",)] == 1.5
+    assert found["reft_snapshot_bytes", ("to_host", "shard")] == 200.0
+    assert found["reft_versions_skipped_total", ("no memory",)] == 1.0
+    assert found["reft_stale", ()] == 1.0
+    assert found["reft_persisted_step", ()] == 5.0
+
+
+def test_without_a_board_the_node_is_told_alone() -> None:
+    assert {name for name, _, _ in values(None, "a", {}, 0.0)} == {
+        "reft_versions_committed_total",
+        "reft_stale",
+    }
+
+
+def test_p10_nothing_listens_without_the_key(server: MetricsServer) -> None:
+    server.configure(parse_block({}).metrics)
+    assert server.port is None
+
+
+@pytest.mark.parametrize("wrong", [{"port": -1}, {"port": 65536}, {"ports": 1}])
+def test_wrong_keys_are_refused_by_name(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.port"):
+        parse_block({"metrics": wrong})
+
+
+def test_p6_a_port_that_is_taken_is_said_once(
+    server: MetricsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.WARNING):
+        port = other.getsockname()[1]
+        for _ in range(3):
+            server.configure(MetricsConfig(port=port))
+        deadline = time.monotonic() + 60
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (said,) = caplog.messages
+        assert f"no metrics at 127.0.0.1 port {port}" in said
+        assert "training does not wait" in said
+    assert server.port is None
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "nonsense.invalid", "x" * 300])
+def test_p6_an_address_of_another_host_costs_a_line(
+    server: MetricsServer, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    server.configure(MetricsConfig(port=free_port(), host=host))
+    deadline = time.monotonic() + 60
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(caplog.messages) == 1
+    assert "no metrics at" in caplog.messages[0]
+
+
+def test_p6_a_missing_package_is_said_with_what_to_install(
+    server: MetricsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    server.configure(MetricsConfig(port=free_port()))
+    deadline = time.monotonic() + 60
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "pip install 'reft-ckpt[metrics]'" in caplog.text
+
+
+def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(server: MetricsServer) -> None:
+    server.configure(MetricsConfig(port=free_port()))
+    port = wait_until_served(server)
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+    for junk in (b"\xff" * 10_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000, b"POST / HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(junk)
+    assert "reft_step" in scrape(port)
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize("torn", [b"", b"{ torn", b"[" * 100_000])
+def test_p6_files_that_cannot_be_read_leave_figures_out(
+    job: JobDir, server: MetricsServer, torn: bytes
+) -> None:
+    (job.path / BOARD_FILE).write_bytes(torn)
+    server.configure(MetricsConfig(port=free_port()))
+    page = scrape(wait_until_served(server))
+    assert "reft_versions_committed_total{" in page
+    assert "reft_step{" not in page

@@ -1,0 +1,142 @@
+"""What a node's files tell of it, without asking anybody."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from arena_tools import SECRET, make, write_version
+
+from reft.memory.arena import ArenaState
+from reft.memory.jobdir import JobDir, write_json
+from reft.node.history import RESUMED, STARTED, note
+from reft.node.observe import Doing, NodeObserver, Speed
+from reft.node.progress import Phase, ProgressPage, Seen
+from reft.node.signals import Signal
+from reft.storage.status import NodeStatus
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    return JobDir.open_or_create(tmp_path, "job", "node0", secret=SECRET)
+
+
+def observer(job: JobDir) -> NodeObserver:
+    return NodeObserver(job.path, "node0", "node0", has_daemon=True)
+
+
+def test_signals_follow_the_arenas(job: JobDir) -> None:
+    watch = observer(job)
+    began = Doing("running", round=1, since_unix_secs=time.time())
+    assert watch.look(Doing("waiting for nodes")).signal is Signal.HEALTHY
+    page = ProgressPage(job.path, 0, 0, 10.0)
+    with make(job.path / "rank0-slot0.arena") as one, make(job.path / "rank0-slot1.arena") as other:
+        report = watch.look(began)
+        assert (report.signal, report.shards, report.trainers) == (Signal.HEALTHY, (), 1)
+        assert report.times == {Signal.HEALTHY: began.since_unix_secs}
+        write_version(one, 4, ArenaState.WRITING)
+        before = time.time()
+        report = watch.look(began)
+        assert report.signal is Signal.SNAP
+        assert report.times[Signal.SNAP] >= before
+        write_version(one, 4, ArenaState.SEALED)
+        report = watch.look(began)
+        assert report.signal is Signal.COMPLETED
+        assert [(s.at, s.label, s.committed) for s in report.shards] == [((1, 0, 0), (1, 4), False)]
+        one.commit()
+        write_version(other, 5, ArenaState.SEALED)
+        report = watch.look(began)
+        # What may be restored counts: the newer one is not committed yet.
+        assert [(s.label, s.committed) for s in report.shards] == [((1, 4), True)]
+        assert report.times[Signal.COMPLETED] == other.head().sealed_unix_secs
+        # Begun and ended between two looks.
+        assert report.times[Signal.SNAP] <= report.times[Signal.COMPLETED]
+        # The trainers start again: what lies there is of their life before.
+        again = Doing("running", round=2, since_unix_secs=time.time())
+        assert watch.look(again).signal is Signal.HEALTHY
+        write_version(one, 6, ArenaState.WRITING)
+        assert watch.look(again).signal is Signal.SNAP
+    page.close()
+
+
+def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
+    watch = observer(job)
+    status = NodeStatus(job.path, {})
+    page = ProgressPage(job.path, 0, 0, 10.0)
+    runs = Doing("running", round=1, since_unix_secs=time.time())
+    assert watch.look(runs).signal is Signal.HEALTHY
+    failed = watch.look(Doing("waiting for nodes", failed="rank 3 was killed by SIGKILL"))
+    assert (failed.signal, failed.why) == (Signal.UNHEALTHY, "rank 3 was killed by SIGKILL")
+    assert watch.look(runs).signal is Signal.HEALTHY
+
+    status.skip(1, "no memory")
+    status.write_if_changed()
+    page.end_step(9)
+    skipped = watch.look(runs)
+    assert (skipped.signal, skipped.warnings) == (Signal.HEALTHY, ("no version since step 1: no memory",))
+    page.end_step(11)
+    stale = watch.look(runs)
+    assert (stale.signal, stale.why) == (Signal.UNHEALTHY, "no version since step 1: no memory")
+
+    status = NodeStatus(job.path, {})
+    status.update_quiet(["rank 1: quiet"], [])
+    status.write_if_changed()
+    assert watch.look(runs).signal is Signal.HEALTHY
+    status.update_quiet(["rank 1: quiet"], ["rank 1: quiet"])
+    status.write_if_changed()
+    assert (watch.look(runs).signal, watch.look(runs).why) == (Signal.UNHEALTHY, "rank 1: quiet")
+    page.close()
+    assert watch.look(runs).step == 11, "trainers that have ended take their pages along, not what was seen"
+
+
+def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
+    watch = observer(job)
+    assert watch.look(Doing()).recovery is None
+    facts = {"nodes": ["a"] * 1000, "joined": [], "newest_step": 9, "failures": []}
+    note(job.path, STARTED, round=1, lost=[], gathering_secs=None, **facts)
+    note(job.path, STARTED, round=2, lost=["b"], gathering_secs=1.25, **facts)
+    note(job.path, RESUMED, source="memory, own", step=9, secs=0.5)
+    report = watch.look(Doing())
+    assert report.recovery is not None
+    assert (report.restarts, report.recovery.lost, report.recovery.resumed_step) == (1, ("b",), 9)
+    assert report.recovery.secs["gathering"] == 1.25
+    assert len(report.pack()) < 1000, "the names of all nodes are not told by each of them"
+
+
+@pytest.mark.parametrize("what", ["torn", "nonsense", "gone"])
+def test_p6_files_that_cannot_be_read_tell_nothing(job: JobDir, what: str) -> None:
+    watch = observer(job)
+    for name in ("status.json", "protection.json", "history.jsonl", "0.progress", "rank0-slot0.arena"):
+        (job.path / name).write_bytes(b'{ "a' if what == "torn" else os.urandom(5000))
+    if what == "gone":
+        for path in job.path.iterdir():
+            path.unlink()
+        job.path.rmdir()
+    report = watch.look(Doing("running"))
+    assert (report.signal, report.shards, report.step) == (Signal.HEALTHY, (), None)
+
+
+def test_a_daemon_that_has_died_is_warned_of(job: JobDir) -> None:
+    write_json(job.path / "daemon.json", {"pid": 2**22, "start_time": 1.0})
+    (said,) = observer(job).look(Doing()).warnings
+    assert "daemon does not run" in said
+
+
+def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> None:
+    speed = Speed()
+
+    def at(step: int, secs: float, phase: Phase = Phase.BETWEEN, pid: int = 5) -> float | None:
+        return speed.look(
+            Seen(0, 0, pid, phase, step, 0, "", int(secs * 1e9), 10.0, 0.0, 0.0, 0, "S")
+        )  # fmt: skip
+
+    assert at(0, 0.0, Phase.FIRST_STEP) is None
+    assert at(1, 60.0) is None, "the first step is none to measure by"
+    assert at(3, 61.0) == 2.0
+    assert at(3, 65.0, Phase.STEP) == 2.0
+    assert at(11, 65.0) == 2.0
+    assert at(4, 70.0) is None, "the job went back"
+    assert at(5, 70.5) == 2.0
+    assert at(6, 99.0, pid=6) is None, "another life"

@@ -1,0 +1,312 @@
+"""Whole jobs as they lie in memory: inventories for the planner, arena files for the transfer."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from reft.blocks import STATE_SECTIONS, BlockKey, Section
+from reft.grid import Coordinate, Degrees, Topology
+from reft.label import Label
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
+from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.coded_blocks import pack_checksums
+from reft.protect.codes import Scheme
+from reft.protect.placement import place_group
+from reft.recover.inventory import ArenaRecord, Inventory
+from reft.recover.local import ArenaSet, matches, stored_bytes
+from reft.recover.plan import Fetch, RecoveryPlan
+from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
+
+JOB = "job-a"
+SECRET = b"0123456789abcdef0123456789abcdef"
+OLD, NEW = Label(1, 5), Label(1, 6)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A job: where its ranks sat when it wrote the memory, and the sizes of its state. ``uneven``: bytes by which
+    every member owns more than the one before it."""
+
+    topology: Topology
+    copies: int = 1
+    parities: int = 0
+    zero: int = 1
+    block_bytes: int = 128
+    scale: int = 1
+    job_id: str = JOB
+    uneven: int = 64
+
+    def sizes(self, pp: int, tp: int) -> SectionSizes:
+        dp = self.topology.degrees.dp
+        owned = tuple(self.zero * self.scale * (200 + self.uneven * d + 8 * pp) for d in range(dp))
+        host = tuple(90 + d + tp for d in range(dp))
+        return SectionSizes(self.scale * (640 + 72 * pp + 8 * tp), owned, host)
+
+    def shard_plan(self, pp: int, tp: int) -> ShardPlan:
+        placement = place_group(self.topology.group_nodes(pp, tp), self.copies, self.parities)
+        sizes = self.sizes(pp, tp)
+        return make_shard_plan(
+            SectionSizes(sizes.replicated_bytes, sizes.owned_bytes, (256,) * len(sizes.host_bytes)),
+            placement,
+            self.block_bytes,
+        )
+
+    def image(self, at: Coordinate, section: Section, label: Label) -> np.ndarray:
+        """What the section held at this coordinate when the version was taken."""
+        sizes = self.sizes(at.pp, at.tp)
+        nbytes, who = {
+            Section.REPLICATED: (sizes.replicated_bytes, 99),
+            Section.OWNED: (sizes.owned_bytes[at.dp], at.dp),
+            Section.HOST: (sizes.host_bytes[at.dp], at.dp),
+        }[section]
+        seed = (label.incarnation, label.step, at.pp, at.tp, who, zlib.crc32(section.encode()))
+        return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+    def content(self, at: Coordinate, placed: PlacedBlock, label: Label) -> np.ndarray:
+        """The bytes of a block in the arena of the rank at ``at``."""
+        plan, key, start = self.shard_plan(at.pp, at.tp), placed.key, placed.block.start_bytes
+        owner = Coordinate(at.pp, key.member, at.tp)
+        if key.section in STATE_SECTIONS:
+            return self.image(owner, key.section, label)[start : start + placed.block.nbytes]
+        if key.section is Section.CHECKSUMS:
+            own = [b for b in plan.members[key.member].own if b.key.section is Section.REPLICATED]
+            sums = [checksum(np.ascontiguousarray(self.content(owner, b, label)).data) for b in own]
+            return np.frombuffer(pack_checksums(sums), np.uint8)
+        blocks = {b.key: b for m in plan.members for b in m.own}
+        terms = plan.members[at.dp].terms[key].terms
+        sources = [self.content(at, blocks[k], label) for k, _ in terms]
+        out = np.zeros(placed.block.nbytes, np.uint8)
+        combine_ragged(numpy_backend(), (tuple(c for _, c in terms),), sources, (out,))
+        return out
+
+    def entries(self, at: Coordinate, label: Label, real: bool) -> tuple[Entry, ...]:
+        """Block table of one rank's arena; ``real`` checksums, or ones that only tell blocks apart."""
+        member = self.shard_plan(at.pp, at.tp).members[at.dp]
+        entries = []
+        for placed in member.blocks:
+            key, start = placed.key, placed.block.start_bytes
+            owner = Coordinate(at.pp, key.member, at.tp)
+            nbytes = image_bytes = placed.block.nbytes
+            if key.section in STATE_SECTIONS:
+                image_bytes = self.image_bytes(owner, key.section)
+                nbytes = min(nbytes, image_bytes - start)
+            digest = zlib.crc32(repr((label, at.pp, at.tp, key)).encode())
+            if real:
+                digest = checksum(np.ascontiguousarray(self.content(at, placed, label)).data)
+            entries.append(
+                Entry(
+                    key,
+                    start,
+                    nbytes,
+                    image_bytes,
+                    placed.arena_offset,
+                    digest,
+                    key.member == at.dp and key.section is not Section.PARITY,
+                )
+            )
+        return tuple(entries)
+
+    def image_bytes(self, at: Coordinate, section: Section) -> int:
+        sizes = self.sizes(at.pp, at.tp)
+        return {
+            Section.REPLICATED: sizes.replicated_bytes,
+            Section.OWNED: sizes.owned_bytes[at.dp],
+            Section.HOST: sizes.host_bytes[at.dp],
+        }[section]
+
+    def header(
+        self, at: Coordinate, label: Label, state: ArenaState = ArenaState.COMMITTED, real: bool = False
+    ) -> ArenaHeader:
+        return ArenaHeader(
+            job_id=self.job_id,
+            node=self.topology.node_of(at),
+            degrees=self.topology.degrees,
+            coordinate=at,
+            label=label,
+            state=state,
+            entries=self.entries(at, label, real) if state.whole else (),
+            sealed_unix_secs=1.0,
+            layout=f"layout-{at.pp}-{at.tp}",
+            scheme=str(Scheme(self.copies, self.parities)),
+            coding=code.describe() if (code := self.shard_plan(at.pp, at.tp).code) else "",
+        )
+
+    def records(
+        self,
+        label: Label,
+        states: Mapping[Coordinate, ArenaState] | ArenaState = ArenaState.COMMITTED,
+        slot: int = 0,
+    ) -> list[ArenaRecord]:
+        """One arena per coordinate (or per coordinate in ``states``), on the node where it was written."""
+        every = self.topology.degrees.coordinates()
+        wanted = states if isinstance(states, Mapping) else dict.fromkeys(every, states)
+        return [
+            ArenaRecord(
+                self.topology.node_of(c), arena_name(self.topology, c, slot), self.header(c, label, state)
+            )
+            for c, state in wanted.items()
+        ]
+
+    def write_arena(self, root: Path, at: Coordinate, label: Label, slot: int = 0) -> Path:
+        """A real, committed arena file in the directory of its node."""
+        node_dir = root / self.topology.node_of(at)
+        node_dir.mkdir(parents=True, exist_ok=True)
+        plan = self.shard_plan(at.pp, at.tp).members[at.dp]
+        header = self.header(at, label, real=True)
+        path = node_dir / arena_name(self.topology, at, slot)
+        with Arena.create(path, plan.data_bytes, len(plan.blocks), SECRET) as arena:
+            arena.begin(header)
+            for entry, placed in zip(header.entries, plan.blocks, strict=True):
+                piece = np.ascontiguousarray(self.content(at, placed, label))
+                arena.data[entry.arena_offset : entry.arena_offset + entry.nbytes] = piece.data
+            arena.seal(header.entries)
+            arena.commit()
+        return path
+
+
+def arena_name(topology: Topology, at: Coordinate, slot: int) -> str:
+    local = topology.local_ranks(topology.node_of(at)).index(topology.rank_of(at))
+    return f"rank{local}-slot{slot}.arena"
+
+
+def place(degrees: Degrees, kind: str) -> Topology:
+    """``replica``: a node holds all stages of one dp index; ``single``: one rank per node;
+    ``shared``: two dp members of a group on every node."""
+    coordinates = degrees.coordinates()
+    names = {
+        "replica": lambda c: f"n{c.dp}",
+        "single": lambda c: f"n{coordinates.index(c)}",
+        "shared": lambda c: f"n{c.pp}{c.tp}{c.dp // 2}",
+    }
+    return Topology(degrees, coordinates, tuple(names[kind](c) for c in coordinates))
+
+
+def without(topology: Topology, lost: Collection[str]) -> Topology:
+    """The placement after lost nodes were replaced by new, empty ones."""
+    return Topology(
+        topology.degrees,
+        topology.coordinates,
+        tuple(f"new-{n}" if n in lost else n for n in topology.nodes),
+    )
+
+
+def inventories(
+    records: Iterable[ArenaRecord], lost: Collection[str] = (), also: Iterable[str] = ()
+) -> list[Inventory]:
+    """What the surviving nodes (and empty ones in ``also``) report."""
+    by_node: dict[str, list[ArenaRecord]] = {node: [] for node in also}
+    for record in records:
+        if record.node not in lost:
+            by_node.setdefault(record.node, []).append(record)
+    return [Inventory(node, tuple(found)) for node, found in sorted(by_node.items())]
+
+
+def oracle(
+    fleet: Fleet,
+    records: Iterable[ArenaRecord],
+    label: Label,
+    bad: Collection[tuple[str, str, BlockKey]] = (),
+) -> bool:
+    """Brute force, byte by byte: is every byte of every image of ``label`` in some usable arena?"""
+    masks = {}
+    degrees = fleet.topology.degrees
+    for at, section in product(degrees.coordinates(), STATE_SECTIONS):
+        dp = -1 if section is Section.REPLICATED else at.dp
+        masks[section, at.pp, at.tp, dp] = np.zeros(fleet.image_bytes(at, section), bool)
+    for record in records:
+        header = record.header
+        if header.label != label or header.state not in (ArenaState.SEALED, ArenaState.COMMITTED):
+            continue
+        for e in header.entries:
+            if (record.node, record.path, e.key) not in bad:
+                dp = -1 if e.key.section is Section.REPLICATED else e.key.member
+                mask = masks[e.key.section, header.coordinate.pp, header.coordinate.tp, dp]
+                mask[e.start_bytes : e.start_bytes + e.nbytes] = True
+    return all(mask.all() for mask in masks.values())
+
+
+def check_plan(
+    plan: RecoveryPlan,
+    fleet: Fleet,
+    topology: Topology,
+    records: Iterable[ArenaRecord],
+    bad: Collection[tuple[str, str, BlockKey]] = (),
+) -> None:
+    """Every fetch is a real, good block of the plan's version by the best rung, and they tile the images."""
+    stored = {
+        (r.node, r.path, e.key): (r, e)
+        for r in records
+        if r.header.label == plan.label
+        for e in r.header.entries
+    }
+    # Owners and nodes of every usable block, to judge the rung that was chosen.
+    holders: dict[tuple[int, int, BlockKey], set[tuple[str, bool]]] = {}
+    for (node, name, key), (r, e) in stored.items():
+        if (node, name, key) not in bad:
+            group = r.header.coordinate
+            holders.setdefault((group.pp, group.tp, key), set()).add((node, e.owner))
+    assert set(plan.fetches) == set(topology.degrees.coordinates())
+    for at, fetches in plan.fetches.items():
+        for fetch in fetches:
+            assert fetch.source not in bad, "P5: a corrupt source is used"
+            record, entry = stored[fetch.source]
+            assert record.header.state.whole
+            assert (record.header.coordinate.pp, record.header.coordinate.tp) == (at.pp, at.tp)
+            assert (fetch.start_bytes, fetch.nbytes, fetch.checksum, fetch.arena_offset) == (
+                entry.start_bytes,
+                entry.nbytes,
+                entry.checksum,
+                entry.arena_offset,
+            )
+            assert fetch.kind == expected_rung(
+                fetch, topology.node_of(at), holders[fetch.pp, fetch.tp, fetch.key]
+            )
+        for section in STATE_SECTIONS:
+            pieces = [(f.start_bytes, f.nbytes) for f in fetches if f.key.section is section]
+            at_byte = 0
+            for start, nbytes in sorted(pieces):
+                assert start == at_byte, f"{at} {section}: a gap or an overlap at {at_byte}"
+                at_byte += nbytes
+            assert at_byte == fleet.image_bytes(at, section) == plan.image_bytes(at, section)
+    assert sum(plan.bytes_from.values()) == sum(f.nbytes for fs in plan.fetches.values() for f in fs)
+
+
+def expected_rung(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]]) -> str:
+    if any(n == node for n, _ in holders):
+        assert fetch.node == node
+        return "local"
+    owner_nodes = {n for n, owner in holders if owner}
+    assert fetch.node in (owner_nodes or {n for n, _ in holders})
+    return "peer" if owner_nodes else "copy"
+
+
+def read_image(plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section) -> np.ndarray:
+    """One section's image of one coordinate, as the plan says it is read."""
+    image = np.zeros(plan.image_bytes(at, section), np.uint8)
+    for fetch in plan.fetches[at]:
+        if fetch.key.section is section:
+            assert matches(fetch, arenas)
+            data = np.frombuffer(stored_bytes(fetch, arenas), np.uint8)
+            image[fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data
+    return image
+
+
+def falsify_parities(path: Path, only: Callable[[Entry], bool] = lambda entry: True) -> None:
+    """Parities that match their checksums, but were computed from other data."""
+    with Arena.open(path, SECRET, writable=True) as arena:
+        header = arena.header()
+        entries = list(header.entries)
+        for number, entry in enumerate(entries):
+            if entry.key.section is Section.PARITY and only(entry):
+                arena.data[entry.arena_offset] ^= 1
+                digest = checksum(arena.read_block(entry))
+                entries[number] = replace(entry, checksum=digest)
+        arena.begin(header)
+        arena.seal(entries)

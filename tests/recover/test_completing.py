@@ -1,0 +1,201 @@
+"""P3 on a newcomer that completes the recovered version: at every point at which it can be cut off, the version is
+found on the others and nothing of the newcomer's is read; once it is sealed, any node may be lost next. Driven are
+the functions that decide in production, on real arenas."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from reft.blocks import Section
+from reft.errors import ArenaError, LayoutError, OutOfMemoryError
+from reft.grid import Coordinate, Degrees
+from reft.memory.arena import Arena
+from reft.memory.header import ArenaState
+from reft.recover import complete
+from reft.recover.complete import Blueprint, Completing, Completion, Room, plan_kept
+from reft.recover.decide import judge, plan_recovery
+from reft.recover.inventory import take_inventory
+from reft.recover.local import opened_arenas, stored_bytes
+from reft.recover.plan import Fetch, RecoveryPlan
+
+from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, place, without
+
+FLEET = Fleet(place(Degrees(1, 4, 1), "single"), scale=4, block_bytes=1024)
+LOST, AT = "n2", Coordinate(0, 2, 0)
+TOPOLOGY = without(FLEET.topology, [LOST])
+NODE = TOPOLOGY.node_of(AT)
+DEADLINE_SECS = 60.0
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """The survivors hold two versions, the newcomer nothing."""
+    for slot, label in enumerate((OLD, NEW)):
+        for at in FLEET.topology.coordinates:
+            if FLEET.topology.node_of(at) != LOST:
+                FLEET.write_arena(tmp_path, at, label, slot)
+    (tmp_path / NODE).mkdir()
+    return tmp_path
+
+
+def found(memory: Path, gone: str | None = None):
+    return [take_inventory(memory / node, node, SECRET) for node in TOPOLOGY.nodes if node != gone]
+
+
+def planned(memory: Path) -> RecoveryPlan:
+    """As every rank of the group plans it."""
+    inventories = found(memory)
+    plan = plan_recovery(inventories, TOPOLOGY, job_id=JOB)
+    assert isinstance(plan, RecoveryPlan)
+    assert plan.label == NEW
+    held = [r for i in inventories for r in i.arenas if r.usable and r.header.label == NEW]
+    sources = judge((0, 0), held, {NEW: FLEET.topology.degrees.dp})[NEW]
+    return replace(plan, kept=plan_kept((0, 0), sources, held, TOPOLOGY))
+
+
+def completion(memory: Path, plan: RecoveryPlan, path: Path) -> Completion:
+    def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+        mine = FLEET.shard_plan(0, 0).members[AT.dp]
+        rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
+        return Blueprint(rooms, mine.data_bytes)
+
+    stored = next(r.header for i in found(memory) for r in i.arenas if r.header.label == NEW)
+    how = Completing("arc", path, blueprint)
+    return Completion(plan, AT, how, node=NODE, stored=stored, secret=SECRET)
+
+
+def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = None) -> int:
+    """The first blocks arrive, or all; how many there are."""
+    fetches = plan.with_kept().fetches[AT]
+    for fetch in fetches[:blocks]:
+        inventory = take_inventory(memory / fetch.node, fetch.node, SECRET)
+        with opened_arenas(memory / fetch.node, [inventory], SECRET) as arenas:
+            data = torch.frombuffer(bytearray(stored_bytes(fetch, arenas)), dtype=torch.uint8)
+        of.take(fetch, data)
+    return len(fetches)
+
+
+def left(path: Path, memory: Path) -> ArenaState | None:
+    """What the newcomer's arena says."""
+    return next((r.header.state for r in take_inventory(memory / NODE, NODE, SECRET).arenas), None)
+
+
+def test_p3_cut_off_after_any_block_the_newcomer_holds_nothing_that_is_read(memory: Path) -> None:
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    every = len(plan.with_kept().fetches[AT])
+    assert every > 8
+    assert plan.kept[AT]
+    assert {f.key.section for f in plan.kept[AT]} == {Section.OWNED, Section.HOST}
+    for blocks in range(every + 1):
+        with closing(completion(memory, plan, path)) as newcomer:
+            newcomer.begin()
+            fill(memory, plan, newcomer, blocks)
+        assert left(path, memory) is ArenaState.WRITING
+        again = planned(memory)  # and the next attempt comes as far as this one
+        assert all(f.node != NODE for fs in again.with_kept().fetches.values() for f in fs)
+        assert again.with_kept().fetches == plan.with_kept().fetches
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_p3_once_sealed_any_node_may_be_lost_next(memory: Path, committed: bool) -> None:
+    """Sealed by all or committed: either is recovered from what is left, the newcomer's own arena included."""
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    plan = replace(plan, committed=committed)
+    with closing(completion(memory, plan, path)) as newcomer:
+        newcomer.begin()
+        fill(memory, plan, newcomer)
+        newcomer.seal()
+    assert left(path, memory) is (ArenaState.COMMITTED if committed else ArenaState.SEALED)
+    assert path.stat().st_blocks * 512 >= path.stat().st_size, "a later write may find no memory (P9)"
+    for gone in TOPOLOGY.nodes:
+        after = plan_recovery(found(memory, gone), without(TOPOLOGY, [gone]), job_id=JOB)
+        assert isinstance(after, RecoveryPlan), f"{gone}: {after}"
+        assert after.label == NEW
+    own = [f for f in planned(memory).fetches[AT] if f.key.section is not Section.REPLICATED]
+    assert {fetch.node for fetch in own} == {NODE}
+
+
+def test_p5_what_is_sealed_are_the_bytes_that_were_verified(memory: Path) -> None:
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    with closing(completion(memory, plan, path)) as newcomer:
+        newcomer.begin()
+        fill(memory, plan, newcomer)
+        newcomer.seal()
+    with Arena.open(path, SECRET) as arena:
+        header = arena.header()
+        assert header is not None
+        assert header.entries
+        assert all(arena.verify(entry) for entry in header.entries)
+
+
+def test_p3_a_version_that_lacks_a_block_is_not_sealed(memory: Path) -> None:
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    for missing in range(len(plan.with_kept().fetches[AT])):
+        with closing(completion(memory, plan, path)) as newcomer:
+            newcomer.begin()
+            fill(memory, plan, newcomer, missing)
+            newcomer.seal()
+        assert left(path, memory) is ArenaState.WRITING
+
+
+@pytest.mark.parametrize("step", ["create", "begin", "write", "allocate", "seal", "commit", "blueprint"])
+def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Blocks go on arriving; the version is found as before, or sealed already."""
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    newcomer = completion(memory, plan, path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise LayoutError("no") if step == "blueprint" else ArenaError("no room")
+
+    if step == "blueprint":
+        monkeypatch.setattr(FLEET.__class__, "shard_plan", fail)
+    else:
+        monkeypatch.setattr(complete.Arena, step, fail)
+    with closing(newcomer):
+        newcomer.begin()
+        fill(memory, plan, newcomer)
+        newcomer.seal()
+    monkeypatch.undo()
+    assert left(path, memory) in ((ArenaState.SEALED,) if step == "commit" else (None, ArenaState.WRITING))
+    assert planned(memory).label == NEW
+
+
+@pytest.mark.parametrize("whole", [0, 1, 5])
+def test_p6_where_memory_ends_while_blocks_arrive_the_version_is_not_sealed(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, whole: int
+) -> None:
+    """Several threads bring blocks at once."""
+    plan, path = planned(memory), memory / NODE / arena_name(TOPOLOGY, AT, 0)
+    blocks = plan.with_kept().fetches[AT]
+    all_come, write, lock, written = threading.Barrier(len(blocks)), Arena.write, threading.Lock(), []
+
+    def write_some(arena: Arena, offset: int, data: memoryview) -> None:
+        with lock:
+            written.append(offset)
+            room = len(written) <= whole
+        if not room:
+            raise OutOfMemoryError("no room")
+        write(arena, offset, data)
+
+    monkeypatch.setattr(complete.Arena, "write", write_some)
+    with closing(completion(memory, plan, path)) as newcomer, ThreadPoolExecutor(len(blocks)) as pool:
+
+        def come(fetch: Fetch) -> None:
+            all_come.wait(DEADLINE_SECS)
+            newcomer.take(fetch, torch.zeros(fetch.nbytes, dtype=torch.uint8))
+
+        newcomer.begin()
+        for each in [pool.submit(come, fetch) for fetch in blocks]:
+            each.result(DEADLINE_SECS)
+        assert len(written) > whole
+        newcomer.seal()
+    assert left(path, memory) in (None, ArenaState.WRITING)

@@ -1,0 +1,117 @@
+"""A dead job's memory is planned over and read without its processes, with the same verification."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reft.blocks import STATE_SECTIONS, Section
+from reft.errors import LayoutError
+from reft.grid import Degrees, Topology
+from reft.memory.arena import Arena
+from reft.recover.inventory import take_inventory
+from reft.recover.local import close_arenas, close_behind, offline_topology, open_arenas, plan_verified
+from reft.recover.plan import NotRecoverable
+
+from .fleet import JOB, NEW, OLD, SECRET, Fleet, place, read_image
+from .scenarios import damage
+
+FLEET = Fleet(place(Degrees(2, 3, 1), "replica"), copies=1)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """The directories of a dead job whose node n1 is gone: steps 5 and 6."""
+    for at in FLEET.topology.coordinates:
+        if at.dp != 1:
+            FLEET.write_arena(tmp_path, at, OLD)
+            FLEET.write_arena(tmp_path, at, NEW, slot=1)
+    return tmp_path
+
+
+def planned(memory):
+    found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
+    arenas = {k: a for i in found for k, a in open_arenas(memory / i.node, i, SECRET).items()}
+    plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
+    return plan, bad, arenas
+
+
+def assert_whole(plan, arenas, label):
+    for at in FLEET.topology.degrees.coordinates():
+        for section in STATE_SECTIONS:
+            image = read_image(plan, arenas, at, section)
+            assert np.array_equal(image, FLEET.image(at, section, label))
+
+
+def test_every_image_is_read_back(memory):
+    plan, bad, arenas = planned(memory)
+    assert plan.label == NEW
+    assert not bad
+    assert_whole(plan, arenas, NEW)
+
+
+def test_p5_damage_is_found_and_repaired_from_the_next_source(memory):
+    damage(memory / "n0" / "rank0-slot1.arena", Section.REPLICATED, member=0)
+    plan, bad, arenas = planned(memory)
+    assert [(s.node, s.arena) for s in bad] == [("n0", "rank0-slot1.arena")]
+    assert plan.label == NEW
+    assert_whole(plan, arenas, NEW)
+
+
+def test_p5_damage_to_every_source_falls_to_the_older_version_and_then_refuses(memory):
+    damage(memory / "n0" / "rank0-slot1.arena", Section.HOST, member=1)  # the only one: n1 is gone
+    plan, _, arenas = planned(memory)
+    assert plan.label == OLD
+    assert plan.newest_committed == NEW
+    assert_whole(plan, arenas, OLD)
+    damage(memory / "n0" / "rank0-slot0.arena", Section.HOST, member=1)
+    refused, bad, _ = planned(memory)
+    assert isinstance(refused, NotRecoverable)
+    assert len(bad) == 2
+    assert "pp0.dp1.tp0 host block 0: every source is corrupt" in str(refused)
+
+
+def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
+    found = [take_inventory(memory / node, node, SECRET) for node in ("n0", "n2")]
+    with Arena.open(memory / "n0" / "rank0-slot1.arena", SECRET, writable=True) as arena:
+        arena.begin(arena.header())
+    arenas = open_arenas(memory / "n0", found[0], SECRET)
+    plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
+    close_arenas(arenas)
+    assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
+    assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
+
+
+def test_what_was_read_is_unmapped_by_another_thread(memory):
+    def is_mapped() -> bool:
+        return str(memory / "n0") in Path("/proc/self/maps").read_text()
+
+    arenas = open_arenas(memory / "n0", take_inventory(memory / "n0", "n0", SECRET), SECRET)
+    assert is_mapped()
+    close_behind(arenas)
+    deadline = time.monotonic() + 60.0
+    while is_mapped():
+        assert time.monotonic() < deadline, "the arenas stay mapped"
+        time.sleep(0.01)
+    close_arenas(arenas)  # again is no error
+
+
+def test_offline_topology_names_what_is_missing(memory):
+    found = [take_inventory(memory / "n0", "n0", SECRET)]
+    topology = offline_topology(found, JOB)
+    assert isinstance(topology, Topology)
+    assert topology.degrees == FLEET.topology.degrees
+    assert set(topology.nodes) == {"n0"}
+    with pytest.raises(LayoutError, match="name the directories"):
+        offline_topology(found, "job-z")
+
+
+@pytest.mark.process
+def test_planning_and_local_reading_need_no_torch():
+    code = "import sys, reft.recover.local, reft.recover.moves; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

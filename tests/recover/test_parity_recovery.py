@@ -1,0 +1,138 @@
+"""Lost blocks come back from parity: real arenas of every scheme, every loss within the tolerance and beyond."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from reft.blocks import STATE_SECTIONS, Section
+from reft.grid import Degrees
+from reft.memory.arena import Arena
+from reft.protect.coded_blocks import pack_checksums
+from reft.protect.placement import tolerance
+from reft.recover.inventory import take_inventory
+from reft.recover.local import opened_arenas, plan_verified
+from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.rebuild import rebuild_offline
+
+from .fleet import JOB, NEW, SECRET, Fleet, falsify_parities, place, read_image, without
+
+SCHEMES = [(2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1), (3, 0, 2), (5, 0, 2), (3, 1, 1), (4, 1, 1), (5, 1, 1)]
+
+
+def written(tmp_path, dp, copies, parities, **options):
+    fleet = Fleet(place(Degrees(1, dp, 1), "single"), copies=copies, parities=parities, **options)
+    for at in fleet.topology.coordinates:
+        fleet.write_arena(tmp_path, at, NEW)
+    return fleet
+
+
+def recovered(fleet, root, lost, scratch):
+    """The plan after a loss, with everything decoded, and the images that come out of it."""
+    scratch.mkdir(parents=True)
+    nodes = [n for n in fleet.topology.nodes if n not in lost]
+    topology = without(fleet.topology, lost)
+    with ExitStack() as stack:
+        found = [take_inventory(root / n, n, SECRET) for n in nodes]
+        arenas = {}
+        for node, inventory in zip(nodes, found, strict=True):
+            arenas.update(stack.enter_context(opened_arenas(root / node, [inventory], SECRET)))
+        plan, bad = plan_verified(found, topology, arenas, job_id=JOB)
+        first = plan
+        while isinstance(plan, RecoveryPlan) and plan.rebuilds:
+            folder = scratch / f"round{len(found)}"
+            folder.mkdir()
+            decoded, refused = rebuild_offline(plan, arenas, folder, folder.name, SECRET)
+            arenas.update(stack.enter_context(opened_arenas(folder, [decoded], SECRET)))
+            found.append(decoded)
+            bad |= refused
+            plan, bad = plan_verified(found, topology, arenas, job_id=JOB, bad=bad)
+        if isinstance(plan, NotRecoverable):
+            return plan, None, bad
+        images = {}
+        for at in topology.coordinates:
+            for section in STATE_SECTIONS:
+                images[at, section] = read_image(plan, arenas, at, section)
+        return first, images, bad
+
+
+@pytest.mark.parametrize(("dp", "copies", "parities"), SCHEMES)
+@pytest.mark.parametrize("block_bytes", [128, 4096])
+def test_every_loss_within_the_tolerance_is_restored_bit_for_bit(tmp_path, dp, copies, parities, block_bytes):
+    """Odd sizes: sub-blocks end within a block, the last ones are short or empty."""
+    fleet = written(tmp_path, dp, copies, parities, block_bytes=block_bytes, scale=3)
+    survives = tolerance(fleet.topology, copies, parities)
+    assert survives == copies + parities
+    fatal = 0
+    for count in range(1, min(survives + 1, dp - 1) + 1):
+        for lost in combinations(fleet.topology.nodes, count):
+            plan, images, _ = recovered(fleet, tmp_path, lost, tmp_path / f"scratch-{lost}")
+            if images is None:
+                assert count > survives
+                fatal += 1
+                continue
+            assert isinstance(plan, RecoveryPlan)
+            for (at, section), image in images.items():
+                np.testing.assert_array_equal(image, fleet.image(at, section, NEW))
+    assert fatal or survives + 1 >= dp, "no loss beyond the tolerance was fatal: it is not tight"
+
+
+def test_the_lost_blocks_of_a_stripe_are_decoded_by_one_member(tmp_path):
+    """What they are decoded from is brought together once."""
+    fleet = written(tmp_path, 5, 0, 2, block_bytes=128, scale=9)
+    plan, _, _ = recovered(fleet, tmp_path, ("n1", "n2"), tmp_path / "scratch")
+    readers = {}
+    for coordinate, rebuild in plan.rebuilds.items():
+        for parity in set().union(*(block.parities for block in rebuild.blocks)):
+            readers.setdefault(parity, set()).add(coordinate)
+    assert {len(found) for found in readers.values()} == {1}
+    assert len(plan.rebuilds) == 3, "every member that is left decodes a part"
+
+
+def test_p5_a_corrupt_block_is_decoded_where_nothing_is_lost(tmp_path):
+    fleet = written(tmp_path, 3, 0, 1)
+    with Arena.open(tmp_path / "n1" / "rank0-slot0.arena", SECRET, writable=True) as arena:
+        entry = next(e for e in arena.header().entries if e.key.section is Section.REPLICATED)
+        arena.data[entry.arena_offset] ^= 1
+    plan, images, bad = recovered(fleet, tmp_path, (), tmp_path / "scratch")
+    assert [source.node for source in bad] == ["n1"]
+    assert [block.key for rebuild in plan.rebuilds.values() for block in rebuild.blocks] == [entry.key]
+    for (at, section), image in images.items():
+        np.testing.assert_array_equal(image, fleet.image(at, section, NEW))
+
+
+def test_p5_what_is_decoded_from_other_data_is_never_restored(tmp_path):
+    """Every block matches its checksum, and yet the result is wrong: the version falls down the ladder."""
+    fleet = written(tmp_path, 3, 0, 1)
+    for node in ("n0", "n2"):
+        falsify_parities(tmp_path / node / "rank0-slot0.arena")
+    plan, images, bad = recovered(fleet, tmp_path, ("n1",), tmp_path / "scratch")
+    assert images is None
+    assert isinstance(plan, NotRecoverable)
+    assert {source.key.section for source in bad} == {Section.PARITY}
+
+
+def test_p5_another_parity_takes_the_place_of_one_of_other_data(tmp_path):
+    fleet = written(tmp_path, 4, 0, 2)
+    for node in ("n0", "n2", "n3"):
+        # The first parity of each stripe, which decoding prefers.
+        falsify_parities(tmp_path / node / "rank0-slot0.arena", lambda entry: entry.start_bytes == 0)
+    _, images, bad = recovered(fleet, tmp_path, ("n1",), tmp_path / "scratch")
+    assert {source.key.section for source in bad} == {Section.PARITY}
+    for (at, section), image in images.items():
+        np.testing.assert_array_equal(image, fleet.image(at, section, NEW))
+
+
+def test_without_the_owners_checksums_nothing_is_decoded(tmp_path):
+    fleet = written(tmp_path, 3, 0, 1)
+    for node in ("n0", "n2"):
+        with Arena.open(tmp_path / node / "rank0-slot0.arena", SECRET, writable=True) as arena:
+            for entry in arena.header().entries:
+                if entry.key.section is Section.CHECKSUMS and entry.key.member == 1:
+                    arena.data[entry.arena_offset : entry.arena_offset + 8] = pack_checksums([7])
+    plan, images, _ = recovered(fleet, tmp_path, ("n1",), tmp_path / "scratch")
+    assert images is None
+    assert "checksums of members [1]" in str(plan)

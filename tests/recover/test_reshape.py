@@ -1,0 +1,329 @@
+"""What the members of a new group take from the old one's partitions: every byte once, or zero where it pads."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+
+from reft.blocks import Section
+from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees, Topology
+from reft.protect.placement import tolerance
+from reft.recover.decide import Verdict, decide, judge, plan_decided
+from reft.recover.plan import NotRecoverable
+from reft.recover.reshape import (
+    OwnedTensor,
+    Resize,
+    Scatter,
+    cut,
+    decode_pieces,
+    encode_pieces,
+    padding,
+)
+from reft.recover.sift import sift, summarize
+from reft.snapshot.plan import SectionSizes
+
+from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
+
+ALIGNMENT = 64
+MOST = 6
+LENGTHS = (1, 2, 3, 5, 12, 23, 24, 61, 128)
+
+
+def padded_part(length: int, dp: int) -> int:
+    """Elements of each member's part as DeepSpeed makes them: the whole is padded to a multiple of 2 dp."""
+    return -(-length // (2 * dp)) * 2
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Owned images of a group: tensors of these ``(length, itemsize)`` in parts; ``None`` for the length: one of
+    three elements that is equal on all members."""
+
+    tensors: tuple[tuple[int | None, int], ...]
+
+    def numels(self, dp: int) -> list[int]:
+        return [3 if length is None else padded_part(length, dp) for length, _ in self.tensors]
+
+    def starts(self, dp: int) -> tuple[list[int], int]:
+        starts, end = [], 0
+        for numel, (_, itemsize) in zip(self.numels(dp), self.tensors, strict=True):
+            starts.append(end)
+            end += -(-numel * itemsize // ALIGNMENT) * ALIGNMENT
+        return starts, end
+
+    def image(self, dp: int, member: int) -> np.ndarray:
+        """The bytes of one member's image; 255 between the tensors, where nothing is."""
+        starts, nbytes = self.starts(dp)
+        image = np.full(nbytes, 255, np.uint8)
+        for number, (start, numel, (length, itemsize)) in enumerate(
+            zip(starts, self.numels(dp), self.tensors, strict=True)
+        ):
+            rng = np.random.default_rng(number)
+            if length is None:
+                part = rng.integers(1, 255, numel * itemsize, dtype=np.uint8)
+            else:
+                whole = np.zeros(numel * dp * itemsize, np.uint8)
+                whole[: length * itemsize] = rng.integers(1, 255, length * itemsize, dtype=np.uint8)
+                part = whole[member * numel * itemsize :][: numel * itemsize]
+            image[start : start + numel * itemsize] = part
+        return image
+
+    def described(self, resize: Resize) -> list[OwnedTensor]:
+        (old, _), (new, _) = self.starts(resize.old), self.starts(resize.new)
+        rows = zip(self.tensors, old, self.numels(resize.old), new, self.numels(resize.new), strict=True)
+        return [
+            OwnedTensor(f"t{number}", itemsize, *places, length)
+            for number, ((length, itemsize), *places) in enumerate(rows)
+        ]
+
+
+def check_cover(owned: Owned, resize: Resize) -> None:
+    """Pieces and padding make up every new image, and no byte comes from two places."""
+    old = [owned.image(resize.old, member) for member in range(resize.old)]
+    tensors = owned.described(resize)
+    for dp in range(resize.new):
+        wanted = owned.image(resize.new, dp)
+        made = np.full(wanted.size, 255, np.uint8)
+        times = np.zeros(wanted.size, int)
+        pieces = cut(tensors, resize, dp)
+        for piece in pieces:
+            target = slice(piece.target_bytes, piece.target_bytes + piece.nbytes)
+            made[target] = old[piece.member][piece.start_bytes : piece.start_bytes + piece.nbytes]
+            times[target] += 1
+        for start, nbytes in padding(tensors, dp):
+            made[start : start + nbytes] = 0
+            times[start : start + nbytes] += 1
+        np.testing.assert_array_equal(made, wanted)
+        np.testing.assert_array_equal(times, wanted != 255)
+        assert decode_pieces(encode_pieces(pieces)) == pieces
+
+
+@pytest.mark.parametrize("old", range(1, MOST + 1))
+def test_every_byte_comes_from_one_place_or_pads(old: int) -> None:
+    for new, length in product(range(1, MOST + 1), LENGTHS):
+        check_cover(Owned(((length, 4),)), Resize(old, new))
+    rng = random.Random(old)
+    for new, _ in product(range(1, MOST + 1), range(12)):
+        kinds = [(rng.choice([*LENGTHS, None]), rng.choice([1, 2, 4, 8])) for _ in range(rng.randint(1, 7))]
+        check_cover(Owned(tuple(kinds)), Resize(old, new))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 100, 4096])
+def test_a_block_is_taken_apart_as_the_pieces_say(block_bytes: int) -> None:
+    owned = Owned(((61, 4), (24, 4), (None, 8), (128, 2)))
+    for old, new in product(range(1, 5), repeat=2):
+        resize = Resize(old, new)
+        tensors = owned.described(resize)
+        for dp in range(new):
+            wanted = owned.image(new, dp)
+            made = np.where(wanted == 255, 255, 0).astype(np.uint8)
+            scatter = Scatter(cut(tensors, resize, dp))
+            for member in range(old):
+                image = owned.image(old, member)
+                for start in range(0, image.size, block_bytes):
+                    block = image[start : start + block_bytes]
+                    for at, nbytes, target in scatter.parts(member, start, block.size):
+                        made[target : target + nbytes] = block[at : at + nbytes]
+            np.testing.assert_array_equal(made, wanted)
+
+
+def test_host_state_is_its_own_where_there_was_such_a_member() -> None:
+    for old, new in product(range(1, MOST + 1), repeat=2):
+        resize = Resize(old, new)
+        for dp in range(new):
+            assert resize.is_new(dp) == (dp >= old)
+            assert resize.host_from(dp) == dp if dp < old else resize.host_from(dp) < old
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (OwnedTensor("short", 4, 0, 10, 0, 10, 61), "parts of 61 elements"),
+        (OwnedTensor("other", 4, 0, 10, 0, 12, None), "equal on all members"),
+    ],
+)
+def test_p7_another_model_is_refused(tensor: OwnedTensor, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        cut([tensor], Resize(2, 3), 0)
+
+
+# -- from the memory of nodes, some of them lost -----------------------------------------------------------
+
+OWNED = Owned(((61, 4), (61, 4), (None, 4)))
+
+
+@dataclass(frozen=True)
+class Partitioned(Fleet):
+    """Owned images that can be cut anew."""
+
+    def sizes(self, pp: int, tp: int) -> SectionSizes:
+        dp = self.topology.degrees.dp
+        sizes = super().sizes(pp, tp)
+        return replace(sizes, owned_bytes=(OWNED.starts(dp)[1],) * dp)
+
+
+def resized(fleet: Fleet, records, lost, topology: Topology):
+    """What every group plans for a version of another degree: first for the host state, then for all of it."""
+    found = inventories(records, lost, also=topology.nodes)
+    records = [record for inventory in found for record in inventory.arenas]
+    summaries = [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found]
+    sifted = sift(summaries, topology, job_id=JOB)
+    tables = {
+        group: [r for r in records if (r.header.coordinate.pp, r.header.coordinate.tp) == group]
+        for group in topology.groups()
+    }
+    sources = {group: judge(group, table, sifted.sizes) for group, table in tables.items()}
+    verdicts = {g: {label: Verdict.of(s) for label, s in of.items()} for g, of in sources.items()}
+    decision = decide(sifted, verdicts)
+    if isinstance(decision, NotRecoverable):
+        return decision
+    resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
+    tensors = OWNED.described(resize)
+    wanted = {dp: cut(tensors, resize, dp) for dp in range(resize.new)}
+    plans = []
+    for group in topology.groups():
+        of_group = decision, sifted, group, sources[group][decision.label], tables[group]
+        plans.append((plan_decided(*of_group), plan_decided(*of_group, wanted=wanted), wanted))
+    return plans
+
+
+def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> None:
+    """Every block is stored where the plan says, on a node that is left, and the images are covered."""
+    stored = {(r.node, r.path, e.key): e for r in records for e in r.header.entries if r.node not in lost}
+    old, new = fleet.topology.degrees.dp, topology.degrees.dp
+    for first, plan, wanted in plans:
+        assert plan.resized == (old != new)
+        for at, fetches in plan.fetches.items():
+            assert all(f.checksum == stored[f.source].checksum for f in fetches)
+            shown = {f.key for f in first.fetches[at]}
+            assert {f.key for f in fetches if f.key.section is not Section.OWNED} <= shown
+            host = [f for f in fetches if f.key.section is Section.HOST]
+            assert {f.key.member for f in host} == {at.dp if at.dp < old else at.dp % old}
+            replicated = sorted(
+                (f.start_bytes, f.nbytes) for f in fetches if f.key.section is Section.REPLICATED
+            )
+            decoded = sum(b.nbytes for b in plan.rebuilds[at].blocks) if at in plan.rebuilds else 0
+            if not any(p.rebuilds for _, p, _ in plans):
+                assert decoded == 0
+                assert sum(n for _, n in replicated) == fleet.image_bytes(
+                    at_of(fleet, at), Section.REPLICATED
+                )
+            owned = {
+                (f.key.member, f.start_bytes, f.nbytes) for f in fetches if f.key.section is Section.OWNED
+            }
+            assert len(owned) == len([f for f in fetches if f.key.section is Section.OWNED])
+            for piece in wanted[at.dp]:
+                held = np.zeros(piece.nbytes, bool)
+                for member, start, nbytes in owned:
+                    if member == piece.member:
+                        held[
+                            max(0, start - piece.start_bytes) : max(0, start + nbytes - piece.start_bytes)
+                        ] = True
+                assert held.all()
+            if old != new:
+                # No block is asked for of which nothing is wanted.
+                assert all(any_wanted(wanted[at.dp], *block) for block in owned)
+
+
+def at_of(fleet: Fleet, at: Coordinate) -> Coordinate:
+    return replace(at, dp=at.dp % fleet.topology.degrees.dp)
+
+
+def any_wanted(pieces, member: int, start: int, nbytes: int) -> bool:
+    return any(
+        p.member == member and p.start_bytes < start + nbytes and start < p.start_bytes + p.nbytes
+        for p in pieces
+    )
+
+
+@pytest.mark.parametrize(("copies", "parities"), [(0, 0), (1, 0), (2, 0), (0, 1)])
+@pytest.mark.parametrize("old", [1, 2, 3, 4])
+def test_p4_a_loss_is_survived_at_another_degree_as_at_the_same(old: int, copies: int, parities: int) -> None:
+    if old <= max(copies, parities):
+        pytest.skip("the group is too small for the scheme")
+    done = refused = 0
+    for pp, tp, kind, new in product((1, 2), (1, 2), ("replica", "single"), range(1, 6)):
+        fleet = Partitioned(place(Degrees(pp, old, tp), kind), copies=copies, parities=parities)
+        records = fleet.records(NEW)
+        survives = tolerance(fleet.topology, copies) if not parities else 1
+        nodes = sorted(set(fleet.topology.nodes))
+        losses = list(chain.from_iterable(combinations(nodes, n) for n in range(min(3, len(nodes)))))
+        for lost in random.Random(new).sample(losses, min(len(losses), 6)):
+            # The new ranks run where memory is left, and on new nodes.
+            left = [n for n in nodes if n not in lost] + ["spare"]
+            degrees = Degrees(pp, new, tp)
+            on = tuple(left[i % len(left)] for i in range(degrees.world_size))
+            topology = Topology(degrees, degrees.coordinates(), on)
+            kept = [r for r in records if r.node not in lost and r.node in on]
+            plans = resized(fleet, kept, (), topology)
+            whole = not isinstance(plans, NotRecoverable)
+            if not parities:
+                assert whole == oracle(fleet, kept, NEW), (degrees, lost)
+            if len(lost) <= survives and len({*on} - {"spare"}) == len(nodes) - len(lost):
+                assert whole, f"{lost} is within the tolerance {survives}"
+            if whole:
+                check_resized(plans, fleet, topology, kept, lost)
+            done += whole
+            refused += not whole
+    assert done > 5
+    assert refused or not copies
+
+
+def test_p3_the_newest_version_counts_whatever_its_degree() -> None:
+    four = Partitioned(place(Degrees(1, 4, 1), "single"))
+    two = Partitioned(place(Degrees(1, 2, 1), "single"))
+    degrees = Degrees(1, 3, 1)
+    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1", "n2"))
+    for first, second, expected in ((four, two, 2), (two, four, 4)):
+        records = [*first.records(OLD), *second.records(NEW, slot=1)]
+        found = inventories(records, ("n3",))
+        sifted = sift(
+            [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found],
+            topology,
+            job_id=JOB,
+        )
+        assert sifted.sizes[NEW] == expected
+        plans = resized(second, records, ("n3",), topology)
+        assert {plan.label for _, plan, _ in plans} == {NEW}
+        assert {plan.written_dp for _, plan, _ in plans} == {expected}
+
+
+def test_p7_two_degrees_under_one_name_are_not_mixed() -> None:
+    four = Partitioned(place(Degrees(1, 4, 1), "single"))
+    two = Partitioned(place(Degrees(1, 2, 1), "single"))
+    records = [*four.records(NEW), *two.records(NEW, slot=1)]
+    for dp, expected in ((2, 2), (3, 4), (4, 4)):
+        degrees = Degrees(1, dp, 1)
+        topology = Topology(degrees, degrees.coordinates(), tuple(f"n{d}" for d in range(dp)))
+        found = inventories(records)
+        summaries = [summarize(i.node, i.arenas, topology, job_id=JOB, any_dp=True) for i in found]
+        sifted = sift(summaries, topology, job_id=JOB)
+        assert sifted.sizes == {NEW: expected}
+        assert any("another data-parallel degree under the same name" in note for note in sifted.notes)
+        (table,) = judge((0, 0), records, sifted.sizes).values()
+        assert not table.gaps
+
+
+def test_p7_other_stages_are_refused_by_name() -> None:
+    fleet = Partitioned(place(Degrees(2, 2, 1), "single"))
+    degrees = Degrees(1, 4, 1)
+    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1", "n2", "n3"))
+    refused = resized(fleet, fleet.records(NEW), (), topology)
+    assert isinstance(refused, NotRecoverable)
+    assert refused.layout_mismatch
+    assert "PP2xDP2xTP1 instead of PP1xDP4xTP1" in str(refused)
+    assert f"reft persist --job {JOB}" in str(refused)
+    assert "ds_to_universal" in str(refused)
+
+
+def test_p7_partitions_of_different_sizes_are_refused() -> None:
+    fleet = Fleet(place(Degrees(1, 3, 1), "single"))
+    degrees = Degrees(1, 2, 1)
+    topology = Topology(degrees, degrees.coordinates(), ("n0", "n1"))
+    with pytest.raises(LayoutError, match="not of one size"):
+        resized(fleet, fleet.records(NEW), ("n2",), topology)

@@ -1,0 +1,120 @@
+"""Blocks of a stripe arrive in any order, from several threads, with and without room to wait in."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.blocks import BlockKey
+from reft.protect.backend import combine_ragged, numpy_backend
+from reft.protect.coded_blocks import BlockCode
+from reft.protect.codes import Scheme, make_code
+from reft.recover.parity import LostBlock, find_lost, stripes_of
+from reft.recover.stripe import Pool, Stripe
+
+BLOCK_BYTES = 1024
+NBYTES = 40_011
+IMAGE = np.random.default_rng(3).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+def after_losing(*lost: int) -> tuple[tuple[tuple[LostBlock, ...], ...], dict[BlockKey, np.ndarray]]:
+    """The stripes of six members under rs:2 with lost blocks, and all blocks that are left."""
+    code = BlockCode(make_code(Scheme(0, 2), range(6)), NBYTES, BLOCK_BYTES)
+    data = {b.key: IMAGE[b.start_bytes : b.start_bytes + b.nbytes] for m in range(6) for b in code.data(m)}
+    left = {key: block for key, block in data.items() if key.member not in lost}
+    for member in set(range(6)) - set(lost):
+        for parity in code.parities(member):
+            left[parity.key] = np.zeros(parity.nbytes, np.uint8)
+            row = tuple(c for _, c in parity.terms)
+            combine_ragged(numpy_backend(), (row,), [data[k] for k, _ in parity.terms], [left[parity.key]])
+    missing, why = find_lost(code, left)
+    assert why is None
+    return stripes_of(missing), left
+
+
+STRIPES, LEFT = after_losing(1, 2)
+
+
+def made(blocks: tuple[LostBlock, ...], pool: Pool) -> Stripe:
+    return Stripe(blocks, np.full(sum(b.padded_bytes for b in blocks), 0x77, np.uint8), pool)
+
+
+def check(stripe: Stripe) -> None:
+    assert stripe.complete
+    for lost, data in zip(stripe.blocks, stripe.results(), strict=True):
+        assert np.array_equal(data, IMAGE[lost.start_bytes : lost.start_bytes + lost.nbytes])
+
+
+def test_blocks_of_the_same_parities_are_one_stripe() -> None:
+    """Two lost members share most stripes: read once for both."""
+    assert max(map(len, STRIPES)) == 2
+    for stripe in STRIPES:
+        assert len({lost.parities for lost in stripe}) == 1
+    reads = [lost.parities for stripe in STRIPES for lost in stripe[:1]]
+    assert len(set().union(*reads)) == sum(map(len, reads)), "no parity belongs to two stripes"
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_order_and_any_room_give_the_same_bytes(data: st.DataObject) -> None:
+    """Terms that stay, that are copied, that arrive in their room, and stripes that no room is left for."""
+    room_bytes = data.draw(st.sampled_from([0, BLOCK_BYTES, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES]))
+    pool = Pool(room_bytes)
+    stripes = [made(blocks, pool) for blocks in STRIPES]
+    arrivals = data.draw(st.permutations([(s, key) for s in stripes for key in sorted(s.keys)]))
+    ways = data.draw(st.lists(st.sampled_from(["stays", "copied", "room"]), min_size=1, max_size=9))
+    for at, (stripe, key) in enumerate(arrivals):
+        way = ways[at % len(ways)]
+        block = LEFT[key]
+        if way == "room" and (room := stripe.room_for(key, len(block))) is not None:
+            room[:] = block
+            stripe.add(key, room, stays=False)
+            continue
+        passing = block.copy()
+        stripe.add(key, block if way == "stays" else passing, stays=way == "stays")
+        passing[:] = 0xEE  # a buffer that is used again
+    for stripe in stripes:
+        check(stripe)
+    if room_bytes:
+        assert pool.take(room_bytes) is not None, "everything was given back"
+
+
+def test_p9_the_pool_is_bounded_and_used_again() -> None:
+    pool = Pool(1000)
+    first = pool.take(600)
+    assert first is not None
+    assert pool.take(600) is None
+    pool.give_back(first)
+    assert pool.take(600) is first
+    pool.give_back(first)
+    assert pool.take(700) is not None, "a free buffer of another length makes room"
+    assert pool.take(600) is None
+
+
+def test_p6_memory_that_is_not_there_is_no_room() -> None:
+    """An error between sends and receives would leave peers waiting."""
+    assert Pool(2**62).take(2**60) is None
+
+
+def test_a_term_that_arrives_twice_is_refused() -> None:
+    stripe = made(STRIPES[0], Pool(10**6))
+    key = min(stripe.keys)
+    stripe.add(key, LEFT[key], stays=True)
+    with pytest.raises(KeyError):
+        stripe.add(key, LEFT[key], stays=True)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2 * BLOCK_BYTES, 10**6])
+def test_several_threads_bring_terms(most_bytes: int) -> None:
+    pool = Pool(most_bytes)
+    stripes = [made(blocks, pool) for blocks in STRIPES]
+    arrivals = [(s, key) for s in stripes for key in sorted(s.keys)]
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(s.add, key, LEFT[key], stays=False) for s, key in arrivals]:
+            done.result()
+    for stripe in stripes:
+        check(stripe)

@@ -1,0 +1,365 @@
+"""Recovery between real processes: every byte arrives, damage is found and repaired, nobody hangs.
+
+Four ranks are started once and run all scenarios of ``worker.py`` over gloo; the last one kills a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft.blocks import Section
+from reft.recover.decide import plan_recovery
+from reft.recover.inventory import take_inventory
+from reft.recover.plan import RecoveryPlan
+from tests.prefork import Popen
+
+from .fleet import JOB, NEW, OLD, SECRET, without
+from .scenarios import DEAD, MORE, RING, SCENARIOS, WORLD_SIZE, prepare_memory
+
+pytestmark = pytest.mark.integration
+
+TESTS = Path(__file__).parents[1]
+ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """The memory of all scenarios' jobs."""
+    root = tmp_path_factory.mktemp("recovery")
+    prepare_memory(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(memory):
+    """Per scenario what every rank wrote down."""
+    root = memory
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+    }
+    logs = [(root / f"rank-{rank}.log").open("w") for rank in range(WORLD_SIZE)]
+    ranks = [
+        Popen(
+            [sys.executable, "-m", "load.worker", str(root), str(rank)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=900) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for log in logs:
+            log.close()
+    text = "\n".join(
+        f"--- rank {r}\n{(root / f'rank-{r}.log').read_text()[-4000:]}" for r in range(WORLD_SIZE)
+    )
+    assert codes == [-9 if rank == DEAD.dp else 0 for rank in range(WORLD_SIZE)], text
+    found = [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return {name: [per_rank.get(name) for per_rank in found] for name in [*MORE, *SCENARIOS]}
+
+
+def restored(results, name, label=NEW):
+    """Every rank restored ``label`` exactly, as planned."""
+    for result in results[name]:
+        assert result["label"] == [label.incarnation, label.step]
+        assert result["equal"], f"{name}: the restored bytes differ"
+        assert result["buffer_bytes"] <= 4096
+    groups = {(c.pp, c.tp): r for r, c in enumerate(SCENARIOS[name].placement.coordinates)}
+    for rank, at in enumerate(SCENARIOS[name].placement.coordinates):
+        assert results[name][rank]["repaired"] == results[name][groups[at.pp, at.tp]]["repaired"]
+    return results[name]
+
+
+def test_messages_of_any_length_arrive(results):
+    assert all(result["equal"] for result in results["messages"])
+
+
+def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
+    """Block tables go from rank to rank: rank 1 gives rank 0 one that was changed on the way."""
+    assert [result["error"] for result in results["forged_message"]] == [
+        "AuthenticationError",
+        None,
+        None,
+        None,
+    ]
+
+
+def test_a_load_connects_a_rank_with_its_sharding_group_only(results):
+    """Two groups of two members: beside the tree's, a rank has a connection to one peer and not to three."""
+    assert [result["added"] for result in results["connections"]] == [1] * WORLD_SIZE
+
+
+def test_the_connections_of_a_load_end_with_it_and_are_made_anew(results):
+    assert [result["left"] for result in results["connections"]] == [0] * WORLD_SIZE
+    assert all(result["again"] for result in results["connections"])
+
+
+def test_nodes_serve_groups_that_none_of_their_ranks_belongs_to(results):
+    """Every block of every rank comes from a rank of another sharding group."""
+    for result in restored(results, "groups_moved"):
+        assert result["bytes_from"] == result["planned"]
+        assert result["bytes_from"]["local"] == 0
+        assert result["rounds"] == 1
+
+
+def test_p5_a_rank_of_another_group_finds_what_is_corrupt_on_its_node(results):
+    """Both groups plan again together; only the one that it is about reports it."""
+    first, second, *others = restored(results, "corrupt_in_a_moved_group")
+    for result in (first, second):
+        assert "replicated block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
+        assert result["flaws"] == ["STORED"]
+    assert all(result["repaired"] == [] for result in others)
+    assert {result["rounds"] for result in results["corrupt_in_a_moved_group"]} == {2}
+
+
+def test_p3_a_version_that_one_group_cannot_recover_after_verification_is_used_by_none(results):
+    """Only the second group lost a node, and a copy there is corrupt: the first goes back with it."""
+    for result in restored(results, "older_in_one_group", OLD):
+        assert "not used: step 6" in result["text"]
+        assert result["rounds"] == 2
+
+
+@pytest.mark.parametrize("name", ["nothing_lost", "node_lost", "node_of_two_lost", "coordinates_moved"])
+def test_bytes_arrive_exactly_and_from_where_the_plan_says(results, name):
+    for result in restored(results, name):
+        assert result["bytes_from"] == result["planned"]
+        assert result["repaired"] == []
+        assert result["rounds"] == 1
+        assert result["prepared"] == 1
+        assert "recovery of step 6" in result["text"]
+    total = results[name][0]["total"]
+    if name == "coordinates_moved":
+        assert total["peer"] > 0
+        assert total["copy"] == 0
+    if "lost" in name and name != "nothing_lost":
+        assert total["copy"] > 0
+        assert total["local"] > 0
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("decoded", "n2"), ("two_decoded", "n1 n2")])
+def test_lost_shards_are_decoded_by_those_that_hold_their_parity(results, name, blocks):
+    """Every rank gets the lost shards; each block was decoded once, and nobody holds more than the window."""
+    found = restored(results, name)
+    assert {result["rounds"] for result in found} == {2}
+    assert all(result["bytes_from"]["parity"] > 0 for result in found)
+    assert all(result["repaired"] == [] for result in found)
+    shard = RING.sizes(0, 0).replicated_bytes // WORLD_SIZE
+    # A newcomer takes its peers' shards from them, and only what is lost from parity.
+    lost = len(blocks.split())
+    assert abs(found[2]["bytes_from"]["parity"] - lost * shard) <= 2 * lost * 1024
+
+
+def test_p5_where_a_term_of_a_decode_is_corrupt_no_parity_is_accused(results):
+    for result in restored(results, "corrupt_term", OLD):
+        assert result["flaws"] == ["STORED"]
+        assert "replicated block" in result["repaired"][0]
+        assert "an older version" in result["repaired"][0]
+
+
+def test_p5_a_corrupt_parity_is_found_and_another_one_decodes(results):
+    for result in restored(results, "corrupt_parity"):
+        assert result["rounds"] >= 3
+        assert "parity block 0 of pp0.dp0.tp0" in "\n".join(result["repaired"])
+
+
+def test_p5_without_the_checksums_of_a_lost_member_no_parity_is_accused(results):
+    """As many nodes as are tolerated are lost, so every parity is needed: to refuse one loses the version."""
+    for result in restored(results, "corrupt_checksums"):
+        assert len(result["repaired"]) == 1
+        assert "checksums block 0 of pp0.dp3.tp0" in result["repaired"][0]
+        assert result["flaws"] == ["STORED"]
+
+
+def test_p5_a_parity_of_other_data_is_told_from_a_corrupt_one(results):
+    """Its own bytes are in order, here and on the way: only what is decoded from it is not."""
+    for result in restored(results, "parity_of_other_data"):
+        assert set(result["flaws"]) == {"OTHER_DATA"}
+        assert "computed from other data than the version's, in rank0-slot0.arena" in result["repaired"][0]
+        assert "restored from other blocks of its stripe" in result["repaired"][0]
+
+
+def test_p9_a_state_passes_through_a_small_window(results):
+    """The whole state of a new node passes through 4 KiB of buffers."""
+    newcomer = restored(results, "node_lost")[2]
+    assert sum(newcomer["bytes_from"].values()) > 40_000
+    assert 0 < newcomer["buffer_bytes"] <= 4096
+
+
+@pytest.mark.parametrize(("name", "old"), [("shrunk", 6), ("grown", 3), ("shrunk_decoded", 5)])
+def test_p3_a_version_of_another_degree_is_taken_up_and_stays_as_it_is(results, memory, name, old):
+    """Whoever starts again before anything newer is committed finds it as it was."""
+    for result in restored(results, name):
+        assert result["written_dp"] == old
+        assert result["again"]["equal"]
+        assert result["again"]["written_dp"] == old
+        assert result["bytes_from"] == result["planned"]
+        assert f"written at DP{old}, taken up at DP4" in result["text"]
+        assert f"PP1xDP{old}xTP1 instead of PP1xDP4xTP1" in result["refused"]
+    total = results[name][0]["total"]
+    assert total["parity"] > 0 if name == "shrunk_decoded" else total["local"] > 0
+    left = {p.name for node in ("n0", "n1", "n2", "n3") for p in (memory / name / node).glob("*.arena")}
+    assert {n for n in left if not n.startswith("decoded")} == {"rank0-slot0.arena"}
+
+
+def test_p5_a_corrupt_block_of_an_old_partition_is_found_replaced_and_reported(results):
+    for result in restored(results, "shrunk_corrupt"):
+        text = "\n".join(result["repaired"])
+        assert "host block 0 of pp0.dp2.tp0" in text
+        assert "owned block 2 of pp0.dp1.tp0" in text
+        assert "restored from rank0-slot0.arena on node n" in text
+
+
+def test_p5_flipped_bytes_at_the_source_are_found_replaced_and_reported(results):
+    for result in restored(results, "corrupt_at_source"):
+        text = "\n".join(result["repaired"])
+        assert len(result["repaired"]) == 2
+        assert result["rounds"] in (2, 3)  # what is sent is checked first, what is local when it is used
+        assert result["flaws"] == ["STORED"] * 2
+        assert "replicated block 0 of pp0.dp1.tp0, step 6 (incarnation 1)" in text
+        assert (
+            "corrupt or unreadable in rank0-slot0.arena on node n1; restored from rank0-slot0.arena on node n0"
+            in text
+        )
+        assert "owned block 1 of pp0.dp0.tp0" in text
+        assert "on node n0; restored from rank0-slot0.arena on node n3" in text
+
+
+def test_p5_a_flipped_byte_in_local_memory_is_fetched_from_the_copy(results):
+    outcome = restored(results, "corrupt_locally")
+    assert outcome[0]["bytes_from"]["copy"] > 0
+    assert "host block 0 of pp0.dp0.tp0" in outcome[1]["repaired"][0]
+
+
+def test_p5_a_block_damaged_after_it_was_verified_is_found_on_arrival(results):
+    for result in restored(results, "corrupt_on_the_way"):
+        assert result["flaws"] == ["IN_TRANSIT"]
+        assert result["rounds"] == 2
+        assert result["prepared"] == 2
+        assert "corrupt on the way from rank0-slot0.arena on node n1" in result["repaired"][0]
+
+
+def test_an_older_version_is_used_by_all_when_the_newer_has_no_good_source(results):
+    for result in restored(results, "older_version", OLD):
+        assert any("an older version" in repair for repair in result["repaired"])
+        assert "not used: step 6" in result["text"]
+
+
+def test_beyond_tolerance_all_ranks_refuse_alike_and_touch_nothing(results):
+    first = results["beyond_tolerance"][0]
+    assert "pp0.dp1.tp0" in first["refused"] or "pp0.dp2.tp0" in first["refused"]
+    assert all(result == first for result in results["beyond_tolerance"])
+    assert first["calls"] == first["prepared"] == 0
+
+
+def test_an_arena_that_vanished_is_replaced_by_its_copies(results):
+    for result in restored(results, "arena_vanished"):
+        assert result["repaired"]
+        assert all("n3" in repair for repair in result["repaired"])
+
+
+@pytest.mark.parametrize("name", ["copy_fails", "prepare_fails"])
+def test_an_error_on_one_rank_reaches_all(results, name):
+    for rank, result in enumerate(results[name]):
+        if rank == 1:
+            assert result["error"] == "ValueError"
+        else:
+            assert result["error"] == "TransferError"
+            assert "rank 1 (pp0.dp1.tp0, node n1) failed with ValueError('no room" in result["message"]
+
+
+def test_p9_no_room_for_what_is_to_be_decoded_is_known_to_all_at_once(results):
+    """Nothing was sent yet, so nobody waits for the 30 seconds that a silent peer is given."""
+    for rank, result in enumerate(results["no_room_to_decode"]):
+        assert result["error"] == ("OutOfMemoryError" if rank == 1 else "TransferError")
+    assert (
+        "rank 1 (pp0.dp1.tp0, node n1) failed with OutOfMemoryError"
+        in results["no_room_to_decode"][0]["message"]
+    )
+
+
+def test_injected_fault_fires_once_in_the_middle(results):
+    assert results["injected_raise"][1]["error"] == "InjectedFaultError"
+    assert 0 < results["injected_raise"][1]["calls"] < results["injected_raise"][0]["calls"]
+    assert all("InjectedFault" in results["injected_raise"][r]["message"] for r in (0, 2, 3))
+
+
+def test_execute_alone_moves_all_sections_and_refuses_what_a_server_cannot_read(results):
+    for rank, result in enumerate(results["whole_plan_executed"]):
+        assert result["bad"] == (["n1"] if result["bad"] else [])
+        if rank != 1 and not result["bad"]:
+            assert result["moved"] == result["planned"]
+        assert sum(result["seen"].values()) == sum(result["moved"].values())
+        assert all(result["in_room"])
+    assert results["whole_plan_executed"][2]["in_room"]  # what was given a room of its own arrives there
+    assert results["whole_plan_executed"][2]["bad"] == ["n1"]
+    assert results["whole_plan_executed"][2]["seen"][Section.REPLICATED] > 0  # what others serve arrives
+    assert results["whole_plan_executed"][0]["seen"][Section.HOST] > 0
+
+
+@pytest.mark.parametrize("name", ["completed", "completed_again", "corrupt_while_completing"])
+def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
+    """The newcomer's arena holds what its predecessor's held, and all others stay as they were: a second start
+    finds everything at home."""
+    for rank, result in enumerate(restored(results, name)):
+        spoilt = name == "corrupt_while_completing" and rank == 1
+        assert result["stored"] == {"state": "committed", "equal": True, "verified": not spoilt}
+    before = 2 if name == "corrupt_while_completing" else 1
+    assert {result["rounds"] for result in results[name]} == {before}
+    for result in results[name]:
+        after = result["after"]
+        assert after["equal"]
+        assert after["bytes_from"]["copy"] <= (0 if before == 1 else 1024)
+
+
+@pytest.mark.parametrize("name", ["completed", "completed_again"])
+def test_p3_a_completed_version_survives_the_next_loss(results, memory, name):
+    """Any node, the new one included, before any newer version is committed."""
+    placement = SCENARIOS[name].placement
+    for lost in sorted(set(placement.nodes)):
+        left = [take_inventory(memory / name / n, n, SECRET) for n in placement.nodes if n != lost]
+        plan = plan_recovery(left, without(placement, [lost]), job_id=JOB)
+        assert isinstance(plan, RecoveryPlan), f"{lost} lost: {plan}"
+        assert (plan.label, plan.committed) == (NEW, True)
+
+
+@pytest.mark.parametrize("name", ["no_room_to_complete", "another_scheme"])
+def test_p6_where_a_version_cannot_be_completed_it_is_restored_all_the_same(results, name):
+    """It is then taken again, as a version of the new incarnation."""
+    found = restored(results, name)
+    assert found[DEAD.dp]["stored"]["state"] in ("none", "empty")
+    assert [r["stored"]["state"] for i, r in enumerate(found) if i != DEAD.dp] == ["committed"] * 3
+
+
+def test_p3_killed_while_it_completes_a_version_a_newcomer_leaves_nothing_that_is_read(results, memory):
+    """Its arena is torn; what the others hold is untouched, and recovers the same version."""
+    scenario = SCENARIOS["peer_killed"]
+    nodes = scenario.placement.nodes
+    inventories = [take_inventory(memory / "peer_killed" / node, node, SECRET) for node in nodes]
+    torn = [r for i in inventories for r in i.arenas if not r.usable]
+    assert [r.header.coordinate for r in torn] == [DEAD]
+    plan = plan_recovery(inventories, scenario.placement, job_id=JOB)
+    assert isinstance(plan, RecoveryPlan)
+    assert plan.label == NEW
+    assert plan.committed
+    assert all(fetch.node != nodes[DEAD.dp] for fetches in plan.fetches.values() for fetch in fetches)
+
+
+def test_a_killed_peer_is_a_transfer_error_on_every_survivor(results):
+    assert results["peer_killed"][DEAD.dp] is None
+    for rank in ALIVE:
+        result = results["peer_killed"][rank]
+        assert result["is_transfer_error"], result
+        assert "a peer died" in result["message"]

@@ -1,0 +1,413 @@
+"""One rank of the recovery tests: runs every scenario over gloo and writes down what it saw.
+
+Run as ``python -m load.worker DIR RANK``, or under mpiexec as ``python -m load.worker DIR mpi``: then what the ranks
+say and send goes over MPI. Each scenario is a job whose memory lies under DIR/<name>.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from reft.blocks import STATE_SECTIONS, Section
+from reft.config import FaultConfig, FaultPoint
+from reft.control.control import ControlGroup
+from reft.control.mpi import load_mpi
+from reft.errors import TransferError
+from reft.faults import FaultPlan
+from reft.grid import Coordinate
+from reft.label import Label
+from reft.memory.arena import Arena, checksum
+from reft.recover.complete import Blueprint, Completing, Room
+from reft.recover.inventory import take_inventory
+from reft.recover.local import close_arenas, open_arenas
+from reft.recover.plan import NotRecoverable
+from reft.recover.recover import Recovery
+from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
+from reft.recover.transfer import execute
+from tests.control.mpi_calls import refuse_pickling
+
+from .fleet import JOB, NEW, SECRET, arena_name
+from .scenarios import DEAD, MORE, NOT_OVER_MPI, PADDING, RESIZED, RING, SCENARIOS, WORLD_SIZE
+
+OVER_MPI = sys.argv[2:] == ["mpi"]
+TRANSPORT = {"transport": "mpi" if OVER_MPI else "sockets"}
+
+
+class Rank:
+    """What this rank restores in one scenario, compared with what the job had."""
+
+    def __init__(self, root: Path, name: str, control: ControlGroup) -> None:
+        self.control = control
+        self.scenario = SCENARIOS[name]
+        self.topology = self.scenario.placement
+        rank = control.rank
+        self.at = self.topology.coordinates[rank]
+        self.node = self.topology.nodes[rank]
+        self.job_dir = root / name / self.node
+        self.images: dict[Section, np.ndarray] = {}
+        self.calls = 0
+        self.prepared = 0
+        self.addresses: set[int] = set()
+        self.scatter: Scatter | None = None
+
+    def prepare(self, host: bytes, resize: Resize) -> Sequence[Piece]:
+        self.prepared += 1
+        self.images[Section.HOST] = np.frombuffer(host, np.uint8)
+        for section in (Section.REPLICATED, Section.OWNED):
+            nbytes = self.expected(section, NEW).size
+            self.images[section] = np.zeros(nbytes, np.uint8)
+        if resize.old == resize.new:
+            return ()
+        pieces = cut([self.owned(resize)], resize, self.at.dp)
+        self.scatter = Scatter(pieces)
+        return pieces
+
+    def owned(self, resize: Resize) -> OwnedTensor:
+        """The owned images as one tensor of bytes."""
+        part = self.scenario.fleet.image_bytes(self.at_of(Section.OWNED), Section.OWNED)
+        length = part * resize.old - PADDING
+        return OwnedTensor("owned", 1, 0, part, 0, -(-length // resize.new), length)
+
+    def at_of(self, section: Section) -> Coordinate:
+        """Whose image was stored that this rank restores."""
+        return replace(self.at, dp=self.at.dp % self.scenario.fleet.topology.degrees.dp)
+
+    def expected(self, section: Section, label: Label) -> np.ndarray:
+        """What this rank has to restore."""
+        fleet, old = self.scenario.fleet, self.scenario.fleet.topology.degrees.dp
+        resize = Resize(old, self.topology.degrees.dp)
+        if section is not Section.OWNED or resize.old == resize.new:
+            return fleet.image(self.at_of(section), section, label)
+        tensor = self.owned(resize)
+        parts = [fleet.image(replace(self.at, dp=dp), section, label) for dp in range(old)]
+        whole = np.zeros(tensor.new_numel * resize.new, np.uint8)
+        whole[: tensor.length] = np.concatenate(parts)[: tensor.length]
+        return whole[self.at.dp * tensor.new_numel :][: tensor.new_numel]
+
+    def copy(self, fetch, data: torch.Tensor) -> int:
+        self.calls += 1
+        assert fetch.key.section is not Section.HOST
+        if fetch.key.section is Section.OWNED and self.scatter is not None:
+            for at, nbytes, target in self.scatter.parts(fetch.key.member, fetch.start_bytes, fetch.nbytes):
+                self.images[Section.OWNED][target : target + nbytes] = data[at : at + nbytes].numpy()
+            return checksum(data.numpy().data)
+        self.images[fetch.key.section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = data.numpy()
+        return checksum(data.numpy().data)
+
+    def recovery(self, **options) -> Recovery:
+        arguments = {"job_id": JOB, "job_dir": self.job_dir, "secret": SECRET, "window_bytes": 4096}
+        options.setdefault("resizable", self.scenario.fleet.topology.degrees != self.topology.degrees)
+        return Recovery(self.topology, self.control, **arguments, **options)
+
+    def never_completing(self) -> Completing:
+        """As a session gives it, for a version that cannot be completed."""
+
+        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+            raise AssertionError("a version of another degree is not completed")
+
+        return Completing("arc", self.job_dir / "rank0-slot7.arena", blueprint)
+
+    def completing(self, scheme: str = "arc") -> Completing:
+        """As a session would store versions."""
+
+        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+            fleet = self.scenario.fleet
+            plan = fleet.shard_plan(self.at.pp, self.at.tp)
+            assert (replicated_bytes, owned_bytes) == (plan.sizes.replicated_bytes, plan.sizes.owned_bytes)
+            mine = plan.members[self.at.dp]
+            rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
+            return Blueprint(rooms, mine.data_bytes)
+
+        path = self.job_dir / arena_name(self.topology, self.at, 0)
+        self.job_dir.mkdir(parents=True, exist_ok=True)
+        return Completing(scheme, None if path.exists() else path, blueprint)
+
+    def stored(self) -> dict[str, object]:
+        """What its own arena holds now, against what the job had."""
+        path = self.job_dir / arena_name(self.topology, self.at, 0)
+        if not path.exists():
+            return {"state": "none"}
+        with Arena.open(path, SECRET) as arena:
+            header = arena.header()
+            wanted = self.scenario.fleet.entries(self.at, NEW, real=True)
+            return {
+                "state": str(header.state),
+                "equal": set(header.entries) == set(wanted),
+                "verified": all(arena.verify(entry) for entry in header.entries),
+            }
+
+    def recover(self, between=lambda: None, prepare=None, copy=None, **options):
+        """Survey and restore; ``between``: what happens before anything is read."""
+        recovery = self.recovery(**options)
+        recovery.survey()
+        between()
+        return recovery.restore(prepare or self.prepare, copy or self.copy)
+
+    def report(self, outcome) -> dict[str, object]:
+        if isinstance(outcome, NotRecoverable):
+            return {"refused": str(outcome), "calls": self.calls, "prepared": self.prepared}
+        label = outcome.label
+        return {
+            "label": [label.incarnation, label.step],
+            "equal": all(np.array_equal(self.images[s], self.expected(s, label)) for s in STATE_SECTIONS),
+            "written_dp": outcome.plan.written_dp,
+            "bytes_from": dict(outcome.stats.bytes_from),
+            "planned": outcome.plan.bytes_from_at(self.at),
+            "total": outcome.plan.bytes_from,
+            "buffer_bytes": outcome.stats.buffer_bytes,
+            "repaired": [str(r) for r in outcome.repaired],
+            "flaws": [r.flaw.name for r in outcome.repaired],
+            "rounds": outcome.rounds,
+            "prepared": self.prepared,
+            "text": str(outcome),
+        }
+
+
+def attempt(action) -> dict[str, object]:
+    """Run what has to fail."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return {
+            "error": type(error).__name__,
+            "is_transfer_error": isinstance(error, TransferError),
+            "message": str(error),
+            "secs": time.monotonic() - began,
+        }
+    return {"error": None}
+
+
+class FlipsOnTheWay(ControlGroup):
+    """Damages the first block of the state that it sends; what it holds stays in order."""
+
+    flipped = False
+
+    def stream(self, sends, receives, wake=None) -> None:
+        for peer, (first, *others) in sends.items():
+            if wake is not None and len(first) == RING.block_bytes and not self.flipped:
+                self.flipped, damaged = True, bytearray(first)
+                damaged[7] ^= 0x40
+                sends = {**sends, peer: [memoryview(damaged), *others]}
+        super().stream(sends, receives, wake)
+
+
+class ForgesMessages(ControlGroup):
+    """Damages the last byte of every message that it gives its peers."""
+
+    def stream(self, sends, receives, wake=None) -> None:
+        forged = {peer: bytearray(b"".join(parts)) for peer, parts in sends.items()}
+        for message in forged.values():
+            if len(message) > 8:  # not its length
+                message[-1] ^= 0x40
+        super().stream({peer: [memoryview(message)] for peer, message in forged.items()}, receives, wake)
+
+
+def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
+    me, rank = Rank(root, name, control), control.rank
+    if name == "corrupt_on_the_way":
+        me.control = (FlipsOnTheWay if me.node == "n1" else ControlGroup)(
+            30.0, node=me.node, secret=SECRET, **TRANSPORT
+        )
+    if name == "arena_vanished":
+
+        def vanish() -> None:
+            if me.node == "n3":
+                (me.job_dir / "rank0-slot0.arena").unlink()
+
+        return me.report(me.recover(between=vanish))
+    if "complet" in name or name == "another_scheme":
+        return run_completion(root, name, control)
+    faults = {
+        "injected_raise": FaultConfig(point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=1, action="raise"),
+        "peer_killed": FaultConfig(
+            point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=DEAD.dp, action="kill"
+        ),
+    }
+    if name in faults:
+        plan = FaultPlan([faults[name]], me.at)
+        how = me.completing() if name == "peer_killed" else None
+        return {**attempt(lambda: me.recover(faults=plan, completing=how)), "calls": me.calls}
+
+    def fail(*_: object) -> None:
+        raise ValueError("no room for this block")
+
+    if name in ("copy_fails", "prepare_fails"):
+        broken = {name.removesuffix("_fails"): fail} if rank == 1 else {}
+        return attempt(lambda: me.recover(**broken))
+    if name == "no_room_to_decode":
+        with no_room_for_files() if rank == 1 else nullcontext():
+            return attempt(me.recover)
+    before = control.sent
+    report = me.report(me.recover())
+    if name == "decoded":
+        report["sent"] = {what: n - before[what] for what, n in control.sent.items()}
+    return report
+
+
+def run_resized(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
+    """Recover twice: whoever is killed before the first commit finds what there was."""
+    me, again = Rank(root, name, control), Rank(root, name, control)
+    refused = str(me.recovery(resizable=False).survey())
+    report = me.report(me.recover(completing=me.never_completing()))
+    return {**report, "again": again.report(again.recover()), "refused": refused}
+
+
+def run_completion(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
+    """Recover with completion; then, as at a second start, once more."""
+    me, again = Rank(root, name, control), Rank(root, name, control)
+    how = me.completing("arc:2" if name == "another_scheme" else "arc")
+    with no_room_for_files() if name == "no_room_to_complete" and me.at == DEAD else nullcontext():
+        report = me.report(me.recover(completing=how))
+    stored = me.stored()
+    return {**report, "stored": stored, "after": again.report(again.recover())}
+
+
+@contextmanager
+def no_room_for_files() -> Iterator[None]:
+    """This process can make no file of more than a page: allocating one fails as where memory is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def execute_whole(me: Rank) -> dict[str, object]:
+    """``execute`` alone, host section included; a missing arena of a server must not hang its peers. Half of the
+    replicated blocks arrive in rooms of their own."""
+    plan = me.recovery().survey()
+    inventory = take_inventory(me.job_dir, me.node, SECRET)
+    seen: dict[Section, int] = dict.fromkeys(Section, 0)
+    rooms: dict[object, torch.Tensor] = {}
+    in_room: list[bool] = []
+
+    def room_for(fetch) -> torch.Tensor | None:
+        if fetch.key.section is not Section.REPLICATED or fetch.key.index % 2:
+            return None
+        return rooms.setdefault(fetch.key, torch.zeros(fetch.nbytes, dtype=torch.uint8))
+
+    def sink(fetch, data: torch.Tensor) -> None:
+        seen[fetch.key.section] += fetch.nbytes
+        if fetch.key in rooms:
+            in_room.append(data.data_ptr() == rooms[fetch.key].data_ptr())
+
+    arenas = {} if me.node == "n1" else open_arenas(me.job_dir, inventory, SECRET)
+    result = execute([plan], me.topology, me.control, arenas, sink, room_for=room_for, window_bytes=10**6)
+    close_arenas(arenas)
+    return {
+        "in_room": in_room,
+        "seen": {str(k): v for k, v in seen.items()},
+        "bad": sorted({source.node for source in result.bad}),
+        "moved": result.stats.bytes_from,
+        "planned": plan.bytes_from_at(me.at),
+    }
+
+
+def messages(control: ControlGroup) -> dict[str, object]:
+    def length(rank: int) -> int:
+        return 0 if rank == 2 else 1000 * rank + 1
+
+    rank = control.rank
+    found = control.swap({peer: bytes([rank, peer]) * length(rank) for peer in range(WORLD_SIZE)})
+    others = [r for r in range(WORLD_SIZE) if r != rank]
+    return {"equal": found == {peer: bytes([peer, rank]) * length(peer) for peer in others}}
+
+
+def forged_message(rank: int) -> dict[str, object]:
+    """What comes of a message that rank 1 did not authenticate."""
+    control = (ForgesMessages if rank == 1 else ControlGroup)(
+        30.0, node=f"host{rank}", secret=SECRET, **TRANSPORT
+    )
+    among = (0, 1) if rank < 2 else (2, 3)
+    found = attempt(lambda: control.swap(dict.fromkeys(among, b"a table of blocks")))
+    control.gather_bytes(b"")  # nobody leaves before all have theirs
+    control.leave()
+    return found
+
+
+def stranger(rank: int) -> dict[str, object]:
+    """What comes of a gathering over MPI, where rank 1 has another secret: sockets do not even connect."""
+    control = ControlGroup(
+        30.0, node=f"host{rank}", secret=SECRET[::-1] + b"x" if rank == 1 else SECRET, **TRANSPORT
+    )
+    found = attempt(lambda: control.gather_bytes(b"a table"))
+    control.leave()
+    return found
+
+
+def connections() -> int:
+    return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("tcp"))
+
+
+def added_connections(root: Path, rank: int) -> dict[str, object]:
+    """What a load adds to the connections of the control plane."""
+    name = "older_in_one_group"
+    control = ControlGroup(60.0, node=SCENARIOS[name].placement.nodes[rank], secret=SECRET)
+    before = connections()
+    me = Rank(root, name, control)
+    assert not isinstance(me.recover(), NotRecoverable)
+    added = connections() - before
+    control.gather_bytes(b"")  # nobody ends a pair before all have counted
+    control.end_pairs()
+    control.gather_bytes(b"")
+    left = connections() - before
+    control.gather_bytes(b"")
+    peer = rank ^ 1
+    told = control.swap({peer: b"from %d" % rank})
+    control.gather_bytes(b"")
+    control.leave()
+    return {"added": added, "left": left, "again": told[peer] == b"from %d" % peer}
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    if OVER_MPI:
+        refuse_pickling(load_mpi())
+    rank = load_mpi().COMM_WORLD.rank if OVER_MPI else int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root / 'rendezvous'}",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=60),
+    )
+    results: dict[str, object] = {}
+    control = ControlGroup(30.0, node=f"host{rank}", secret=SECRET, **TRANSPORT)
+    if OVER_MPI:
+        results["stranger"] = stranger(rank)
+    for name in [*MORE, *SCENARIOS]:
+        if OVER_MPI and name in NOT_OVER_MPI:
+            continue
+        if name == "messages":
+            results[name] = messages(control)
+        elif name == "forged_message":
+            results[name] = forged_message(rank)
+        elif name == "connections":
+            results[name] = added_connections(root, rank)
+        elif name == "whole_plan_executed":
+            results[name] = execute_whole(Rank(root, name, control))
+        elif name in RESIZED:
+            results[name] = run_resized(root, name, control)
+        else:
+            results[name] = run_scenario(root, name, control)
+        (root / f"result-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
