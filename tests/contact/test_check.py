@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reft import cli
-from reft.engine.calls import what_to_write
+from reft.engine.restore import what_to_write
 from reft.engine.script_look import ScriptLook
 from reft.errors import ConfigError
 from reft.tools.planning.check import check_config
