@@ -89,16 +89,16 @@ def _exact_adam(session: Session) -> bool:
 
 PATHS: tuple[DevicePath, ...] = (
     DevicePath("copies on a side stream", ("reft.snapshot.copying.cuda",), _always),
-    DevicePath("pinned arenas", ("reft.snapshot.copying.pinning", "reft.snapshot.copying.bounce"), _always),
+    DevicePath("pinned arenas", ("reft.snapshot.copying.pinning", "reft.snapshot.copying.cuda"), _always),
     DevicePath("buffers that are late", ("reft.state.late",), _always),
     DevicePath("windows by the device's clock", ("reft.profile.clock",), _windows),
     DevicePath("staging in device memory", ("reft.snapshot.copying.staging",), _stages),
-    DevicePath("parities by CuPy", ("reft.protect.xor_cupy", "reft.protect.kernels"), _parities_by_cupy),
-    DevicePath("parities by torch", ("reft.protect.xor_torch",), _parities_by_torch),
+    DevicePath("parities by CuPy", ("reft.protect.backend", "reft.protect.backend"), _parities_by_cupy),
+    DevicePath("parities by torch", ("reft.protect.backend",), _parities_by_torch),
     DevicePath("capture of gradients", ("reft.state.gradients",), _recomputes),
     DevicePath("ExactAdam", ("reft.optim",), _exact_adam),
-    DevicePath("costs of copies within the device", ("reft.engine.device_costs",), _finds_the_interval),
-    DevicePath("watching the memory of a device", ("reft.engine.device_memory",), _always),
+    DevicePath("costs of copies within the device", ("reft.engine.rates",), _finds_the_interval),
+    DevicePath("watching the memory of a device", ("reft.engine.session",), _always),
     DevicePath("restoring to a device", ("reft.engine.restore",), _always),
     DevicePath("random states of a device", ("reft.state.rng",), _always),
 )

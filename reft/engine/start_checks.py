@@ -20,8 +20,8 @@ from reft.config import Variant
 from reft.data.orders import Orders, difference
 from reft.data.place import shares_store
 from reft.engine.choosing import usable_memory_bytes
-from reft.engine.coordinates import declared_on_one_host
 from reft.engine.findings import Finding, Severity
+from reft.engine.identity import declared_on_one_host
 from reft.engine.script_look import ScriptLook
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import reft
 from reft.config_read import parse_block
 from reft.engine.device_paths import PATHS, Run, platform_of, report_untried, untried
 from reft.optim import ExactAdam
-
-ROOT = Path(reft.__file__).parents[1]
-ASKS_ONLY = {
-    "reft.engine.device_paths",
-    "reft.engine.rates",
-    "reft.profile.profiler",
-    "reft.protect.backend",
-    "reft.tools.check.measures",
-}
-"""Modules that name a device's interface to choose by it, or are no part of a protected job."""
-INTERFACE = re.compile(r"torch\.cuda|\bcupy\b|cudaHost")
 
 
 def job(
@@ -80,17 +65,3 @@ def test_it_is_one_line_on_one_rank_of_a_job_on_a_device(caplog: pytest.LogCaptu
     assert "never run on a CUDA device before" in line
     assert "copies on a side stream" in line
     assert "'make gpu'" in line
-
-
-def test_the_table_is_complete_and_names_what_there_is() -> None:
-    uses = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in (ROOT / "reft").rglob("*.py")
-        if INTERFACE.search(path.read_text())
-    }
-    known = {module for path in PATHS for module in path.modules}
-    for module in known:
-        importlib.import_module(module)
-    assert uses - known == ASKS_ONLY, "list what uses a device in PATHS"
-    for run in (run for path in PATHS for run in path.runs):
-        assert (ROOT / "docs" / "measurements" / run.measured).is_file()

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.memory_rate import CopyCosts, MemoryRate, dividing
-from reft.engine.rate_cache import RateCache
+from reft.engine.rates import CopyCosts, MemoryRate, RateCache, dividing
 from reft.label import Label
 from reft.policy.due import Due
 from reft.policy.frequency import Costs
@@ -272,7 +271,7 @@ def test_p6_storage_that_hangs_holds_up_nobody_who_notes(
             goes_on.wait(60)
         written.append(path)
 
-    monkeypatch.setattr("reft.engine.rate_cache.write_durably", write)
+    monkeypatch.setattr("reft.engine.rates.write_durably", write)
     cache = RateCache(tmp_path, FACTS, tmp_path / "storage")
     for steps in range(1, 21):
         cache.note("memory", Costs(1.0), steps)

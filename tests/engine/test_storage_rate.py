@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reft.config_persist import PersistConfig
-from reft.engine.storage_rate import MemoryLosses, StorageRate
+from reft.engine.rates import MemoryLosses, StorageRate
 from reft.grid import Coordinate, Degrees, Topology
 from reft.label import Label
 from reft.node.history import STARTED, note

@@ -13,9 +13,7 @@ from rich.console import Console
 from reft import cli
 from reft.config_read import load_config
 from reft.errors import ConfigError
-from reft.grid import Degrees, Topology
-from reft.protect.codes import Scheme
-from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
+from reft.protect.survival import node_survival, protected_survival, unprotected_survival
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
 from reft.tools.planning.display import show_plan
 from reft.tools.planning.job import Layouting, plan_job
@@ -198,11 +196,6 @@ def test_survival_is_that_of_the_formulas_and_of_chance(run: Run) -> None:
     one = (1, 16, *[0] * 15)
     assert day["protected"] == pytest.approx(protected_survival(q, 64, one))
     assert day["unprotected"] == pytest.approx(unprotected_survival(q, 64))
-    # The same placement, drawn: a node for every (pp, dp).
-    degrees = Degrees(4, 16, 8)
-    nodes = tuple(f"{c.pp}.{c.dp}" for c in degrees.coordinates())
-    drawn = simulate(Topology(degrees, degrees.coordinates(), nodes), Scheme(0, 1), q, trials=40_000)
-    assert drawn.low <= day["protected"] <= drawn.high
 
 
 def test_the_advised_interval_meets_the_target(run: Run) -> None:
