@@ -186,6 +186,16 @@ def what_is_protected(session: Session) -> str:
     )
 
 
+def say_untried_device(session: Session) -> None:
+    """One line on rank 0 of a job on a device. It goes when ``make gpu`` has passed on that platform."""
+    if session.copying.engine.asynchronous and session.is_rank_zero:
+        logger.warning(
+            "never run on a %s device before, only on simulated ones. What is restored is verified all the "
+            "same; run 'make gpu' in reft's sources first, and compare losses with a run without reft",
+            "ROCm" if getattr(torch.version, "hip", None) else "CUDA",
+        )
+
+
 def _interval(adapts: bool, steps: int) -> str:
     if adapts:
         return "at an interval that the job finds"

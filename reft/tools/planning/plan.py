@@ -11,9 +11,9 @@ from reft.config import AOR, ReftConfig, Variant
 from reft.config_persist import AUTO
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
-from reft.policy.frequency import Costs, Frequency, frequency, most_lost_steps
 from reft.policy.loads import Load
 from reft.policy.pace import WindowPace, measured_pace
+from reft.policy.rate import Costs, Frequency, frequency, most_lost_steps
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
