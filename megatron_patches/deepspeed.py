@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from reft.data.passes import raw_iterator
 from reft.engine.calls import replace
-from reft.engine.data_degrees import nodes_may_change
+from reft.engine.data import nodes_may_change
 from reft.engine.start_checks import warn
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.rng import capture_host_rng, restore_host_rng

@@ -99,7 +99,10 @@ MUTATIONS = {
         ("tests/state/test_fingerprint.py", "tests/state/test_fingerprint_records.py"),
     ),
     "p7-another-jobs-arena-is-taken": Mutation(
-        "recover/sift.py", "if header.job_id != job_id:", "if False:", ("tests/recover/test_recovery_plan.py",)
+        "recover/sift.py",
+        "if header.job_id != job_id:",
+        "if False:",
+        ("tests/recover/test_recovery_plan.py",),
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
         "engine/job.py",

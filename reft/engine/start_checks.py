@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import Variant
-from reft.data.orders import Orders, difference
 from reft.engine.coordinates import declared_on_one_host
+from reft.engine.data import Orders, difference
 from reft.engine.dry_run import end_dry_run
 from reft.engine.script_look import ScriptLook
 from reft.engine.unlaunched import what_is_missing

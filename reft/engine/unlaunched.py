@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from reft.data.place import shares_store
+from reft.data.batches import shares_store
 from reft.env import ENV_LAUNCHER_PID
 
 
