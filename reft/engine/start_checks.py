@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import Variant
-from reft.data.orders import Orders, difference
-from reft.data.place import shares_store
+from reft.data.batches import shares_store
 from reft.engine.choosing import usable_memory_bytes
+from reft.engine.data import Orders, difference
 from reft.engine.findings import Finding, Severity
 from reft.engine.identity import declared_on_one_host
 from reft.engine.script_look import ScriptLook
