@@ -177,9 +177,6 @@ class Filling:
     def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
         """Compare what arrived with the owners' checksums (P5).
 
-        Args:
-            arrived: per member what was :meth:`wanted` of it.
-
         Returns:
             Bytes received.
 

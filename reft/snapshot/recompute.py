@@ -69,12 +69,7 @@ class OptimizerStep:
 
 
 class PeerOptimizers:
-    """The optimizers of the members whose partitions this rank keeps.
-
-    Args:
-        options: fixed settings.
-        stats: counters to update.
-    """
+    """The optimizers of the members whose partitions this rank keeps."""
 
     def __init__(self, options: RecomputeOptions, stats: RecomputeStats | None = None) -> None:
         self._options = options
@@ -229,14 +224,7 @@ class PeerOptimizers:
             self._give_up(member, filling, type(error).__name__, detail=str(error))
 
     def _give_up(self, member: int, filling: Filling, cause: str, detail: str = "") -> None:
-        """Have the owner send the partition.
-
-        Args:
-            member: whose.
-            filling: the version.
-            cause: one of few, it is counted by.
-            detail: what of it may be another one every time.
-        """
+        """Have the owner send the partition."""
         replica = self.replicas.get(member)
         if replica is not None:
             replica.mark_stale(cause)
