@@ -39,7 +39,7 @@ from reft.engine.watching import at_instruction, at_phase
 from reft.errors import ConfigError
 from reft.node.progress import Phase
 from reft.refusal import end_in_words
-from reft.state.loadable import why_not_loadable
+from reft.state.support import why_not_loadable
 
 logger = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ def _exact_adam(session: Session) -> bool:
 PATHS: tuple[DevicePath, ...] = (
     DevicePath("copies on a side stream", ("reft.snapshot.copying.cuda",), _always),
     DevicePath("pinned arenas", ("reft.snapshot.copying.pinning", "reft.snapshot.copying.bounce"), _always),
-    DevicePath("buffers that are late", ("reft.state.late",), _always),
+    DevicePath("buffers that are late", ("reft.state.blob",), _always),
     DevicePath("windows by the device's clock", ("reft.profile.clock",), _windows),
     DevicePath("staging in device memory", ("reft.snapshot.copying.staging",), _stages),
     DevicePath("parities by CuPy", ("reft.protect.xor_cupy", "reft.protect.kernels"), _parities_by_cupy),

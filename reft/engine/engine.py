@@ -9,9 +9,8 @@ import torch
 
 from reft.grid import Coordinate, Degrees
 from reft.recover.reshape import Piece, Resize
-from reft.state.adapter import Adapter
 from reft.state.blob import DecodedBlob
-from reft.state.catalogue import SectionImage
+from reft.state.catalogue import Adapter, SectionImage
 from reft.state.fingerprint import Fact
 
 

@@ -14,9 +14,8 @@ from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
-from reft.state.adapter import Adapter
 from reft.state.adapters import StateAdapter
-from reft.state.catalogue import SectionImage
+from reft.state.catalogue import Adapter, SectionImage
 from reft.state.gradients import GradientCapture
 
 logger = logging.getLogger(__name__)
