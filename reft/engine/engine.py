@@ -20,10 +20,9 @@ from reft.snapshot.committing.protocol import Cause
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.request import SnapshotRequest
-from reft.state.adapter import Adapter
 from reft.state.adapters import StateAdapter
 from reft.state.blob import DecodedBlob, HostBlob
-from reft.state.catalogue import SectionImage
+from reft.state.catalogue import Adapter, SectionImage
 from reft.state.fingerprint import Fact
 from reft.state.gradients import GradientCapture
 

@@ -16,7 +16,7 @@ from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
 from reft.snapshot.stats import Kind, Traffic, kind_of
-from reft.state.late import LateBlob
+from reft.state.blob import LateBlob
 
 
 @dataclass

@@ -28,7 +28,7 @@ from reft.errors import UnsupportedStateError
 from reft.protect.host_adam import AdamRecipe, StepRecord, recipe_of, step_of
 from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
 from reft.state.catalogue import SectionImage
-from reft.state.support import class_path
+from reft.state.codec import class_path
 
 
 class GradientCapture:
