@@ -265,7 +265,7 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
     where = ("--memory-dir", str(memory))
     for options, says in (
         ((str(tmp_path / "absent.py"),), "there is no script"),
-        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write seconds from 0 on"),
+        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write 0 or more"),
         (("--grace-secs=-0.5", "x.py"), "--grace-secs is -0.5"),
         (("--monitor-interval", "-1", "x.py"), "--monitor-interval is -1"),
     ):
