@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reft.engine.data_degrees import LEFT, move_data
+from reft.engine.data import LEFT, move_data
 from reft.recover.reshape import OwnedTensor, Piece, Resize, cut, padding
 from reft.state.adapters import StateAdapter
 from reft.state.blob import DecodedBlob

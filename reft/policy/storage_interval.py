@@ -19,7 +19,7 @@ from math import ceil, comb, exp, expm1, inf, sqrt
 
 from reft.errors import ConfigError
 from reft.node.history import Round
-from reft.policy.frequency import most_lost_steps
+from reft.policy.rate import most_lost_steps
 
 DAY_SECS = 86400.0
 DEFAULT_NODE_MTBF_DAYS = 150.0

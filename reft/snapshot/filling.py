@@ -15,7 +15,7 @@ from reft.memory.arena import Arena, checksum
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
-from reft.snapshot.traffic import Kind, Traffic, kind_of
+from reft.snapshot.stats import Kind, Traffic, kind_of
 from reft.state.late import LateBlob
 
 

@@ -4,7 +4,7 @@ Version i of a kept partition is version i-1 of it, which lies in this rank's ne
 step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
 the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
 checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.committing.exchange`). A missed gradient or a spoilt replica so costs one transfer, and
+(:mod:`reft.snapshot.committing.sealing`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
 Where device and host kernels do not agree to the last bit (fused Adam on a GPU; not :mod:`reft.optim`),
@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +26,7 @@ from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.stats import RecomputeStats
 from reft.state.catalogue import SectionImage, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -65,23 +66,6 @@ class OptimizerStep:
     applied: int | None = None
     sample_start: tuple[int, ...] = ()
     flush_denormal: bool = False
-
-
-@dataclass
-class RecomputeStats:
-    """Counters of one rank.
-
-    Attributes:
-        versions: partitions recomputed for a version, equal to their owner's or accepted.
-        resynced: partitions of which the owner had to send something, by cause.
-        secs: seconds spent on recomputing, all together.
-        cpu_secs: processor time of that, of the one thread.
-    """
-
-    versions: int = 0
-    resynced: dict[str, int] = field(default_factory=dict)
-    secs: float = 0.0
-    cpu_secs: float = 0.0
 
 
 class PeerOptimizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reft.engine.device_costs import device_bytes, device_copy_secs
+from reft.engine.rates import device_bytes, device_copy_secs
 
 
 def test_without_a_device_there_is_nothing_to_measure() -> None:
