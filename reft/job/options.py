@@ -24,10 +24,10 @@ from reft.arguments import Parser
 from reft.config_read import parse_block, read_block
 from reft.control.door import format_endpoint
 from reft.errors import ConfigError
-from reft.job.etcd.settings import BACKEND as ETCD
-from reft.job.etcd.settings import EtcdSettings
 from reft.job.hostfile import apply_hostfile
 from reft.job.node import default_node_id
+from reft.job.rendezvous.etcd import BACKEND as ETCD
+from reft.job.rendezvous.etcd import EtcdSettings
 from reft.job.slurm import apply_slurm
 from reft.job.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.job.warm import DEFAULT_MODULES

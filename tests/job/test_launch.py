@@ -18,13 +18,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
-from reft.job.agent import JobEndedError
+from reft.job.agent import JobEndedError, Trainers
 from reft.job.agreement import Agreement
 from reft.job.launch import Launcher, main
 from reft.job.options import LaunchOptions, make_parser, parse_options
-from reft.job.rendezvous import RendezvousServer
-from reft.job.rendezvous_client import RendezvousClient
-from reft.job.trainers import Trainers
+from reft.job.rendezvous.client import RendezvousClient
+from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 
 from .cluster import SCRIPTS, WatchedCluster, cluster
