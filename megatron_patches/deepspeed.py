@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from reft.data.passes import raw_iterator
-from reft.engine.data_degrees import nodes_may_change
+from reft.engine.data import nodes_may_change
 from reft.engine.restore import wrap_call
 from reft.engine.start_checks import warn
 from reft.errors import ConfigError, UnsupportedStateError

@@ -30,7 +30,7 @@ from examples.llama.progress import ByteProgress, StepDisplay
 from examples.llama.samples import MicroBatchIterator, SampleDataset, open_samples
 from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sharded_parameters
 from examples.llama.tokenizer import load_tokenizer
-from reft.data.sampler import ResumableSampler
+from reft.data.order import ResumableSampler
 from reft.errors import ConfigError
 from reft.events import EventLog
 from reft.tools.planning.layout import Layout, choose_order, parse_order

@@ -27,20 +27,19 @@ from reft import integrations, log
 from reft.config import Variant
 from reft.config_read import load_config, parse_block
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.device_paths import report_untried
 from reft.engine.disk import SAVED_BY, host_file
 from reft.engine.engine import ClientState
 from reft.engine.on_import import ds_config_of
 from reft.engine.restore import LoadCall, Restorer, bind, wrap_call
 from reft.engine.session import Session
-from reft.engine.start_checks import warn
+from reft.engine.start_checks import say_untried_device, warn
 from reft.engine.watching import at_instruction, at_phase
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate
 from reft.node.progress import Phase, ProgressPage
 from reft.refusal import end_in_words
 from reft.state.codec import encode
-from reft.state.loadable import why_not_loadable
+from reft.state.support import why_not_loadable
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
@@ -275,7 +274,7 @@ def attach(
     session.progress.set_flops(flops_per_token(row[0] for row in session.control.gather_ints([own])))
     setattr(engine, _SESSION, session)
     _wrap(seen, session)
-    report_untried(session)
+    say_untried_device(session)
     atexit.register(session.close)
     if program is not None:
         program.join(session)

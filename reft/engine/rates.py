@@ -1,4 +1,15 @@
-"""How often a session's versions are taken, and go to storage, where the block leaves that to the job."""
+"""How often versions are taken, and how often they go to storage, where the block leaves that to the job
+(``"interval_steps": "auto"``): one controller for both tiers.
+
+Every rank times its steps, which it does anyway, and knows in which of them a version was on its way to the
+tier. Steps with one are compared with those around them (:class:`~reft.policy.rate.Pairs`), and the interval
+follows from what versions cost: CheckFreq's Algorithm 1 for memory, after a profile of the first steps; for
+storage also how often memory fails (:mod:`reft.policy.storage_interval`). Where the interval leaves no steps
+without a version in memory, versions are taken less often for a few steps now and then, to have some.
+
+One decision is followed by all: every rank says its wish in the vote on a version, and the longest interval
+wins (:class:`reft.snapshot.committing.votes.Votes`). No wait is added (P6).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from math import ceil, inf
+from math import ceil, inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,9 +38,19 @@ from reft.errors import ConfigError, PersistError
 from reft.grid import Topology
 from reft.label import Label
 from reft.node.history import read_history
-from reft.policy.due import Due
-from reft.policy.frequency import CopyMode, Costs, Observed, Rate, RateLimits, Why, adapt, frequency
-from reft.policy.pairs import Cost, Pairs, Pauses
+from reft.policy.rate import (
+    CopyMode,
+    Cost,
+    Costs,
+    Due,
+    Observed,
+    Pairs,
+    Rate,
+    RateLimits,
+    Why,
+    adapt,
+    frequency,
+)
 from reft.policy.storage_interval import (
     REPAIR_SECS,
     NodeLosses,
@@ -48,13 +69,370 @@ from reft.storage.persisted import given_up, job_directory, list_persisted
 if TYPE_CHECKING:
     from reft.engine.session import Session
 
-
 logger = logging.getLogger(__name__)
 
-_FIRST_STEPS = 50
+cuda: Any = torch.cuda
+Tier = Literal["memory", "storage"]
+
+_SETTLING_STEPS = 3
+"""What is made at first use takes long and never again."""
+_PROFILE_PAIRS, _PROFILE_STEPS = 8, 100
+_FIRST_GAP, _WIDEST_GAP = 4, 8
+_PROBE_EVERY, _PROBE_STEPS = 512, 48
+_LEAST_PAIRS, _MOST_PAIRS = 4, 64
+_SURE = 4
+"""A window is judged when the standard error is below this part of what is allowed, or after 64 pairs."""
+_SLOWER = 1.1
+_RECENT = 32
+_FIRST_STORED_STEPS = 50
 """Until the first version goes to storage: CheckFreq profiles for so many iterations, without checkpoints."""
-_PLAIN_STEPS = 64
-_LEAST_PLAIN = 3
+_MOST_WRITING_STEPS = 1024
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """What is known of a rank's copies apart from the times of steps.
+
+    Attributes:
+        host_copy_secs: Tc; None before a version was copied.
+        update_secs: Tw.
+        device_copy_secs: Tg, where there is a device that may keep a copy.
+        checkpoint_bytes: m.
+        spare_device_bytes: Mmax - M.
+    """
+
+    host_copy_secs: float | None = None
+    update_secs: float = 0.0
+    device_copy_secs: float | None = None
+    checkpoint_bytes: int = 0
+    spare_device_bytes: int = 0
+
+
+class TierRate:
+    """One rank's measure of the versions that go to a tier, and the interval that it wishes.
+
+    Args:
+        max_overhead: part of the training time that versions may cost.
+        most_steps: longest interval, half of the steps that may be lost; None: no bound.
+        fits: shortest interval, at least as long as the given one, that the other tier goes with.
+        copies: what is known of the copies by now.
+        known: costs and interval of an earlier start; None has the first steps profiled.
+        on_change: told of the costs and the interval whenever a window was judged, by the thread that asks
+            for the wish; the training thread does not wait for it.
+        clock: seconds.
+    """
+
+    _least_pairs = _LEAST_PAIRS
+    _looks = True
+    """Whether versions are taken less often now and then, so that there are steps without one."""
+
+    def __init__(
+        self,
+        max_overhead: float,
+        *,
+        most_steps: int | None = None,
+        fits: Callable[[int], int] = lambda steps: steps,
+        copies: Callable[[], CopyCosts] = CopyCosts,
+        known: tuple[Costs, int] | None = None,
+        on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
+        clock: Callable[[], float] = time.monotonic,
+        pairs: Pairs | None = None,
+    ) -> None:
+        self._max_overhead, self._most_steps = max_overhead, most_steps
+        self._fits, self._copies, self._on_change, self._clock = fits, copies, on_change, clock
+        self._lock = threading.RLock()
+        self._pairs = pairs or Pairs()
+        self._steps = 0
+        self._begun = self._beside = False
+        self._is_over: Callable[[], bool] = lambda: True
+        self._begun_secs: dict[int, float] = {}
+        self._arrival_secs: deque[float] = deque(maxlen=_MOST_PAIRS)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._usual: float | None = None
+        self._probe_from: int | None = None
+        self._lost_most = 0
+        self._arrived_step: int | None = None
+        self._news: tuple[Costs, int] | None = None
+        self.costs: Costs | None = None
+        """As Algorithm 1 took them; None while they are measured."""
+        self.mode = CopyMode.CPU
+        self.because: str | None = None
+        self.rate: Rate | None = None
+        if known is not None:
+            self.costs, steps = known
+            self.rate = Rate(self._bounded(steps), Why.REMEMBERED)
+
+    # -- what happens ----------------------------------------------------------------------------------
+
+    def step(self, step: int, secs: float) -> None:
+        """A step has ended, ``secs`` after the one before. Called by the training thread."""
+        with self._lock:
+            self._steps += 1
+            if self._steps > _SETTLING_STEPS:
+                self._pairs.step(secs, begins=self._begun, beside=self._beside)
+                self._recent.append(secs)
+            self._begun, self._beside = False, not self._is_over()
+            if self._arrived_step is not None:
+                self._lost_most = max(self._lost_most, step - self._arrived_step)
+            if self._looks and self._probe_from is None and step % _PROBE_EVERY == 0:
+                self._probe_from = self._steps
+
+    def begun(self, step: int, is_over: Callable[[], bool]) -> None:
+        """The version of ``step`` sets off. ``is_over`` says whether it is under way no more."""
+        with self._lock:
+            self._begun = self._beside = True
+            self._is_over = is_over
+            if len(self._begun_secs) > _MOST_PAIRS:
+                self._begun_secs.clear()
+            self._begun_secs[step] = self._clock()
+
+    def arrived(self, step: int) -> None:
+        """The tier has the version of ``step``, on all ranks."""
+        with self._lock:
+            self._arrived_step = step
+            begun = self._begun_secs.pop(step, None)
+            if begun is not None and self._steps > _SETTLING_STEPS:
+                self._arrival_secs.append(self._clock() - begun)
+
+    # -- what follows from it --------------------------------------------------------------------------
+
+    def wish(self, windows: int = 1) -> int:
+        """Steps between two versions, as this rank would have them now. Called by the thread that votes.
+
+        Args:
+            windows: how often one fits into the idle time, as planned.
+        """
+        with self._lock:
+            wanted = self._bounded(max(windows, self._wish()))
+            news, self._news = self._news, None
+        if news is not None:
+            self._on_change(*news)
+        return wanted
+
+    def _wish(self) -> int:
+        if self.rate is None:
+            self._profile()
+        else:
+            self._observe()
+        if self.rate is None:
+            return self._gap()
+        return max(self.rate.interval_steps, self._gap() if self._probes() else 1)
+
+    def _profile(self) -> None:
+        """Algorithm 1, once there are enough pairs."""
+        seen = self._pairs.cost()
+        if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
+            return
+        found = frequency(self._costs(seen), self._max_overhead)
+        self.mode = found.mode
+        self.rate = Rate(self._bounded(int(found.interval_steps)))
+        self._judge(seen)
+
+    def _costs(self, seen: Cost) -> Costs:
+        copies, arrival = self._copies(), self._usual_arrival_secs()
+        copy = min(copies.host_copy_secs or 0.0, arrival)
+        return Costs(
+            step_secs=seen.plain_secs,
+            update_secs=min(copies.update_secs, seen.plain_secs),
+            host_copy_secs=copy,
+            device_copy_secs=copies.device_copy_secs,
+            write_secs=arrival - copy,
+            checkpoint_bytes=copies.checkpoint_bytes,
+            spare_device_bytes=copies.spare_device_bytes,
+        )
+
+    def _observe(self) -> None:
+        """Judge the window if it tells enough; begin to look again if steps have become slower."""
+        seen = self._pairs.cost()
+        assert self.rate is not None
+        if seen is not None and seen.pairs >= self._least_pairs:
+            sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
+            too_much = seen.pairs >= _PROFILE_PAIRS and seen.secs - 2 * seen.error_secs > _SURE * sure
+            enough = min(_MOST_PAIRS, self._least_pairs**3)
+            if too_much or seen.error_secs <= sure or seen.pairs >= enough:
+                self._judge(seen)
+        if not self._looks or len(self._recent) < _RECENT or self._probe_from is not None:
+            return
+        now = median(self._recent)
+        self._usual = now if self._usual is None else self._usual
+        if now > _SLOWER * self._usual:
+            self._probe_from = self._steps
+            self._pairs.forget()
+
+    def _judge(self, seen: Cost) -> None:
+        """One window more. What may be noise asks for no longer interval."""
+        assert self.rate is not None
+        steps = self.rate.interval_steps * seen.pairs
+        allowed = self._max_overhead * self.rate.interval_steps * seen.plain_secs
+        error = seen.error_secs if isfinite(seen.error_secs) else 0.0
+        cost = max(0.0, seen.secs if seen.secs - error > allowed else min(seen.secs, allowed))
+        arrival = self._usual_arrival_secs()
+        least, because = self._least_steps(seen.plain_secs, cost, arrival)
+        limits = RateLimits(self._max_overhead, least, self._most_steps)
+        window = Observed(
+            steps, seen.pairs, steps * seen.plain_secs + seen.pairs * cost, seen.plain_secs, arrival
+        )
+        found = adapt(self.rate, window, limits)
+        self.rate = Rate(self._bounded(found.interval_steps), found.why, found.overhead, found.calm)
+        self.because = because if because and self.rate.interval_steps == least else str(found.why)
+        self._pairs.forget()
+        self._probe_from = None
+        self._usual = median(self._recent) if self._recent else None
+        self.costs = self._costs(seen)
+        self._news = self.costs, self.rate.interval_steps
+
+    def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
+        """Shortest interval of any use, and why."""
+        return 1, ""
+
+    def _probes(self) -> bool:
+        """Whether versions are taken less often for a while, to have steps without one."""
+        if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
+            self._probe_from, self._usual = None, None
+        return self._probe_from is not None
+
+    def _gap(self) -> int:
+        """Steps between two versions with which there are steps without one."""
+        plain, gap = self._pairs.plain_secs(), _FIRST_GAP
+        if plain and self._arrival_secs:
+            gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))
+        return self._bounded(gap)
+
+    def _usual_arrival_secs(self) -> float:
+        """Tc + Ts: what nearly all of the last versions took."""
+        ordered = sorted(self._arrival_secs)
+        return ordered[max(0, len(ordered) - 1 - len(ordered) // 20)] if ordered else 0.0
+
+    def _bounded(self, steps: int) -> int:
+        most, wanted = self._most_steps, self._fits(max(1, steps))
+        if most is None or wanted <= most:
+            return wanted
+        return max(k for k in range(1, most + 1) if self._fits(k) == k)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is told of it, with the counters."""
+        with self._lock:
+            rate, costs = self.rate, self.costs
+            longest = max(self._gap() if self._looks else 1, 1 if rate is None else rate.interval_steps)
+            return {
+                "interval_steps": self._gap() if rate is None else rate.interval_steps,
+                "why": self.because or str(Why.PROFILE if rate is None else rate.why),
+                "observing": rate is not None and self._probe_from is not None,
+                "overhead": None if rate is None else rate.overhead,
+                "max_overhead": self._max_overhead,
+                "most_lost_steps": 2 * longest,
+                "lost_most": self._lost_most,
+                "mode": str(self.mode),
+                "costs": None if costs is None else vars(costs),
+            }
+
+
+class StorageRate(TierRate):
+    """The same for storage: a version sets off when it is committed, and has arrived when the node's daemon
+    says that it is on storage.
+
+    Args:
+        config: what the interval keeps to.
+        interval_steps: versions exist only every so many steps.
+        start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
+            begins with.
+        memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
+        carried_secs: for how long memory alone carries the job with a probability, as known now.
+        known, on_change, clock: as of :class:`TierRate`; without ``known`` the first 50 steps go without.
+    """
+
+    _least_pairs = 1
+    _looks = False
+
+    def __init__(
+        self,
+        config: PersistConfig,
+        *,
+        interval_steps: int = 1,
+        start_step: int = 0,
+        memory_mtbf_secs: Callable[[], float] = lambda: inf,
+        carried_secs: Callable[[float], float] = lambda survival: inf,
+        **further: Any,
+    ) -> None:
+        most = config.max_lost_steps
+        super().__init__(
+            config.max_overhead,
+            most_steps=None if most is None else most // 2 // interval_steps * interval_steps,
+            fits=lambda steps: whole_interval(steps, interval_steps),
+            pairs=Pairs(_MOST_WRITING_STEPS),
+            **further,
+        )
+        self._config, self._mtbf, self._carried = config, memory_mtbf_secs, carried_secs
+        self._due = Due(start_step)
+        self._on_its_way: Label | None = None
+        self._newest_step = 0
+        self._overtaken: Label | None = None
+        if self.rate is None:
+            self.rate = Rate(self._bounded(_FIRST_STORED_STEPS), Why.START)
+
+    def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
+        """A version is committed; returns whether it goes to storage.
+
+        Args:
+            label: the version.
+            agreed_steps: the interval that the vote on it has found, the same on every rank.
+            version_steps: until the next version, at most.
+        """
+        with self._lock:
+            self._newest_step = label.step
+            due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
+            if due and self._on_its_way is None:
+                self._on_its_way = label
+                self.begun(label.step, lambda: self._on_its_way is None)
+            return due
+
+    def went_to(self, step: int) -> None:
+        """The running job goes on from ``step``, which is on storage. No version is under way."""
+        with self._lock:
+            self._due = Due(step)
+
+    def answered(self, answer: Mapping[str, Any] | None) -> None:
+        """The daemon has answered to the note of a commit."""
+        last, overtaken = (answer or {}).get("persisted"), (answer or {}).get("overtaken")
+        with self._lock:
+            if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
+                self._overtaken = label
+                self._back_off()
+            if (answer or {}).get("failing"):
+                self._on_its_way = None  # what storage costs is not known while it fails
+                self._pairs.leave_out()
+            elif last is not None and self._on_its_way is not None and Label(*last) >= self._on_its_way:
+                self.arrived(self._on_its_way.step)
+                self._on_its_way = None
+                self._leave_room()
+
+    def _leave_room(self) -> None:
+        """Where one write ends when the next begins, there are no steps without one to tell its cost by."""
+        plain = self._pairs.plain_secs()
+        if self.rate is not None and plain:
+            least = self._bounded(ceil(self._usual_arrival_secs() / plain) + _FIRST_GAP)
+            if least > self.rate.interval_steps:
+                self.rate, self.because = Rate(least, Why.WRITING, self.rate.overhead), None
+
+    def _back_off(self) -> None:
+        """Memory went on to newer versions before storage began with this one: it was still busy."""
+        assert self.rate is not None
+        waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
+        steps = self._bounded(max(2 * self.rate.interval_steps, waited))
+        self.rate = Rate(steps, Why.OVERTAKEN, self.rate.overhead)
+        self.because = None
+
+    def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
+        survival = self._config.survival
+        best = storage_interval(
+            StorageCosts(plain_secs, cost_secs, arrival_secs),
+            self._mtbf(),
+            Wishes(
+                survival_secs=inf if survival is None else self._carried(survival),
+                most_lost_steps=self._config.max_lost_steps,
+            ),
+        )
+        return self._bounded(best.steps), str(best.because)
 
 
 @dataclass(frozen=True)
@@ -95,426 +473,9 @@ class MemoryLosses:
         return -(-nodes // size) * size, losses_within(size, min(self.tolerance(), size))
 
 
-class StorageRate:
-    """One rank's measure of its checkpoints, and its wish.
-
-    Args:
-        config: what the interval keeps to.
-        interval_steps: snapshots exist only every so many steps.
-        start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
-            begins with.
-        memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
-        carried_secs: for how long memory alone carries the job with a probability, as known now.
-        known_steps: interval that an earlier start has found; None: the first 50 steps go without.
-        on_change: told of the costs and the interval whenever a version was measured.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        config: PersistConfig,
-        *,
-        interval_steps: int = 1,
-        start_step: int = 0,
-        memory_mtbf_secs: Callable[[], float] = lambda: inf,
-        carried_secs: Callable[[float], float] = lambda survival: inf,
-        known_steps: int | None = None,
-        on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._every = interval_steps
-        self._due = Due(start_step)
-        self._mtbf, self._carried = memory_mtbf_secs, carried_secs
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._pauses = Pauses()
-        self._writing_secs, self._writing_steps = 0.0, 0
-        self._before: tuple[int, float] | None = None
-        self._on_its_way: tuple[Label, float] | None = None
-        self._written_secs: float | None = None
-        self._because: str | None = None
-        self._overtaken: Label | None = None
-        most = config.max_lost_steps
-        self._bound = None if most is None else most // 2 // interval_steps * interval_steps
-        start = self._whole(known_steps or _FIRST_STEPS)
-        why = Why.START if known_steps is None else Why.REMEMBERED
-        self.rate = Rate(start if self._bound is None else min(start, self._bound), why)
-        self._on_change = on_change
-
-    def wish(self) -> int:
-        """Steps between two versions on storage, as this rank would have them."""
-        return self.rate.interval_steps
-
-    def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
-        """A version is committed; returns whether it goes to storage.
-
-        Args:
-            label: the version.
-            agreed_steps: the interval that the vote on it has found, the same on every rank.
-            version_steps: until the next version, at most.
-        """
-        with self._lock:
-            now = self._clock()
-            if self._before is not None and label.step > self._before[0]:
-                steps = label.step - self._before[0]
-                self._count((now - self._before[1]) / steps, steps)
-            self._before = label.step, now
-            if self._written_secs is not None:
-                self._finish(self._written_secs)
-            due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
-            if due and self._on_its_way is None:
-                self._on_its_way = label, now
-                self._writing_secs, self._writing_steps = 0.0, 0
-            return due
-
-    def went_to(self, step: int) -> None:
-        """The running job goes on from ``step``, which is on storage. No version is under way."""
-        with self._lock:
-            self._due = Due(step)
-
-    def _count(self, step_secs: float, steps: int) -> None:
-        if self._pauses.has(step_secs, self._plain):
-            return
-        if self._on_its_way is None:
-            self._plain.extend([step_secs] * min(steps, _PLAIN_STEPS))
-        else:
-            self._writing_secs += steps * step_secs
-            self._writing_steps += steps
-
-    def answered(self, answer: Mapping[str, Any] | None) -> None:
-        """The daemon has answered to the note of a commit."""
-        last, overtaken = (answer or {}).get("persisted"), (answer or {}).get("overtaken")
-        with self._lock:
-            if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
-                self._overtaken = label
-                self._back_off()
-            if (answer or {}).get("failing"):
-                self._on_its_way = self._written_secs = None  # what storage costs is not known while it fails
-                return
-            if last is None or self._on_its_way is None or Label(*last) < self._on_its_way[0]:
-                return
-            if self._written_secs is None:
-                self._written_secs = self._clock() - self._on_its_way[1]
-
-    def _back_off(self) -> None:
-        """Memory went on to newer versions before storage began with this one: it was still busy."""
-        waited = 0 if self._on_its_way is None or self._before is None else self._steps_since_due()
-        steps = self._whole(max(2 * self.rate.interval_steps, waited))
-        steps = steps if self._bound is None else min(steps, self._bound)
-        self.rate = Rate(steps, Why.OVERTAKEN, self.rate.overhead)
-        self._because = str(Why.OVERTAKEN)
-        self._on_its_way = self._written_secs = None
-
-    def _steps_since_due(self) -> int:
-        assert self._on_its_way is not None
-        assert self._before is not None
-        return self._before[0] - self._on_its_way[0].step
-
-    def _finish(self, write_secs: float) -> None:
-        """What was on its way was on storage before this commit; the steps until here count as beside it."""
-        self._on_its_way = self._written_secs = None
-        if len(self._plain) >= _LEAST_PLAIN:
-            self._learn(write_secs)
-
-    def _learn(self, write_secs: float) -> None:
-        plain = sum(self._plain) / len(self._plain)
-        cost = max(0.0, self._writing_secs - self._writing_steps * plain)
-        steps = max(self.rate.interval_steps, self._writing_steps)
-        survival = self._config.survival
-        best = storage_interval(
-            StorageCosts(plain, cost, write_secs),
-            self._mtbf(),
-            Wishes(
-                survival_secs=inf if survival is None else self._carried(survival),
-                most_lost_steps=self._config.max_lost_steps,
-            ),
-        )
-        bound = self._bound
-        least = self._whole(best.steps) if bound is None else min(self._whole(best.steps), bound)
-        limits = RateLimits(self._config.max_overhead, least, bound)
-        found = adapt(self.rate, Observed(steps, 1, steps * plain + cost, plain, write_secs), limits)
-        steps = self._whole(found.interval_steps)
-        self.rate = Rate(steps if bound is None else min(steps, bound), found.why, found.overhead, found.calm)
-        self._because = str(best.because if self.rate.interval_steps == least else found.why)
-        copy = min(cost, write_secs)
-        costs = Costs(plain, host_copy_secs=copy, write_secs=write_secs - copy)
-        self._on_change(costs, self.rate.interval_steps)
-
-    def _whole(self, steps: int) -> int:
-        """Up to the next step that has a snapshot."""
-        return whole_interval(steps, self._every)
-
-    def to_json(self) -> dict[str, Any]:
-        """What is told of it, with the counters."""
-        rate = self.rate
-        return {
-            "interval_steps": rate.interval_steps,
-            "why": self._because or str(rate.why),
-            "overhead": rate.overhead,
-            "max_overhead": self._config.max_overhead,
-            "most_lost_steps": rate.most_lost_steps,
-        }
-
-
-_SETTLING_STEPS = 3
-"""What is made at first use takes long and never again."""
-_PROFILE_PAIRS, _PROFILE_STEPS = 8, 100
-_FIRST_GAP, _WIDEST_GAP = 4, 8
-_PROBE_EVERY, _PROBE_STEPS = 512, 48
-_LEAST_PAIRS, _MOST_PAIRS = 4, 64
-_SURE = 4
-"""A window is judged when the standard error is below this part of what is allowed, or after 64 pairs."""
-_SLOWER = 1.1
-_RECENT = 32
-
-
-@dataclass(frozen=True)
-class CopyCosts:
-    """What is known of a rank's copies beside the times of steps.
-
-    Attributes:
-        host_copy_secs: Tc; None before a version was copied.
-        update_secs: Tw.
-        device_copy_secs: Tg, where there is a device that may keep a copy.
-        checkpoint_bytes: m.
-        peak_device_bytes: M, so far.
-        spare_device_bytes: Mmax - M.
-    """
-
-    host_copy_secs: float | None = None
-    update_secs: float = 0.0
-    device_copy_secs: float | None = None
-    checkpoint_bytes: int = 0
-    peak_device_bytes: int = 0
-    spare_device_bytes: int = 0
-
-
-class MemoryRate:
-    """One rank's measure of its versions, and its wish.
-
-    Args:
-        max_overhead: part of the training time that versions may cost.
-        max_lost_steps: most steps that a failure may roll back; None: no bound.
-        fits: shortest interval, at least as long as the given one, that goes with the one on storage.
-        copies: what is known of the copies by now.
-        known: costs and interval of an earlier start; None has the first steps profiled.
-        on_change: told of the costs and the interval whenever a window was judged, by the thread that asks
-            for the wish; the training thread does not wait for it.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        max_overhead: float,
-        *,
-        max_lost_steps: int | None = None,
-        fits: Callable[[int], int] = lambda steps: steps,
-        copies: Callable[[], CopyCosts] = CopyCosts,
-        known: tuple[Costs, int] | None = None,
-        on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limits = RateLimits(
-            max_overhead, most_steps=None if max_lost_steps is None else max_lost_steps // 2
-        )
-        self._fits, self._copies, self._on_change, self._clock = fits, copies, on_change, clock
-        self._lock = threading.Lock()
-        self._pairs = Pairs()
-        self._steps = 0
-        self._last: SnapshotRequest | None = None
-        self._begun = self._beside = False
-        self._begun_secs: dict[int, float] = {}
-        self._commit_secs: deque[float] = deque(maxlen=_MOST_PAIRS)
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._usual: float | None = None
-        self._probe_from: int | None = None
-        self._lost_most = self._peak_bytes = 0
-        self._news: tuple[Costs, int] | None = None
-        self._committed_step: int | None = None
-        self.costs: Costs | None = None
-        """As Algorithm 1 took them; None while they are measured."""
-        self.mode = CopyMode.CPU
-        self.rate: Rate | None = None
-        if known is not None:
-            self.costs, steps = known
-            self.rate = Rate(self._bounded(steps), Why.REMEMBERED)
-
-    # -- training thread -----------------------------------------------------------------------------
-
-    def step(self, step: int, secs: float) -> None:
-        """A step has ended.
-
-        Args:
-            step: its number.
-            secs: since the one before had ended.
-        """
-        with self._lock:
-            self._steps += 1
-            if self._steps > _SETTLING_STEPS:
-                self._pairs.step(secs, begins=self._begun, beside=self._beside)
-                self._recent.append(secs)
-            if self._committed_step is not None:
-                self._lost_most = max(self._lost_most, step - self._committed_step)
-            if self._probe_from is None and step % _PROBE_EVERY == 0:
-                self._probe_from = self._steps
-
-    def handed_over(self, request: SnapshotRequest | None) -> None:
-        """What follows the step that has just ended: a version, or none."""
-        with self._lock:
-            self._begun = request is not None
-            self._beside = self._begun or (self._last is not None and not self._last.done.is_set())
-            if request is not None:
-                self._last = request
-                if len(self._begun_secs) > _MOST_PAIRS:
-                    self._begun_secs.clear()
-                self._begun_secs[request.label.step] = self._clock()
-
-    # -- worker thread -------------------------------------------------------------------------------
-
-    def committed(self, step: int) -> None:
-        """All ranks have the version of ``step``."""
-        with self._lock:
-            self._committed_step = step
-            begun = self._begun_secs.pop(step, None)
-            if begun is not None and self._steps > _SETTLING_STEPS:
-                self._commit_secs.append(self._clock() - begun)
-
-    def wish(self, windows: int = 1) -> int:
-        """Steps between two versions, as this rank would have them now.
-
-        Args:
-            windows: how often one fits into the idle time, as planned.
-        """
-        with self._lock:
-            wanted = self._bounded(max(windows, self._wish()))
-            news, self._news = self._news, None
-        if news is not None:
-            self._on_change(*news)
-        return wanted
-
-    def _wish(self) -> int:
-        if self.rate is None:
-            self._profile()
-        else:
-            self._observe()
-        if self.rate is None:
-            return self._gap()
-        return max(self.rate.interval_steps, self._gap() if self._probes() else 1)
-
-    def _profile(self) -> None:
-        """Algorithm 1, once there are enough pairs."""
-        seen = self._pairs.cost()
-        if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
-            return
-        self.costs = self._costs(seen)
-        found = frequency(self.costs, self._limits.max_overhead)
-        self.mode = found.mode
-        self.rate = Rate(self._bounded(int(found.interval_steps)))
-        self._judge(seen)
-
-    def _costs(self, seen: Cost) -> Costs:
-        copies = self._copies()
-        self._peak_bytes = copies.peak_device_bytes
-        copy = min(copies.host_copy_secs or 0.0, self._usual_commit_secs())
-        return Costs(
-            step_secs=seen.plain_secs,
-            update_secs=min(copies.update_secs, seen.plain_secs),
-            host_copy_secs=copy,
-            device_copy_secs=copies.device_copy_secs,
-            write_secs=self._usual_commit_secs() - copy,
-            checkpoint_bytes=copies.checkpoint_bytes,
-            spare_device_bytes=copies.spare_device_bytes,
-        )
-
-    def _observe(self) -> None:
-        """Judge the window if it tells enough; begin to look again if steps have become slower."""
-        seen = self._pairs.cost()
-        assert self.rate is not None
-        if seen is not None and seen.pairs >= _LEAST_PAIRS:
-            sure = self._limits.max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
-            too_much = seen.pairs >= _PROFILE_PAIRS and seen.secs - 2 * seen.error_secs > _SURE * sure
-            if too_much or seen.error_secs <= sure or seen.pairs >= _MOST_PAIRS:
-                self._judge(seen)
-        if len(self._recent) < _RECENT or self._probe_from is not None:
-            return
-        now = median(self._recent)
-        self._usual = now if self._usual is None else self._usual
-        if now > _SLOWER * self._usual:
-            self._probe_from = self._steps
-            self._pairs.forget()
-
-    def _judge(self, seen: Cost) -> None:
-        """One window more. What may be noise asks for no longer interval."""
-        assert self.rate is not None
-        steps = self.rate.interval_steps * seen.pairs
-        allowed = self._limits.max_overhead * self.rate.interval_steps * seen.plain_secs
-        cost = seen.secs if seen.secs - seen.error_secs > allowed else min(seen.secs, allowed)
-        secs = steps * seen.plain_secs + seen.pairs * max(0.0, cost)
-        window = Observed(steps, seen.pairs, secs, seen.plain_secs, self._usual_commit_secs())
-        found = adapt(self.rate, window, self._limits)
-        self.rate = Rate(self._bounded(found.interval_steps), found.why, found.overhead, found.calm)
-        self._pairs.forget()
-        self._probe_from = None
-        self._usual = median(self._recent) if self._recent else None
-        self.costs = self._costs(seen)
-        self._news = self.costs, self.rate.interval_steps
-
-    def _probes(self) -> bool:
-        """Whether versions are taken less often for a while, to have steps without one."""
-        if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
-            self._probe_from, self._usual = None, None
-        return self._probe_from is not None
-
-    def _gap(self) -> int:
-        """Steps between two versions with which there are steps without one."""
-        plain, gap = self._pairs.plain_secs(), _FIRST_GAP
-        if plain and self._commit_secs:
-            gap = min(_WIDEST_GAP, 2 + ceil(self._usual_commit_secs() / plain))
-        return self._bounded(gap)
-
-    def _usual_commit_secs(self) -> float:
-        """Tc + Ts: what nearly all of the last versions took to be committed."""
-        ordered = sorted(self._commit_secs)
-        return ordered[max(0, len(ordered) - 1 - len(ordered) // 20)] if ordered else 0.0
-
-    def _bounded(self, steps: int) -> int:
-        most = self._limits.most_steps
-        wanted = self._fits(max(1, steps))
-        if most is None or wanted <= most:
-            return wanted
-        return max(k for k in range(1, most + 1) if self._fits(k) == k)
-
-    def to_json(self) -> dict[str, Any]:
-        """What is told of it, with the counters."""
-        with self._lock:
-            rate = self.rate
-            costs = self.costs
-            return {
-                "interval_steps": self._gap() if rate is None else rate.interval_steps,
-                "why": str(Why.PROFILE if rate is None else rate.why),
-                "observing": rate is not None and self._probe_from is not None,
-                "overhead": None if rate is None else rate.overhead,
-                "max_overhead": self._limits.max_overhead,
-                "most_lost_steps": self._most_lost(),
-                "lost_most": self._lost_most,
-                "mode": str(self.mode),
-                "costs": None if costs is None else vars(costs),
-                "peak_device_bytes": self._peak_bytes,
-            }
-
-    def _most_lost(self) -> int:
-        """Twice the interval, that of a look at steps without a version included."""
-        return 2 * max(self._gap(), 1 if self.rate is None else self.rate.interval_steps)
-
-
 def dividing(persist_steps: int) -> Callable[[int], int]:
     """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a version that is
     due there exists.
-
-    Args:
-        persist_steps: of the block; 0: none is fixed.
     """
 
     def fits(steps: int) -> int:
@@ -527,18 +488,13 @@ def dividing(persist_steps: int) -> Callable[[int], int]:
     return fits
 
 
-Tier = Literal["memory", "storage"]
-COPIES = ".rates"
-"""Directory of the copies within the persist directory; no job has such a name."""
-
-
 def machine_facts() -> dict[str, Any]:
     """What copies and steps are fast or slow by, of the host."""
-    models = {
-        line.partition(":")[2].strip()
-        for line in _lines(Path("/proc/cpuinfo"))
-        if line.startswith(("model name", "CPU part"))
-    }
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))}
     return {
         "machine": platform.machine(),
         "processors": sorted(models),
@@ -546,34 +502,25 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 class RateCache:
-    """The measures of one rank.
+    """What an earlier start has measured of one rank's versions, so that the next one need not.
+
+    One small file per rank in the memory directory, next to the jobs: the same model in the same layout on
+    the same machine finds it, whatever the job is called. It is replaced as a whole; one that cannot be used
+    is ignored.
 
     Args:
         directory: where the file lies.
         facts: JSON values by which model, layout and machine are known; with other ones, nothing is found.
-        persist_dir: on storage, where a copy is kept; None: nowhere.
     """
 
-    def __init__(self, directory: Path, facts: Mapping[str, Any], persist_dir: Path | None = None) -> None:
+    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         self._facts = json.loads(json.dumps(facts, sort_keys=True))
         digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
         self.path = directory / f".rate-{digest[:24]}.json"
-        self.copy = None if persist_dir is None else persist_dir / COPIES / self.path.name[1:]
         self._lock = threading.Lock()
-        self._told: set[Path] = set()
-        self._to_copy: bytes | None = None
-        self._copies = False
-        self._known = self._read(self.path)
-        if not self._known and self.copy is not None:
-            self._known = self._read(self.copy)
+        self._told = False
+        self._known = self._read()
 
     def known(self, tier: Tier) -> tuple[Costs, int] | None:
         """Costs and interval in steps, as measured last; None where they are to be measured."""
@@ -583,42 +530,17 @@ class RateCache:
         """Keep what was measured. A directory that cannot be written is said once: training goes on (P6)."""
         with self._lock:
             self._known[tier] = costs, interval_steps
-            content = {
-                "facts": self._facts,
-                **{name: {"costs": vars(c), "interval_steps": k} for name, (c, k) in self._known.items()},
-            }
-            text = json.dumps(content, indent=1).encode()
-            self._write(self.path, text)
-            self._to_copy = text
-            if self.copy is None or self._copies:
-                return
-            self._copies = True
-        # By a thread of its own: no vote waits for storage, which may hang (P6).
-        threading.Thread(target=self._keep_copy, args=(self.copy,), name="reft-rates", daemon=True).start()
+            content = {t: {"costs": vars(c), "interval_steps": k} for t, (c, k) in self._known.items()}
+            try:
+                write_durably(self.path, json.dumps({"facts": self._facts, **content}, indent=1).encode())
+            except OSError as error:
+                if not self._told:
+                    logger.warning("%s: a start that needs it will measure anew: %s", self.path, error)
+                self._told = True
 
-    def _keep_copy(self, copy: Path) -> None:
-        """Write what was noted, until nothing is new."""
-        while True:
-            with self._lock:
-                text, self._to_copy = self._to_copy, None
-                if text is None:
-                    self._copies = False
-                    return
-            self._write(copy, text)
-
-    def _write(self, path: Path, text: bytes) -> None:
+    def _read(self) -> dict[str, tuple[Costs, int]]:
         try:
-            if path == self.copy:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(path, text)
-        except OSError as error:
-            if path not in self._told:
-                logger.warning("%s: a start that needs it will measure anew: %s", path, error)
-            self._told.add(path)
-
-    def _read(self, path: Path) -> dict[str, tuple[Costs, int]]:
-        try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(self.path.read_bytes())
             if content["facts"] != self._facts:
                 raise ValueError("it is of something else")
             return {
@@ -629,8 +551,7 @@ class RateCache:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, ValidationError, ConfigError) as error:
-            cause = str(error).partition("\n")[0]
-            logger.warning("%s is ignored: %s", path, cause)
+            logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
             return {}
 
 
@@ -644,9 +565,7 @@ def _steps(value: Any) -> int:
     return steps
 
 
-cuda: Any = torch.cuda
-_PROBE_BYTES = 2**26
-_TIMES = 3
+_PROBE_BYTES, _TIMES = 2**26, 3
 
 
 def device_copy_secs(device: torch.device, nbytes: int) -> float | None:
@@ -672,12 +591,12 @@ def device_copy_secs(device: torch.device, nbytes: int) -> float | None:
     return best * nbytes / probe
 
 
-def device_bytes(device: torch.device) -> tuple[int, int]:
-    """M and Mmax - M: the peak that was allocated so far, and what it leaves; zeros without a device."""
+def spare_device_bytes(device: torch.device) -> int:
+    """Mmax - M: what the peak that was allocated so far leaves of the device; 0 without one."""
     if device.type != "cuda":
-        return 0, 0
-    peak = torch.cuda.max_memory_reserved(device)
-    return peak, max(0, torch.cuda.get_device_properties(device).total_memory - peak)
+        return 0
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return max(0, total - torch.cuda.max_memory_reserved(device))
 
 
 class Rates:
@@ -695,11 +614,11 @@ class Rates:
         self._session = session
         config = session.config
         self._versions = Due(session.engine.global_steps)
-        self.memory: MemoryRate | None = None
+        self.memory: TierRate | None = None
         self.storage: StorageRate | None = None
         if not (config.adapts or config.persist.adapts):
             return
-        cache = RateCache(config.memory_dir, self._facts(), config.persist.dir)
+        cache = RateCache(config.memory_dir, self._facts())
         if config.adapts:
             self.memory = self._memory_rate(cache)
         if config.persist.adapts:
@@ -727,27 +646,25 @@ class Rates:
             **machine_facts(),
         }
 
-    def _memory_rate(self, cache: RateCache) -> MemoryRate:
+    def _memory_rate(self, cache: RateCache) -> TierRate:
         session, config = self._session, self._session.config
         stages = Overflow(config.has.overflow) is Overflow.STAGING
         nbytes = sum(session.engine.adapter.expected_bytes())
         within = device_copy_secs(session.engine.device, nbytes) if stages else None
 
         def copies() -> CopyCosts:
-            peak, spare = device_bytes(session.engine.device)
             return CopyCosts(
                 host_copy_secs=session.stats.copy_secs.median,
                 update_secs=session.copying.pacer.update_secs,
                 device_copy_secs=within,
                 checkpoint_bytes=nbytes,
-                peak_device_bytes=peak,
-                spare_device_bytes=spare,
+                spare_device_bytes=spare_device_bytes(session.engine.device),
             )
 
         bounds = [n for n in (config.max_lost_steps, config.persist.max_lost_steps) if n is not None]
-        return MemoryRate(
+        return TierRate(
             config.has.max_overhead,
-            max_lost_steps=min(bounds, default=None),
+            most_steps=min(bounds) // 2 if bounds else None,
             fits=dividing(config.persist.fixed_steps),
             copies=copies,
             known=cache.known("memory"),
@@ -759,14 +676,13 @@ class Rates:
         losses = MemoryLosses(
             session.memory.job_dir.path, session.topology, lambda: session.tolerance, persist.node_mtbf_days
         )
-        known = cache.known("storage")
         return StorageRate(
             persist,
             interval_steps=session.config.version_steps,
             start_step=stored_step,
             memory_mtbf_secs=losses.mtbf_secs,
             carried_secs=losses.carried_secs,
-            known_steps=None if known is None else known[1],
+            known=cache.known("storage"),
             on_change=lambda costs, steps: cache.note("storage", costs, steps),
         )
 
@@ -778,17 +694,24 @@ class Rates:
         told = session.control.gather_ints([from_memory, stored])
         return told[0][1] if any(said[0] for said in told) else step
 
+    def step(self, step: int, secs: float) -> None:
+        """A step has ended, ``secs`` after the one before. On the training thread."""
+        for rate in (self.memory, self.storage):
+            if rate is not None:
+                rate.step(step, secs)
+
+    def begun(self, request: SnapshotRequest) -> None:
+        """A version was handed over."""
+        if self.memory is not None:
+            self.memory.begun(request.label.step, request.done.is_set)
+
     # -- told with every commit --------------------------------------------------------------------
 
     def committed(self, label: Label) -> tuple[bool, dict[str, Any]]:
-        """All ranks have a version. Returns whether it goes to storage, and what is to be told.
-
-        Args:
-            label: the version.
-        """
+        """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
         told: dict[str, Any] = {}
         if self.memory is not None:
-            self.memory.committed(label.step)
+            self.memory.arrived(label.step)
             told["memory_rate"] = self.memory.to_json() | {"agreed_steps": self.version_steps(label.step)}
         due = False
         if self.storage is not None:

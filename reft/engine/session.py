@@ -408,7 +408,7 @@ class Session:
             options=WorkerOptions(
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
-                recompute=self.state.recomputing.options,
+                recompute=self.state.recomputing.recipe,
             ),
             switch=self.protection.switch(control),
             copying=self.copying.paced_copier(),
@@ -497,16 +497,14 @@ class Session:
         log.set_step(step)
         if self.tracer.weaver is None:
             self.copying.pacer.end_step("step", ())
-        if self.rates.memory is not None:
-            self.rates.memory.step(step, step_secs)
+        self.rates.step(step, step_secs)
         if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
             return
         due = self.rates.takes_version(step)
         if not due:
             self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
-        request = self.submit(must=False) if due else None
-        if self.rates.memory is not None:
-            self.rates.memory.handed_over(request)
+        else:
+            self.rates.begun(self.submit(must=False))
 
     def after_step(self) -> None:
         """A step has returned.

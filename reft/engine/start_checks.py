@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import Variant
-from reft.data.orders import Orders, difference
-from reft.data.place import shares_store
+from reft.data.batches import shares_store
 from reft.engine.choosing import usable_memory_bytes
+from reft.engine.data import Orders, difference
 from reft.engine.findings import Finding, Severity
 from reft.engine.identity import declared_on_one_host
 from reft.engine.script_look import ScriptLook
@@ -252,6 +252,16 @@ def what_is_protected(session: Session) -> str:
         f"{_interval(config.adapts, config.version_steps)}, "
         f"{kept if storage.dir else 'none on storage (persist.dir is not set)'}"
     )
+
+
+def say_untried_device(session: Session) -> None:
+    """One line on rank 0 of a job on a device. It goes when ``make gpu`` has passed on that platform."""
+    if session.copying.engine.asynchronous and session.is_rank_zero:
+        logger.warning(
+            "never run on a %s device before, only on simulated ones. What is restored is verified all the "
+            "same; run 'make gpu' in reft's sources first, and compare losses with a run without reft",
+            "ROCm" if getattr(torch.version, "hip", None) else "CUDA",
+        )
 
 
 def _interval(adapts: bool, steps: int) -> str:

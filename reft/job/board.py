@@ -27,7 +27,7 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.job.accounts import Accounts
 from reft.job.options import LaunchOptions
-from reft.job.rendezvous_client import RendezvousClient
+from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
 from reft.node.observe import Doing, NodeObserver
 from reft.node.signals import (

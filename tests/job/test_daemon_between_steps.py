@@ -14,7 +14,7 @@ import pytest
 
 from reft.config import ReftConfig
 from reft.config_persist import PersistConfig
-from reft.job.mpi_step import end_daemon, keep_daemon
+from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.label import Label
 from reft.memory.jobdir import JobDir
 from reft.memory.joblock import JobLock

@@ -20,8 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import (
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import (
     Scaling,
     decode_state,
     encode_state,
@@ -30,7 +31,6 @@ from reft.job.shared_state import (
     set_scaling,
     set_sizes,
 )
-from reft.job.sizes import Sizes
 from tests.job.store_nodes import (
     SECRET,
     WAIT_SECS,

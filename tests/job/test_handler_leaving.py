@@ -14,9 +14,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.control.keyvalue import KeyValueServer
-from reft.job.handler import LeftError, StoreRendezvous
-from reft.job.incarnation import IncarnationRecord
-from reft.job.shared_state import (
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.state import (
+    IncarnationRecord,
     Scaling,
     leaving_of,
     seats_of,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import sizes_of
-from reft.job.sizes import Sizes
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import sizes_of
 from tests.job.store_nodes import WAIT_SECS, beat, client, go_on, shared, wait_until
 from tests.job.test_handler_leaving import gather
 

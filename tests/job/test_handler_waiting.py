@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import seats_of
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.state import seats_of
 from tests.job.cluster import cluster
 from tests.job.store_nodes import WAIT_SECS, client, go_on, rewrite, shared, wait_until
 from tests.job.test_handler_leaving import gather

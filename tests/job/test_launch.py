@@ -18,13 +18,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
-from reft.job.agent import JobEndedError
+from reft.job.agent import JobEndedError, Trainers
 from reft.job.agreement import Agreement
 from reft.job.launch import Launcher, main
 from reft.job.options import LaunchOptions, make_parser, parse_options
-from reft.job.rendezvous import RendezvousServer
-from reft.job.rendezvous_client import RendezvousClient
-from reft.job.trainers import Trainers
+from reft.job.rendezvous.client import RendezvousClient
+from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 
 from .cluster import SCRIPTS, WatchedCluster, cluster
@@ -265,7 +264,7 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
     where = ("--memory-dir", str(memory))
     for options, says in (
         ((str(tmp_path / "absent.py"),), "there is no script"),
-        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write seconds from 0 on"),
+        (("--stop-secs", "-1", "x.py"), "--stop-secs is -1; write 0 or more"),
         (("--grace-secs=-0.5", "x.py"), "--grace-secs is -0.5"),
         (("--monitor-interval", "-1", "x.py"), "--monitor-interval is -1"),
     ):

@@ -16,7 +16,7 @@ import pytest
 
 from examples.llama import PRETRAIN
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.mpi_step import Place, Where, check_together
+from reft.job.mpi_run import Place, Where, check_together
 from reft.memory.jobdir import is_running, read_json
 from reft.tools.demo.history import History
 from tests import mpi

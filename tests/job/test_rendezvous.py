@@ -15,13 +15,13 @@ import pytest
 from reft.control.door import parse_endpoint
 from reft.control.keyvalue import KeyValueStore, StoreError
 from reft.errors import ConfigError
-from reft.job.rendezvous import RendezvousServer, is_reachable, is_served_by_reft
+from reft.job.rendezvous.server import RendezvousServer, is_reachable, is_served_by_reft
 from tests.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"s" * 32
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_SECRET": SECRET.hex()}
-COMMAND = [sys.executable, "-m", "reft.job.rendezvous", "--json"]
+COMMAND = [sys.executable, "-m", "reft.job.rendezvous.server", "--json"]
 
 
 @pytest.mark.process

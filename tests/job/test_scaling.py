@@ -19,12 +19,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
-from reft.job import scaling
 from reft.job.agreement import Agreement
-from reft.job.scale_rules import Situation, leave_next, leavers, refusal, shortfall
-from reft.job.scaling import Scaler
-from reft.job.shared_state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
-from reft.job.sizes import Sizes
+from reft.job.rendezvous import scaling
+from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, leavers, refusal, shortfall
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
 from reft.job.stop_signals import StopSignals
 from reft.memory.jobdir import write_json
 from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
@@ -325,7 +324,7 @@ def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
 
     signals.asked_to_leave = True
     with monkeypatch.context() as full:
-        full.setattr("reft.job.scaling.write_order", no_room)
+        full.setattr("reft.job.rendezvous.scaling.write_order", no_room)
         look()
     assert scaling_of(shared.state) is None
     look()

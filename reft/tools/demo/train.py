@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from reft.data.sampler import ResumableSampler
+from reft.data.order import ResumableSampler
 from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
 from reft.events import EventLog
