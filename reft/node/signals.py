@@ -19,8 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.jobdir import read_json
+from reft.naming import Label
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
 from reft.speed.effective import Counts

@@ -23,7 +23,7 @@ from typing import Any
 from reft.blocks import Section
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.staging import LEADER, Part, StagedImages, WorkDir, read_record, write_record
 
 logger = logging.getLogger(__name__)

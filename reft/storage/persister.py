@@ -21,9 +21,9 @@ from typing import Protocol
 from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.storage.assembler import Assembler
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.status import NodeStatus

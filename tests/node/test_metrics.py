@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.errors import ConfigError
-from reft.label import Label
 from reft.memory.jobdir import JobDir, write_json
+from reft.naming import Label
 from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.signals import BOARD_FILE, Board, NodeReport, Recovery, Row, Shard, Signal
 from reft.speed.effective import Counts

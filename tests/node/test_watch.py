@@ -7,9 +7,9 @@ from unittest import mock
 
 from arena_tools import SECRET, make, write_version
 
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.watch import CommitWatch
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from reft.errors import PersistError
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.assemble import NICENESS, NO_DEVICE, AssembleRequest
 from reft.storage.assembler import Assembler
 from reft.storage.persist import persist_label

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
-from reft.config_persist import AUTO
+from reft.config import AUTO
 from reft.control.rendezvous_store import StoreError
 from reft.errors import AuthenticationError
 from reft.grid import Degrees

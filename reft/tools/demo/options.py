@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.arguments import Parser
 from reft.config_read import parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees
 from reft.naming import BLOCK_NAME
+from reft.refusal import Parser
 from reft.tools.demo.cluster import KillKind
 
 _STEPS = 24

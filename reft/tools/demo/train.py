@@ -22,7 +22,7 @@ from torch.nn import functional
 from reft.data.order import ResumableSampler
 from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
-from reft.events import EventLog
+from reft.log import EventLog
 from reft.tools.demo.options import LAYERS
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
