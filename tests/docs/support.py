@@ -39,50 +39,50 @@ LAUNCHERS = (
     Tested(
         "`reft launch script.py`, `reft launch -m module`",
         "hooks the script, which stays as it is; node daemon, restarts, replacement of nodes",
-        "elastic/test_nodes.py",
+        "job/test_nodes.py",
     ),
     Tested(
         "`reft launch --rank-order across-nodes`",
         "the same, and puts the data-parallel copies of a pipeline stage on different nodes",
-        "elastic/test_rank_order.py",
+        "job/test_rank_order.py",
     ),
     Tested(
         "`torchrun`, with `import reft` in the script, `reft.attach(engine)`, or `reft hook install` once for the "
         "environment",
         "snapshots and recovery from memory; no daemon, so nothing is persisted; the launcher's own restarts; said at "
         "the start",
-        "elastic/test_launchers.py",
+        "job/test_launchers.py",
     ),
     Tested(
         "`deepspeed --num_gpus 2`, in the same three ways",
         "the same; DeepSpeed's launcher does not restart: the same command, started again, resumes",
-        "elastic/test_launchers.py",
+        "job/test_launchers.py",
     ),
     Tested(
         "`deepspeed --hostfile FILE --no_ssh --node_rank N`, on each of the hosts",
         "the same; a host that comes back without its memory gets its state from the others",
-        "elastic/test_hosts_of_deepspeed.py",
+        "job/test_hosts_of_deepspeed.py",
     ),
     Tested(
         "`deepspeed --hostfile FILE`, which starts the other hosts by `ssh`, `pdsh` or MPI",
         "not run; `reft launch --hostfile FILE`, on each of the hosts, is. DeepSpeed hands on no variable of "
         "reft's: `memory_dir` and `job_id` belong into the block, `REFT_SECRET` and others into `.deepspeed_env`",
-        "elastic/test_hostfile.py",
+        "job/test_hostfile.py",
     ),
     Tested(
         "`accelerate launch --use_deepspeed`, in the same three ways",
         "the same; it is torchrun underneath",
-        "elastic/test_launchers.py",
+        "job/test_launchers.py",
     ),
     Tested(
         "`python` with the variables of `srun`, after `reft hook install`",
         "the same, without restarts",
-        "elastic/test_unlaunched.py",
+        "job/test_unlaunched.py",
     ),
     Tested(
         "`mpiexec -n N reft mpi-run script.py` under Open MPI 5 and MPICH 5, with either transport",
         "a process that dies ends the MPI job; the next `mpiexec` goes on from the memory on the nodes",
-        "elastic/test_mpi_run.py",
+        "job/test_mpi_run.py",
     ),
     Tested(
         "Hugging Face `Trainer`, with `reft.hf.resumable(trainer)`",
