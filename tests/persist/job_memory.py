@@ -22,8 +22,7 @@ from reft.protect.placement import place_group
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
-from reft.state.deepspeed_format import Template
-from reft.state.per_step import shape_of
+from reft.state.deepspeed_format import Template, shape_of
 from reft.state.template import TemplateBuilder
 
 SECRET = bytes(range(32))
