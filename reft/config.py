@@ -122,22 +122,6 @@ class HasConfig(Block):
     )
 
 
-class AorConfig(Block):
-    """How ring peers' optimizers are repeated on the host, under a protection with '+aor'."""
-
-    drift_ulps: int = Field(
-        0,
-        ge=0,
-        description="accepted distance of a recomputed partition from the model's weights, in units of their "
-        "last place; 0 accepts only what equals the owner's partition in every bit, as on CPUs",
-    )
-    resync_steps: int = Field(
-        100,
-        ge=1,
-        description="with drift_ulps: most versions between two copies of a partition from its owner",
-    )
-
-
 class ProfileConfig(Block):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
@@ -233,7 +217,6 @@ class ReftConfig(Block):
         description="stop the job at its first step, with an error, for all that is otherwise warned of: "
         "what would make a recovery impossible or different",
     )
-    aor: AorConfig = Field(default_factory=AorConfig, description="settings of '+aor'")
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(
         None,
@@ -403,11 +386,6 @@ class ReftConfig(Block):
 
     def _check_aor(self) -> None:
         if not self.recompute:
-            if self.aor != AorConfig():
-                raise ValueError(
-                    f'"aor" belongs to a protection with it; found "protection": "{self.protection}". Write '
-                    f'"{self.protection}+aor", or remove "aor"'
-                )
             return
         if self._replicated_protection == "none":
             raise ValueError(
@@ -439,7 +417,6 @@ class ReftConfig(Block):
 
 
 NESTED: dict[str, type[Block]] = {
-    "aor": AorConfig,
     "persist": PersistConfig,
     "has": HasConfig,
     "profile": ProfileConfig,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -42,14 +43,17 @@ def _explain_model(model: type[BaseModel], prefix: str) -> Iterator[KeyDoc]:
             yield from _explain_model(FaultConfig, key + "[].")
         else:
             unit = next((u for suffix, u in _UNITS.items() if name.endswith(suffix)), "")
-            yield KeyDoc(key, _type_name(field), _default_of(field), unit, field.description or "")
+            yield KeyDoc(key, _type_name(field.annotation), _default_of(field), unit, field.description or "")
 
 
-def _type_name(field: FieldInfo) -> str:
-    annotation = field.annotation
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("pathlib.", "").replace("NoneType", "null")
+def _type_name(annotation: Any) -> str:
+    if (origin := get_origin(annotation)) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if origin in (Union, UnionType, Literal):
+        return " | ".join(map(_type_name, get_args(annotation)))
+    if annotation is NoneType:
+        return "null"
+    return annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)
 
 
 def _default_of(field: FieldInfo) -> Any:

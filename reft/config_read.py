@@ -21,7 +21,9 @@ from reft.naming import BLOCK_NAME, name_of_run
 logger = logging.getLogger(__name__)
 
 _GONE = {
-    "elastic.follow_advice": "this key is gone; remove it, and have 'reft scale' do what 'reft advise' says"
+    "aor": "this key is gone; remove it: what peers recompute is kept where it equals the owner's partition "
+    "in every bit, and a device gets there with reft.ExactAdam",
+    "elastic.follow_advice": "this key is gone; remove it, and have 'reft scale' do what 'reft advise' says",
 }
 """Keys of older releases, and what to write instead."""
 

@@ -40,7 +40,7 @@ def config_command(
     for key in keys:
         unit = f" {key.unit}" if key.unit else ""
         typer.echo(f"{key.key} ({key.type}) = {json.dumps(key.default)}{unit}")
-        typer.echo(textwrap.indent(textwrap.fill(key.meaning, 96), "    "))
+        typer.echo(textwrap.indent(textwrap.fill(key.meaning, 76), "    "))
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:

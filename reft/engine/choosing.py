@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from reft.config import AOR, AorConfig, ReftConfig
+from reft.config import AOR, ReftConfig
 from reft.control.control import ControlGroup
 from reft.events import EventLog
 from reft.grid import Topology
@@ -51,7 +51,6 @@ def choose_protection(
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
     sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
-    exact = exact or config.aor.drift_ulps > 0
     situation = Situation(topology, sections, config.arena_count, config.block_bytes, memory, exact)
     choice = _choose(situation, config)
     chosen, scheme = choice.chosen, choice.chosen.scheme
@@ -67,7 +66,7 @@ def choose_protection(
     if control.rank == 0:
         _say(choice)
     if not (config.recompute and scheme.certain_losses):
-        return config.model_copy(update={"protection": str(scheme), "aor": AorConfig()})
+        return config.model_copy(update={"protection": str(scheme)})
     # Also where nothing is partitioned, as in a block that names the scheme.
     return config.model_copy(update={"protection": f"{scheme}{AOR}"})
 

@@ -87,14 +87,7 @@ def _share_of_computing(wanted: float | None, engine: CopyEngine, ranks_here: in
 
 
 class Copying:
-    """How one rank's bytes are copied.
-
-    Args:
-        config: the block.
-        device: where the engine computes.
-        stage_id, stages, micro_batches: of this rank's pipeline.
-        ranks_here: ranks on this node.
-    """
+    """How one rank's bytes are copied."""
 
     def __init__(
         self,

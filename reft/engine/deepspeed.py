@@ -39,7 +39,7 @@ from reft.grid import Coordinate
 from reft.node.progress import Phase, ProgressPage
 from reft.refusal import end_in_words
 from reft.state.codec import encode
-from reft.state.loadable import why_not_loadable
+from reft.state.support import why_not_loadable
 
 if TYPE_CHECKING:
     from reft.engine.session import Session

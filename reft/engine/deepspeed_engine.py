@@ -28,12 +28,7 @@ HELD = "held"
 
 
 class Description:
-    """Describes the live state.
-
-    Args:
-        engine: a DeepSpeed engine.
-        adapter: of the engine.
-    """
+    """Describes the live state."""
 
     def __init__(self, engine: Any, adapter: StateAdapter) -> None:
         self._engine = engine
@@ -235,9 +230,6 @@ _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_
 
 class DeepSpeedEngine:
     """A :class:`~reft.engine.engine.TrainingEngine`.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
 
     Raises:
         UnsupportedStateError: it holds state reft does not know.

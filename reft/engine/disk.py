@@ -346,10 +346,6 @@ def in_order(
 
     A version of an older incarnation whose step a later incarnation has also passed belongs to a future
     that was given up.
-
-    Args:
-        labelled: checkpoints that reft wrote.
-        own: the one that the user's ``latest`` names.
     """
     known = [*labelled, *([own] if own is not None and own.label is not None else [])]
     ordered = sorted((c for c in known if c.label is not None), key=_by_label, reverse=True)
@@ -464,14 +460,7 @@ class _Look:
 
 
 class DiskRung:
-    """Looks at and checks what is on disk. Collective: all methods, on all ranks.
-
-    Args:
-        control: to agree by.
-        coordinate: of this rank.
-        job_id: the job.
-        persist_dir: where reft persists, if it does.
-    """
+    """Looks at and checks what is on disk. Collective: all methods, on all ranks."""
 
     def __init__(
         self, control: ControlGroup, coordinate: Coordinate, job_id: str, persist_dir: Path | None

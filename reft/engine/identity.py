@@ -258,14 +258,7 @@ _BATCH = frozenset({"config", "config.train_batch_size"})
 
 
 class Identity:
-    """The fingerprint of the running job, and what it says to stored state.
-
-    Args:
-        fingerprint: the same on all ranks.
-        config: the block, with the job's name in it.
-        control: to agree by.
-        restarted: whether any rank was started again.
-    """
+    """The fingerprint of the running job, and what it says to stored state."""
 
     def __init__(
         self,
@@ -293,15 +286,7 @@ class Identity:
         degrees: Degrees,
         control: ControlGroup,
     ) -> Identity:
-        """Of what trains: rank 0's settings, everybody's shapes. Collective.
-
-        Args:
-            engine: the engine.
-            config: as above.
-            at: coordinate of this rank.
-            degrees: of the job.
-            control: as above.
-        """
+        """Of what trains: rank 0's settings, everybody's shapes. Collective."""
         mine = encode([str(at), engine.shapes(), _restarts()])
         told = [decode(data) for data in control.gather_bytes(mine)]
         facts = {**engine.settings(), **_layout(degrees)}
@@ -321,11 +306,6 @@ class Identity:
         """Refuse stored state of another job, or of this one with other settings.
 
         The same on all ranks if ``was`` is.
-
-        Args:
-            was: stored with the state.
-            of: what holds it, for the message.
-            but: facts that may differ here.
 
         Raises:
             FingerprintError: it differs; says in what.

@@ -109,10 +109,6 @@ class JobRecord:
 class CommitNotes:
     """Notes commits in a record, on a thread of its own: no vote waits for the store. Of commits that come
     while the store is asked, the newest is noted.
-
-    Args:
-        record: where.
-        complaints: told of what nobody foresaw.
     """
 
     def __init__(self, record: JobRecord, complaints: Complaints) -> None:

@@ -39,12 +39,7 @@ _DEEPSPEED = "deepspeed"
 
 
 class PostImportFinder(MetaPathFinder):
-    """Calls back right after a module was imported, once.
-
-    Args:
-        name: the module.
-        callback: called with no arguments.
-    """
+    """Calls back right after a module was imported, once."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name

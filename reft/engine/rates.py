@@ -476,9 +476,6 @@ class MemoryLosses:
 def dividing(persist_steps: int) -> Callable[[int], int]:
     """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a version that is
     due there exists.
-
-    Args:
-        persist_steps: of the block; 0: none is fixed.
     """
 
     def fits(steps: int) -> int:
@@ -711,11 +708,7 @@ class Rates:
     # -- told with every commit --------------------------------------------------------------------
 
     def committed(self, label: Label) -> tuple[bool, dict[str, Any]]:
-        """All ranks have a version. Returns whether it goes to storage, and what is to be told.
-
-        Args:
-            label: the version.
-        """
+        """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
         told: dict[str, Any] = {}
         if self.memory is not None:
             self.memory.arrived(label.step)

@@ -91,13 +91,7 @@ def spoken_by(was: Degrees, at: Coordinate) -> set[Coordinate]:
 
 
 class Relayout:
-    """Takes up one version. Collective: all methods, on all ranks.
-
-    Args:
-        session: of the engine.
-        engine: the engine.
-        source: the version, checked.
-    """
+    """Takes up one version. Collective: all methods, on all ranks."""
 
     def __init__(self, session: Session, engine: DeepSpeedEngine, source: Source) -> None:
         self._control: ControlGroup = session.control
@@ -274,12 +268,6 @@ class _Range(NamedTuple):
 class MemorySource:
     """A :class:`~reft.engine.relayout.Source`. Collective: what ranks need of others' host state is brought
     at once.
-
-    Args:
-        memory: surveyed.
-        plan: what the survey found.
-        job_id: the job.
-        at: this rank.
     """
 
     def __init__(self, memory: OtherMemory, plan: RecoveryPlan, job_id: str, at: Coordinate) -> None:
@@ -376,13 +364,7 @@ def _checked(move: Move, stored: _Stored | None, target: torch.Tensor) -> _Store
 
 
 class CheckpointSource:
-    """A :class:`~reft.engine.relayout.Source`.
-
-    Args:
-        checkpoint: the tag directory, checked.
-        degrees: of the job that wrote it.
-        control: to agree by.
-    """
+    """A :class:`~reft.engine.relayout.Source`."""
 
     def __init__(self, checkpoint: Path, degrees: Degrees, control: ControlGroup) -> None:
         self._checkpoint = checkpoint

@@ -20,11 +20,6 @@ from reft.state.rng import capture_rng
 class Resizing:
     """A :class:`~reft.engine.engine.Resizing`.
 
-    Args:
-        adapter: of the engine.
-        micro_batches: of one step of this job.
-        config: the DeepSpeed JSON.
-
     Attributes:
         data_is_bound: why the program's data are others at another degree; "" where they are not.
     """

@@ -62,11 +62,7 @@ class OtherRung:
         self._why_not: NotRecoverable | None = None
 
     def survey(self, own: RecoveryPlan | NotRecoverable) -> RecoveryPlan | None:
-        """The newest whole version of another layout, if it is newer than what the own layout has.
-
-        Args:
-            own: what the survey of the own layout found.
-        """
+        """The newest whole version of another layout, if it is newer than what the own layout has."""
         session = self._session
         self._memory = OtherMemory(
             session.topology,
@@ -148,12 +144,6 @@ def host_state_of_replica(
 ) -> dict[str, Any]:
     """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its replica
     left; where there was none, another's with the random states of a fresh start. Collective.
-
-    Args:
-        session: of the engine.
-        engine: the engine, which is not changed.
-        checkpoint: the tag directory, checked.
-        was: the layout that it was written in.
 
     Raises:
         ReftError: a rank's file is not there, or cannot be read; on all ranks.

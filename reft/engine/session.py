@@ -408,7 +408,7 @@ class Session:
             options=WorkerOptions(
                 block_bytes=self.config.block_bytes,
                 host_bytes=self.config.host_state_bytes,
-                recompute=self.state.recomputing.options,
+                recompute=self.state.recomputing.recipe,
             ),
             switch=self.protection.switch(control),
             copying=self.copying.paced_copier(),

@@ -88,10 +88,6 @@ _ALONE_SHARE = 0.5
 class Stopping:
     """Decides after which step one rank stops.
 
-    Args:
-        grace_secs: from the wish to stop to the end.
-        preemption: knows the wish.
-
     Attributes:
         at_next_step: where all ranks stop, the job ends where the next step would begin. The program prints
             the line of the last step before, and saves where that is due.
@@ -109,13 +105,7 @@ class Stopping:
         return self._stop is stop_together
 
     def is_due(self, worker: SnapshotWorker, step: int, step_secs: float) -> bool:
-        """Whether the job stops after the step that has just ended, or this rank does.
-
-        Args:
-            worker: its votes carry the wish, and the answer.
-            step: the step.
-            step_secs: what it took.
-        """
+        """Whether the job stops after the step that has just ended, or this rank does."""
         votes = worker.votes
         if self.preemption.requested:
             # The vote that carries this is over when training gets there: all ranks know by then.

@@ -328,13 +328,7 @@ class Pairs:
         self._differences: deque[float] = deque(maxlen=_MOST_PAIRS)
 
     def step(self, secs: float, *, begins: bool, beside: bool) -> None:
-        """One more step.
-
-        Args:
-            secs: that it took.
-            begins: a checkpoint was begun right before it.
-            beside: one was under way in it.
-        """
+        """One more step."""
         if self._pauses.has(secs, self._plain):
             self.leave_out()
             return

@@ -15,16 +15,7 @@ ROLE = "worker"
 def scale_plan(
     job: str, number: int, advice: Sequence[Advice], *, workers: int, cpu: int, memory_bytes: int
 ) -> dict[str, Any]:
-    """A ScalePlan of the schema in REFERENCE, section 3.
-
-    Args:
-        job: name of the ElasticJob.
-        number: of the plan.
-        advice: what is to change.
-        workers: nodes of the job now.
-        cpu: cores of a node.
-        memory_bytes: of a node, unless more is advised.
-    """
+    """A ScalePlan of the schema in REFERENCE, section 3."""
     numbers = [a.workers for a in advice if a.action in (Action.ADD, Action.REMOVE)]
     dropped = sum(a.action is Action.DROP for a in advice)
     replaced = [n for a in advice if a.action in (Action.REPLACE, Action.DROP) for n in a.nodes]

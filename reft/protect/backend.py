@@ -179,11 +179,6 @@ def combine_ragged(
     """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with zeros.
 
     Only the cell in which a source ends is copied, and only if coefficients above 1 need whole cells.
-
-    Args:
-        rows: as in :meth:`Backend.combine`.
-        sources: buffers of at most the targets' length.
-        targets: buffers of one length.
     """
     nbytes = len(targets[0])
     if any(len(s) > nbytes for s in sources):

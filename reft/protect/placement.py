@@ -212,13 +212,7 @@ class Rung:
 
 
 def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[Rung, ...]:
-    """From what is wanted down to the least.
-
-    Args:
-        scheme: wanted redundancy.
-        arenas: wanted versions per rank.
-        members: data-parallel members of a group.
-    """
+    """From what is wanted down to the least."""
     rungs = [Rung(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
     least = min(arenas, LEAST_ARENAS)
     return (*rungs, *(Rung(s, least) for s in (scheme, *_cheaper(scheme, members))))

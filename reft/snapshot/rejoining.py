@@ -78,13 +78,7 @@ _ATTEMPTS = 3
 
 
 class Rejoiner:
-    """Of one rank. Used by the worker thread.
-
-    Args:
-        control: its connections are made anew.
-        votes, switch, agreement: told what is agreed.
-        complaints: of what nobody foresaw.
-    """
+    """Of one rank. Used by the worker thread."""
 
     def __init__(
         self,
@@ -103,10 +97,6 @@ class Rejoiner:
     def meet(self, state: Callable[[], State], broke_off: str) -> Event:
         """Meet all ranks in new groups and agree where to go on. If peers are gone, the job will be
         restarted; training itself notices on its own. Collective.
-
-        Args:
-            state: returns what is known now.
-            broke_off: what for.
         """
         for _ in range(_ATTEMPTS):
             if state().closing:

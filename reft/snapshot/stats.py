@@ -78,9 +78,6 @@ def _bytes(counted: Counter[Kind]) -> dict[str, int]:
 class Samples:
     """A sliding window of values in order of arrival, kept sorted beside: the median is asked for with every
     commit, and to sort thousands of values every time would cost more than the rest of it.
-
-    Args:
-        most: samples to keep.
     """
 
     def __init__(self, most: int = 4096) -> None:

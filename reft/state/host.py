@@ -26,8 +26,8 @@ import torch
 
 from reft.errors import LayoutError
 from reft.state import codec
-from reft.state.adapters import StateAdapter, adapter_for
-from reft.state.late import is_late
+from reft.state.adapters import StateAdapter, adapter_for, on_host
+from reft.state.blob import is_late
 from reft.state.rng import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def capture_host_state(
     """
     scheduler = engine.lr_scheduler
     return {
-        "engine": {n: vars(engine)[n] for n in _COUNTERS if n in vars(engine) and _is_host(vars(engine)[n])},
+        "engine": on_host(engine, _COUNTERS),
         "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
         "last_lr": getattr(scheduler, "_last_lr", None),
         "adapter": adapter.host_state(),
@@ -98,11 +98,6 @@ def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bo
     if scheduler:
         _restore_scheduler(engine, state)
     _restore_rest(engine, state)
-
-
-def _is_host(value: Any) -> bool:
-    """Not on a device: reading it would stall the training thread until the device is idle."""
-    return not (isinstance(value, torch.Tensor) and value.device.type != "cpu")
 
 
 def _restore_counters(engine: Any, counters: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from reft.errors import UnsupportedStateError
 from reft.state import codec
-from reft.state.support import class_path
+from reft.state.codec import class_path
 from reft.state.template import HostState, Path, Resolve
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")

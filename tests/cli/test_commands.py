@@ -81,7 +81,6 @@ def test_abbreviations_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "arguments",
     [
-        "plan ds.json --model 1.3b --dp 4 --figure",
         "profile --from p.json --figure",
         "profile --from p.json --trace",
         "profile --from p.json --json",

@@ -135,15 +135,7 @@ class PeerTraffic:
 
 
 class Sealer:
-    """Seals the versions of one rank. Used by the worker thread.
-
-    Args:
-        control: carries what peers send.
-        topology: who is where.
-        options: fixed settings.
-        stats: counters to update.
-        faults: injected faults.
-    """
+    """Seals the versions of one rank. Used by the worker thread."""
 
     def __init__(
         self,

@@ -172,11 +172,7 @@ class InForce:
         return self.heard_order > self.order
 
     def targets(self, rungs: int) -> Sequence[int]:
-        """Rungs to try, until all ranks move: up one alone, down past those that cannot be reserved.
-
-        Args:
-            rungs: of the ladder.
-        """
+        """Rungs to try, until all ranks move: up one alone, down past those that cannot be reserved."""
         return (self.heard_rung,) if self.heard_rung < self.rung else range(self.heard_rung, rungs)
 
     def moves(self, failed: Sequence[bool]) -> bool:
@@ -196,12 +192,7 @@ class InForce:
         return replace(self, rung=rung, heard_rung=rung)
 
     def resync(self, order: int, rungs: int) -> InForce:
-        """The ranks have come together again. How far down the ladder is found out anew with the layout.
-
-        Args:
-            order: of the newest record of any rank.
-            rungs: of its ladder.
-        """
+        """The ranks have come together again. How far down the ladder is found out anew with the layout."""
         return self.followed(order).now_on(min(self.rung, rungs - 1))
 
 

@@ -73,12 +73,7 @@ def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
 
 
 def window_kind(names: Sequence[str], position: int) -> WindowKind:
-    """Why a stage waits at a position, from what it does before and after.
-
-    Args:
-        names: of all instructions of a step.
-        position: ``len(names)`` is what follows them.
-    """
+    """Why a stage waits at a position, from what it does before and after."""
     if position >= len(names):
         return WindowKind.DRAIN
     before, after = names[:position], names[position:]
