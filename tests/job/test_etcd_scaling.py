@@ -12,7 +12,7 @@ import pytest
 
 from reft.cli import EXIT_WELL, main
 from reft.memory.scale_orders import read_answer
-from reft.node.signals import read_board, tolerance_now
+from reft.node.report import read_board, tolerance_now
 from tests.etcd import EtcdCluster
 
 from .cluster import WatchedCluster, cluster
