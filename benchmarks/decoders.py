@@ -33,9 +33,8 @@ from common import MIB, progress
 from results import machine
 
 from reft.protect.backend import numpy_backend
-from reft.protect.packets import compiled_run
 from reft.protect.rs import parity_rows
-from reft.protect.solve_host import solve_ragged
+from reft.protect.solve import compiled_run, solve_ragged
 
 DATA, PARITIES = 6, 2
 LOST = (1, 2)
@@ -68,7 +67,7 @@ def reft_ways(nbytes: int) -> Iterator[Way]:
         solve_ragged(sums, matrix, sources, targets)
 
     def decode_with_numpy() -> None:
-        with mock.patch("reft.protect.solve_host.compiled_run", return_value=None):
+        with mock.patch("reft.protect.solve.compiled_run", return_value=None):
             decode()
 
     for name, way in (("reft, NumPy", decode_with_numpy), ("reft, compiled", decode)):

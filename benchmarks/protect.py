@@ -36,10 +36,9 @@ from results import estimate, machine, run_lines
 from reft.blocks import BlockKey
 from reft.errors import ConfigError
 from reft.protect.backend import Backend, Buffer, combine_ragged, cupy_backend, numpy_backend
-from reft.protect.coded_blocks import BlockCode
+from reft.protect.coded_blocks import BlockCode, CodedSection
 from reft.protect.codes import Code, Scheme, make_code
-from reft.protect.packets import compiled_run
-from reft.protect.section import CodedSection
+from reft.protect.solve import compiled_run
 from reft.recover.parity import LostBlock, find_lost, stripes_of
 from reft.recover.stripe import Pool, Stripe
 
@@ -54,7 +53,7 @@ CASES = (
     ("with NumPy", "rs:2", (1, 2)),
     ("add up", "rs:2", (1, 2)),
 )
-_COMPILED = "reft.protect.solve_host.compiled_run"
+_COMPILED = "reft.protect.solve.compiled_run"
 _CHUNK_BYTES = 512 * 2**10
 _BLOCK_BYTES = 4 * 2**20
 
@@ -82,7 +81,7 @@ def places() -> list[Place]:
     """Every backend that works on this machine."""
     import torch
 
-    from reft.protect.xor_torch import TorchBackend
+    from reft.protect.backend import TorchBackend
 
     torch.set_num_threads(1)
 

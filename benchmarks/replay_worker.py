@@ -16,7 +16,7 @@ from replay_savers import NoSaver, Version
 
 from reft.config import HasConfig, Variant
 from reft.control.control import ControlGroup
-from reft.engine.pace import make_pacer
+from reft.engine.copying import make_pacer
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
 from reft.label import Label
@@ -26,10 +26,9 @@ from reft.memory.slot_files import SlotFiles
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PacedCopier
 from reft.snapshot.copying.engine import CopyEngine
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage

@@ -206,7 +206,7 @@ class ReftWay(Way):
     name = "reft_all_local"
 
     def before(self) -> None:
-        from reft.snapshot.copying.engine import copy_engine_for
+        from reft.snapshot.copying.cuda import copy_engine_for
 
         session = self.rank.session
         session.worker.close(600.0)
@@ -216,8 +216,7 @@ class ReftWay(Way):
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
-        from reft.engine.calls import LoadCall
-        from reft.engine.restore import Restorer
+        from reft.engine.restore import LoadCall, Restorer
 
         rank = self.rank
         _watch_parts(rank.watch)

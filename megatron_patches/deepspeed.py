@@ -23,8 +23,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from reft.data.passes import raw_iterator
-from reft.engine.calls import replace
-from reft.engine.data_degrees import nodes_may_change
+from reft.engine.data import nodes_may_change
+from reft.engine.restore import wrap_call
 from reft.engine.start_checks import warn
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.rng import capture_host_rng, restore_host_rng
@@ -123,7 +123,7 @@ class MegatronProgram:
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()
         session.stopping.at_next_step = True
-        replace(session.engine, "capture", self._capture)
+        wrap_call(session.engine, "capture", self._capture)
         at, degrees = session.coordinate, session.topology.degrees
         self._evaluates = at.tp == 0 and at.pp in (0, degrees.pp - 1)
         if self.data_is_bound and (nodes := nodes_may_change()):

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from reft.config_persist import AUTO, Block, PersistConfig
 from reft.naming import JOB_ID
-from reft.protect.mapping import short_form
+from reft.protect.codes import short_form
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
     from reft.protect.codes import Scheme

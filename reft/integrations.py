@@ -11,7 +11,7 @@ Importing the module must be cheap: it is imported before the training script. I
 - ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module right after
   it was imported, where ``REFT_CONFIG`` names a block;
 - ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a program
-  that has imported it; returns a :class:`~reft.engine.programs.Program`, or None for an engine of nobody's;
+  that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an engine of nobody's;
 - ``NAMES``: public name, found in ``reft`` -> module that holds it.
 """
 

@@ -12,11 +12,6 @@ from reft.errors import ConfigError
 def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
     """The object in a file.
 
-    Args:
-        path: the file.
-        what: it is, for messages: ``the cluster file``.
-        expected: what it should hold, for messages.
-
     Raises:
         ConfigError: it cannot be read, is not JSON or holds something else.
     """

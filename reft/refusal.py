@@ -52,11 +52,7 @@ def write_error_file(error: BaseException) -> None:
 
 
 class _Hook:
-    """In the place of ``sys.excepthook``; every other exception goes to the one before.
-
-    Args:
-        before: that.
-    """
+    """In the place of ``sys.excepthook``; every other exception goes to the one before."""
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before

@@ -105,7 +105,7 @@ MUTATIONS = {
         ("tests/recover/test_recovery_plan.py",),
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
-        "engine/job.py",
+        "engine/memory.py",
         "_label(held).incarnation > label.incarnation",
         "False",
         ("tests/attack/test_fencing.py::test_an_older_commit_is_not_noted_over_a_newer_one",),

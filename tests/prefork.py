@@ -26,9 +26,9 @@ from pathlib import Path
 from types import ModuleType
 
 from reft.engine.on_import import PostImportFinder
-from reft.job.forks import ForkClient, ForkError, ForkingPopen, ForkRequest, become, freeze, serve
-from reft.job.proc_entry import ProcEntry, with_room
+from reft.env import ENV_ROOM
 from reft.job.script import run_module, run_script
+from reft.job.warm import ForkError, ForkingPopen, ProcEntry, serve
 
 ENV_PREFORK = "REFT_TEST_PREFORK"
 _LAUNCHERS = ("reft.job.launch", "reft.cli", "torch.distributed.run")
@@ -61,12 +61,11 @@ on_start: list[Callable[[Sequence[str]], None]] = []
 class Popen(ForkingPopen):
     """:class:`subprocess.Popen`, forked where it can be."""
 
-    def client_for(self, program: Sequence[str], env: Mapping[str, str]) -> ForkClient | None:
+    def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
         for call in on_start:
             call(program)
         server = _server_for(env)
-        self.dies = server is not None and server.of_the_suite
-        return server.client if server is not None else None
+        return server.connection if server is not None else None
 
     def failed(self, error: ForkError) -> None:
         raise RuntimeError(f"{error}; {ENV_PREFORK}=0 starts the suite's programs as usual") from error
@@ -78,13 +77,11 @@ class Server:
     Args:
         connection: to the server.
         environ: of the server, as far as it counts when libraries are loaded.
-        of_the_suite: what is forked is killed when the suite is; a launcher sees to its own.
     """
 
-    def __init__(self, connection: socket.socket, environ: Mapping[str, str], *, of_the_suite: bool) -> None:
-        # The first answer waits for the imports, and a machine that runs several suites is slow.
-        self.client = ForkClient(connection, answer_secs=300.0 if of_the_suite else 30.0)
-        self.of_the_suite = of_the_suite
+    def __init__(self, connection: socket.socket, environ: Mapping[str, str]) -> None:
+        self.connection = connection
+        self.owner = os.getpid()
         self._environ = {name: environ.get(name) for name in _AT_IMPORT}
 
     def serves(self, env: Mapping[str, str]) -> bool:
@@ -105,13 +102,14 @@ def _server_for(env: Mapping[str, str]) -> Server | None:
     with _starting:
         if _server is None:
             _server = _start_server()
-    return _server if _server.client.owner == os.getpid() and _server.serves(env) else None
+    return _server if _server.owner == os.getpid() and _server.serves(env) else None
 
 
 def _start_server() -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     inherited = {k: v for k, v in os.environ.items() if k not in _AT_IMPORT or k.startswith("LD_")}
-    environ = with_room({**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}, _ROOM_BYTES)
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), ENV_ROOM: "x" * _ROOM_BYTES}
+    environ = {**inherited, **own}
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.prefork", str(theirs.fileno())],
@@ -121,10 +119,10 @@ def _start_server() -> Server:
             stdout=subprocess.DEVNULL,
             cwd=_ROOT,
         )
-    server = Server(ours, environ, of_the_suite=True)
+    server = Server(ours, environ)
 
     def end() -> None:
-        server.client.close()
+        server.connection.close()
         process.wait(60)
 
     atexit.register(end)
@@ -174,7 +172,6 @@ class Forks:
             except ImportError as error:  # what needs it will say more; the rest goes on
                 print(f"the suite's server cannot import {name} ahead: {error}", file=sys.stderr)
         sys.meta_path.insert(0, _Ready("deepspeed"))
-        freeze()
         threads = len(list(Path("/proc/self/task").iterdir()))
         if threads != 1:
             raise RuntimeError(
@@ -184,18 +181,13 @@ class Forks:
     def run(self, connection: socket.socket) -> None:
         """Fork whenever it is asked for; in a process that was forked, run what it has to run."""
         with connection:
-            # Shown before the process exists: it is found as soon as it does.
-            request, fds = serve(connection, before=self._show)
-        argv = become(request, fds, self._path)
+            argv = serve(connection, self._entry, self._path).argv
         if argv[0] != "-m":
             run_script(argv[0])
             return
         if argv[1] in _LAUNCHERS:
             self._serve_launcher()
         run_module(argv[1])
-
-    def _show(self, asked: ForkRequest) -> None:
-        self._entry.show([sys.executable, *asked.argv], asked.env)
 
     def _serve_launcher(self) -> None:
         """Give this launcher a server for its trainers, forked before it has threads."""
@@ -207,7 +199,7 @@ class Forks:
             self.run(theirs)
             sys.exit()  # of a trainer that has come to its end
         theirs.close()
-        _server = Server(ours, os.environ, of_the_suite=False)
+        _server = Server(ours, os.environ)
         handler = sys.modules[
             "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
         ]

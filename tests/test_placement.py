@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.engine.coordinates import Place, declared_on_one_host, hosts_of
+from reft.engine.identity import Place, declared_on_one_host, hosts_of
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Topology, ring_order
 from reft.protect.codes import Scheme, schemes_for

@@ -108,8 +108,6 @@ CASES = [
             "--host-memory-gb inf",
             "--parameters nan",
             "--max-overhead nan",
-            "--figure file/below.png",
-            "--figure plan.nonsense",
         )
     ),
     "plan --print-cluster nonsense",

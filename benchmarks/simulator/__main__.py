@@ -15,7 +15,7 @@ from rich.console import Console
 from reft.errors import ConfigError, ReftError
 
 if TYPE_CHECKING:
-    from reft.tools.planning.training import Training
+    from reft.tools.planning.model import Training
 
 simulate_app = typer.Typer(
     no_args_is_help=True,
@@ -146,8 +146,8 @@ def _schedule(name: str) -> Any:
 
 
 def _training(model: str, machine: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
-    from reft.tools.planning.hardware import MACHINES
-    from reft.tools.planning.training import Training
+    from reft.tools.planning.cluster import MACHINES
+    from reft.tools.planning.model import Training
 
     if machine.lower() not in MACHINES:
         raise ConfigError(f"machine is {machine!r}; known: {', '.join(MACHINES)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reft.errors import ConfigError
-from reft.tools.planning.training import Training
+from reft.tools.planning.model import Training
 
 from .instructions import (
     BackwardInput,

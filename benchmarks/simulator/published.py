@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from reft.config import Variant
 from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES
-from reft.tools.planning.hardware import MI250X, V100
-from reft.tools.planning.training import Training
+from reft.tools.planning.cluster import MI250X, V100
+from reft.tools.planning.model import Training
 
 from .costs import Costs
 from .pipeline import simulate

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from decimal import ROUND_HALF_UP, Decimal
 
-from reft.tools.planning.hardware import H100, MI250X, V100
-from reft.tools.planning.training import Training
+from reft.tools.planning.cluster import H100, MI250X, V100
+from reft.tools.planning.model import Training
 
 from .footprint import Footprint, footprint
 

@@ -5,7 +5,7 @@ shard and its redundancy; ``whole_stage`` asks for the same without sharding, as
 know nothing of data-parallel redundancy.
 
 How they disturb the step (see :mod:`.copying` and
-:class:`~reft.tools.planning.hardware.Machine`):
+:class:`~reft.tools.planning.cluster.Machine`):
 
 - ``blocking``: the step begins when the copy to pinned memory has ended.
 - ``host``: a thread copies to memory that is not pinned, on the stream that computes. While both have
@@ -27,8 +27,8 @@ from typing import Any
 from reft.config import Variant
 from reft.errors import ConfigError
 from reft.snapshot.scheduling.has import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
-from reft.tools.planning.hardware import PAGEABLE_SHARE
-from reft.tools.planning.training import Training
+from reft.tools.planning.cluster import PAGEABLE_SHARE
+from reft.tools.planning.model import Training
 
 from .copying import Beside, Copying, Tier, bytes_by_tier
 from .costs import Costs

@@ -19,7 +19,7 @@ from examples.llama.corpus import (
 )
 from examples.llama.indexed import IndexedDataset, is_indexed
 from examples.llama.tokenizer import Tokenizer
-from reft.data.sampler import ResumableSampler
+from reft.data.order import ResumableSampler
 from reft.errors import ConfigError
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]

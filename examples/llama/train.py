@@ -30,7 +30,7 @@ from examples.llama.progress import ByteProgress, StepDisplay
 from examples.llama.samples import MicroBatchIterator, SampleDataset, open_samples
 from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sharded_parameters
 from examples.llama.tokenizer import load_tokenizer
-from reft.data.sampler import ResumableSampler
+from reft.data.order import ResumableSampler
 from reft.errors import ConfigError
 from reft.events import EventLog
 from reft.tools.planning.layout import Layout, choose_order, parse_order
@@ -129,7 +129,7 @@ def import_deepspeed(verbose: bool) -> None:
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     import deepspeed  # noqa: F401
 
-    from reft.engine.cpu import avoid_build_at_start
+    from reft.engine.install import avoid_build_at_start
 
     avoid_build_at_start()
 

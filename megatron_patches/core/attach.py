@@ -27,12 +27,11 @@ from megatron_patches.core.support import check_release
 from megatron_patches.core.weave import MegatronWeaver
 from reft import log
 from reft.config_read import parse_block
-from reft.engine.calls import replace
-from reft.engine.device_paths import report_untried
-from reft.engine.engine_state import ClientState
+from reft.engine.engine import ClientState
 from reft.engine.memory_rung import MemoryRung
+from reft.engine.restore import wrap_call
 from reft.engine.session import Session
-from reft.engine.start_checks import warn
+from reft.engine.start_checks import say_untried_device, warn
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
@@ -98,7 +97,7 @@ def attach_megatron(
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
     protection = MegatronProtection(engine, session)
-    report_untried(session)
+    say_untried_device(session)
     atexit.register(session.close)
     return protection
 
@@ -123,8 +122,8 @@ class MegatronProtection:
             self._weaver = MegatronWeaver(session.copying.pacer, traced=lambda: session.tracer.active)
             session.tracer.weaver = self._weaver
         for chunk in engine.chunks:
-            replace(chunk, "zero_grad_buffer", self._beginning)
-        replace(engine.optimizer, "step", self._stepping)
+            wrap_call(chunk, "zero_grad_buffer", self._beginning)
+        wrap_call(engine.optimizer, "step", self._stepping)
         for part in engine.adapter.parts:
             if isinstance(part.wrapper.optimizer, torch.optim.Optimizer):
                 part.wrapper.optimizer.register_step_pre_hook(session.fence.before_write)

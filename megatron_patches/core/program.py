@@ -36,7 +36,7 @@ from megatron_patches.core.local import NONE, LocalCheckpoints, RestoredInPlaceE
 from megatron_patches.core.support import PROGRAM_RELEASES, check_release
 from reft import log
 from reft.config_read import parse_block, read_block
-from reft.engine.calls import bind, replace
+from reft.engine.restore import bind, wrap_call
 from reft.engine.start_checks import warn
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
@@ -107,10 +107,10 @@ def install(module: ModuleType) -> None:
         )
     program.modules[module.__name__] = module
     for name in names:
-        replace(module, name, getattr(program, name))
+        wrap_call(module, name, getattr(program, name))
     for name, phase in _PHASES.items():
         if hasattr(module, name):
-            replace(module, name, partial(program.during, phase))
+            wrap_call(module, name, partial(program.during, phase))
 
 
 class TrainingProgram:

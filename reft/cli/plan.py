@@ -65,9 +65,6 @@ def plan_command(
     protection: Annotated[
         str | None, typer.Option(help="instead of CONFIG's: a scheme such as aec, or auto, which chooses")
     ] = None,
-    aor: Annotated[
-        bool, typer.Option("--aor", help="auto has ZeRO-1 partitions recomputed, as auto+aor")
-    ] = False,
     host_memory_gb: Annotated[
         float | None,
         typer.Option(
@@ -86,7 +83,6 @@ def plan_command(
         Path | None,
         typer.Option(help="measured windows, as 'reft profile --json FILE' wrote them, instead of estimated"),
     ] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw the plan (png, svg, pdf)")] = None,
     print_cluster: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="print a cluster as JSON, to begin a file of your own, and end"),
@@ -104,10 +100,10 @@ def plan_command(
     Exit code 1: what is asked for does not fit, costs too much, or survives
     fewer losses than wished.
     """
-    from reft.tools.drawing import check_figure
+    from reft.json_file import read_object
     from reft.tools.planning.cluster import load_cluster
     from reft.tools.planning.display import show_plan
-    from reft.tools.planning.job import Layouting, plan_job, read_config
+    from reft.tools.planning.job import Layouting, plan_job
     from reft.tools.planning.plan import make_plan
 
     if print_cluster is not None:
@@ -117,30 +113,21 @@ def plan_command(
         raise ConfigError("say what to plan: the path of a DeepSpeed JSON, such as configs/bf16-zero1.json")
     if host_memory_gb is not None and not 0 < host_memory_gb < math.inf:
         raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
-    if figure is not None:
-        check_figure("--figure", figure)
     layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
-    machines = load_cluster(cluster)
+    job = read_object(config, "the DeepSpeed configuration", "an object")
     plan = make_plan(
-        plan_job(read_config(config), machines, model, layouting, parameters, seq_length=seq_length),
+        plan_job(job, load_cluster(cluster), model, layouting, parameters, seq_length=seq_length),
         tolerance=tolerance,
         target=target_survival,
         protection=protection,
         memory_bytes=None if host_memory_gb is None else int(host_memory_gb * 1e9),
         max_overhead=max_overhead,
-        recompute=aor,
         profile=None if profile is None else _load(profile),
     )
-    if figure is not None:
-        from reft.tools.planning.figure import draw_plan
-
-        draw_plan(plan, figure)
     if as_json:
         typer.echo(json.dumps(plan.to_json(), indent=2))
     else:
-        show_plan(plan, console := Console())
-        if figure is not None:
-            console.print(f"drawn: {figure}", markup=False)
+        show_plan(plan, Console())
     if plan.problems:
         raise typer.Exit(_EXIT_NOT_WELL)
 

@@ -13,19 +13,19 @@ counts what was handed out, not what was read ahead; to come back sets two numbe
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from reft.data import place
-from reft.data.batches import Batches, Reached, SharedBatches, StaticBatches
+from reft.data.batches import Batches, SharedBatches, Taken
+from reft.data.followed import Followed, Registry
 from reft.data.order import Deal, JobPosition, Order, decode, encode
-from reft.data.orders import Facts
-from reft.data.passes import raw_iterator
-from reft.data.reading import Progress, Reading
-from reft.data.registry import Registry
+from reft.data.passes import Read, is_left_out, kind_of, raw_iterator, received_by
 from reft.data.sample_rng import SeededCollation, SeededDataset
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
@@ -41,7 +41,28 @@ _DECIDED = {
 """What ``DataLoader`` takes and a position of the whole job does not allow."""
 
 
-class Loader:
+class Progress(Read):
+    """Where one pass over a :class:`Loader` is; it outlives the iterator, and does not keep the loader
+    alive."""
+
+    def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
+        super().__init__(loader, follow)
+        self.moves = 0
+        """How often a version has taken it elsewhere."""
+        self.go_to(began)
+
+    def go_to(self, at: JobPosition) -> None:
+        self.began = self.at = at
+        self.taken = 0
+        self.ends_step: bool | None = None
+        """Whether the batch that was handed out last is the replica's last of its step; None: all replicas
+        have equally many."""
+        self.counts = self.unwatched = self.evaluates = self.is_trained = False
+        self.era = WATCH.resuming
+        self.moves += 1
+
+
+class Loader(Followed[Progress, dict[str, Any]]):
     """Made by :func:`loader`.
 
     Attributes:
@@ -54,40 +75,24 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        order: Order,
         batches: Batches,
         *,
-        seed: int,
-        batch_size: int,
-        drop_last: bool,
         collate_fn: Callable[[list[Any]], Any] | None,
         replica: tuple[int, int] | None,
         name: str,
         options: dict[str, Any],
     ) -> None:
-        if not options.get("in_order", True):
-            raise ConfigError(
-                "reft.data.loader takes no in_order=False: a position counts batches in their order, and "
-                "those that were overtaken would be trained on twice, or not at all. Leave it out"
-            )
-        for option, instead in _DECIDED.items():
-            if options.get(option) is not None:
-                raise ConfigError(
-                    f"reft.data.loader takes no {option}: {instead}. For an order of your own write "
-                    f"loader = reft.resumable(DataLoader(...))"
-                )
+        super().__init__()
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self._order = order
+        self.batch_size = batches.batch_size
+        self.drop_last = batches.drop_last
         self._batches = batches
-        self._loads = 0
-        """How often a version was loaded."""
+        self._order = batches.order
         self._given = replica
         self._name = name
         self.inner: DataLoader[Any] = DataLoader(
-            SeededDataset(dataset, seed),  # type: ignore[arg-type]
-            batch_sampler=self._batches,
+            SeededDataset(dataset, self._order.seed),  # type: ignore[arg-type]
+            batch_sampler=batches,
             collate_fn=SeededCollation(collate_fn or default_collate),  # type: ignore[arg-type]
             # Beginning a pass draws nothing from the generator that training uses.
             generator=torch.Generator(),
@@ -96,22 +101,17 @@ class Loader:
         self._handed_out: list[Progress] = []
         """Of the passes whose batches the script has, the one that was read last at the end."""
         self._has_left_out = False
-        self._begun: Progress | None = None
-        """Of the pass that was begun last: perhaps a look, while another one is trained on."""
-        self._followed: Progress | None = None
-        """Of the pass that was trained on last."""
         self._left_within_step = False
-        """Whether the batch of it that was trained on last is not the replica's last one of its step."""
-        self._restored: JobPosition | None = None
-        LOADERS.add(name, self)
-        if (saved := LOADERS.take_waiting(name)) is not None:
-            self._restored = decode(saved, order, name)
-            self._loads = 1
+        """Whether the batch that was trained on last is not the replica's last one of its step."""
+        saved = LOADERS.add(name, self)
+        self._restored = None if saved is None else decode(saved, self._order, name)
+        self._loads = int(saved is not None)
+        """How often a version was loaded."""
 
     @property
     def replica(self) -> tuple[int, int]:
         """This rank's replica, and how many there are."""
-        return self._given or place.replica()
+        return self._given or WATCH.replica()
 
     @property
     def deal(self) -> Deal:
@@ -124,49 +124,48 @@ class Loader:
         Raises:
             TypeError: replicas take as many as they come to.
         """
-        return self._batches.length(self.replica[1])
+        if self._batches.step_samples is not None:
+            raise TypeError(f"the loader {self._name!r} has no length: replicas take what they come to")
+        return len(self.deal)
 
     @property
     def epoch(self) -> int:
         """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
-        restored = self._to_go_on_at()
-        if restored is not None:
-            return restored.epoch
-        return 0 if self._progress is None else self._progress.at.epoch
+        restored, one = self._to_go_on_at(), self._pass
+        return restored.epoch if restored is not None else 0 if one is None else one.at.epoch
 
     def __iter__(self) -> Reading:
         LOADERS.require_named(self._name, self)
-        self._begun = Progress(self._beginning())
+        self._begun = Progress(self.inner, self._follow, self._beginning())
         return Reading(self, self._begun)
 
-    def follow(self, progress: Progress) -> None:
+    def _follow(self, progress: Progress) -> None:
         """A batch of its pass is trained on: this is the job's position from now on.
 
         Raises:
             ConfigError: the pass that was trained on before was left within a step: after so many
                 micro-batches each replica was at another one; or ``step_samples`` is not the engine's.
         """
-        if self._left_within_step and progress is not self._followed and self.replica[1] > 1:
+        followed = self._followed
+        if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
                 f'the loop over the loader {self._name!r} was left within a step: with order="dynamic" '
                 f"replicas have unequally many micro-batches, and would train on the next pass from "
                 f"different steps. Leave it where loader.ends_step is true, after so many steps, not "
                 f"micro-batches"
             )
-        self._require_step_of_engine()
-        progress.train()
-        self._followed, self._left_within_step = progress, progress.ends_step is False
-
-    def _require_step_of_engine(self) -> None:
-        mine, engines = self._batches.step_samples, place.step_samples()
+        mine, engines = self._batches.step_samples, WATCH.step_samples()
         if mine is not None and engines is not None and mine != engines:
             raise ConfigError(
                 f"the loader {self._name!r} has steps of {mine} samples (step_samples), but the engine has "
                 f"steps of {engines} (train_batch_size), by which its gradients would be weighted. Write "
                 f"reft.data.loader(..., step_samples=engine.train_batch_size())"
             )
+        self._followed, self._left_within_step = progress, progress.ends_step is False
+        progress.is_trained = True
 
     def hand_out(self, progress: Progress) -> None:
+        """The script gets the next batch of a pass."""
         others = [one for one in self._handed_out if one is not progress and one.is_held]
         self._handed_out = [*others, progress]
 
@@ -180,29 +179,16 @@ class Loader:
         held = [other for other in self._handed_out if other.is_held] or self._handed_out
         return held[-1].ends_step if held else None
 
-    def _passes(self) -> list[Progress]:
-        return [one for one in dict.fromkeys((self._begun, self._followed)) if one is not None]
-
-    @property
-    def _progress(self) -> Progress | None:
-        """Of the pass that the position is of."""
-        if not WATCH.is_watching:
-            self._followed, self._left_within_step = None, False
-        one = self._begun if self._followed is None else self._followed
-        if one is not None and one.unwatched and WATCH.is_watching:
-            one.counts = one.unwatched = False
-        return one
-
     def _beginning(self) -> JobPosition:
-        restored, progress = self._to_go_on_at(), self._progress
-        if progress is not None and progress.counts:
-            return self.deal.next_pass(progress.at)
-        return restored or (JobPosition() if progress is None else progress.began)
+        restored, one = self._to_go_on_at(), self._pass
+        if one is not None and one.counts:
+            return self.deal.next_pass(one.at)
+        return restored or (JobPosition() if one is None else one.began)
 
-    def read_from(self, at: JobPosition) -> tuple[Iterator[Any], Reached]:
-        """torch's iterator over what is left of a pass, and what follows it."""
-        reached = self._batches.begin_at(at, self.replica, self._loads)
-        return raw_iterator(self.inner), reached
+    def read_from(self, at: JobPosition) -> tuple[Iterator[Any], Taken]:
+        """torch's iterator over what is left of a pass, and what it is given to read."""
+        taken = self._batches.begin_at(at, self.replica, self._loads)
+        return raw_iterator(self.inner), taken
 
     def left_out(self) -> None:
         """The data set has raised an error, which the script may catch."""
@@ -220,29 +206,26 @@ class Loader:
     def _to_go_on_at(self) -> JobPosition | None:
         """The restored position, until a step is trained from it, or its pass read to the end: passes begun
         before begin there."""
-        one = self._progress
+        one = self._pass
         if one is not None and (one.counts or one.era is None or one.era is not WATCH.resuming):
             self._restored = None
         return self._restored
 
-    def order_facts(self, replicas: int) -> Facts | None:
-        """What has to be equal on all ranks; None where the script deals out to others than the replicas,
-        which :meth:`wrong` names."""
+    def order_facts(self, replicas: int) -> dict[str, Any] | None:
+        """None where the script deals out to others than the replicas, which :meth:`wrong` names."""
         if self.replica[1] != replicas:
             return None
         batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         return {**self._order.facts(), **batches, "step_samples": self._batches.step_samples}
 
     def position(self) -> dict[str, Any] | None:
-        """Plain values; None where no pass was begun."""
-        at = self._to_go_on_at()
-        if at is None and self._progress is not None:
-            at = self._beginning() if self._progress.evaluates else self._progress.at
+        at, one = self._to_go_on_at(), self._pass
+        if at is None and one is not None:
+            at = self._beginning() if one.evaluates else one.at
         return None if at is None else encode(at, self._order)
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """Go on behind ``position``, in a pass that is being read too.
-
+        """
         Raises:
             ConfigError: it belongs to other data or another order.
         """
@@ -253,8 +236,7 @@ class Loader:
             one.go_to(self._restored)
 
     def begin_anew(self) -> None:
-        """A version was loaded that was taken before the first pass was begun: go back to there."""
-        if self._progress is not None:
+        if self._pass is not None:
             self.go_to(encode(JobPosition(), self._order))
         else:
             self._loads += 1  # as on ranks that have read something
@@ -272,8 +254,7 @@ class Loader:
         self.go_to(state)
 
     def wrong(self) -> str | None:
-        """Why not every sample would be trained on once, and what to write; None: it would."""
-        known = place.replica()
+        known = WATCH.replica()
         if self._given is None or self._given == known:
             return None
         return (
@@ -281,6 +262,118 @@ class Loader:
             f"but this rank trains replica {known[0]} of {known[1]}: samples are trained on twice, or not at "
             f"all. Leave dp_rank and dp_size out: they are the engine's"
         )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and ``step_end``: see
+    :class:`~reft.data.batches.Taken`."""
+
+    batch: Any
+    error: Exception | None
+    at: JobPosition
+    step_end: JobPosition | None
+
+
+class Reading:
+    """The iterator of one pass."""
+
+    def __init__(self, owner: Loader, progress: Progress) -> None:
+        self._owner = owner
+        self._progress = progress
+        progress.handle = weakref.ref(self)
+        self._inner: Iterator[Any] = iter(())
+        self._taken = Taken()
+        self._moves = 0
+        self._ahead: deque[_Batch] = deque()
+        """Where replicas take unequally many: read to know which is the last of a step, not handed out."""
+        self._ended_at: JobPosition | None = None
+        """Behind the last step whose end was handed out."""
+
+    def train(self) -> None:
+        """A batch of it is trained on."""
+        self._progress.train()
+
+    def __iter__(self) -> Reading:
+        return self
+
+    def __next__(self) -> Any:
+        WATCH.before_batch(self._progress)
+        progress, replicas = self._progress, self._owner.replica[1]
+        if self._moves != progress.moves:
+            # What was read ahead from elsewhere is dropped.
+            self._moves = progress.moves
+            self._inner, self._taken = self._owner.read_from(progress.at)
+            self._ended_at = None
+            self._ahead.clear()
+        if progress.counts:
+            self._taken.leave(progress.at, replicas)
+        try:
+            if not self._ahead:
+                self._ahead.append(self._read())
+        except StopIteration:
+            progress.counts, progress.unwatched = True, not WATCH.is_watching
+            self._taken.leave(progress.at, replicas)
+            raise
+        step_end = self._ahead[0].step_end
+        ends = None if step_end is None else not self._is_followed(step_end)
+        read = self._ahead.popleft()
+        # Of a step that ends here the whole is consumed: a version goes on behind what was left out.
+        progress.at = step_end if ends and step_end is not None else read.at
+        if read.error is not None:
+            self._leave_out(progress.at, read.error, no_other=bool(ends) and replicas > 1)
+        progress.ends_step, progress.is_trained = ends, False
+        self._owner.hand_out(progress)
+        if ends:
+            self._ended_at = progress.at
+        progress.taken += 1
+        if not WATCH.is_watching:
+            progress.counts = progress.unwatched = True
+        WATCH.after_batch(progress)
+        progress.evaluates = not progress.counts and WATCH.is_evaluating
+        return read.batch
+
+    def _is_followed(self, step_end: JobPosition) -> bool:
+        """Whether another one of the same step that can be read comes next. Else the next one is the last of
+        its step: the replica would not see the step's end, and the others would wait for it."""
+        number = 1
+        while True:
+            if len(self._ahead) == number:
+                try:
+                    self._ahead.append(self._read())
+                except StopIteration:
+                    return False
+            following = self._ahead[number]
+            if following.step_end != step_end or following.error is None:
+                return following.step_end == step_end
+            number += 1
+
+    def _read(self) -> _Batch:
+        """Raises what does not leave a micro-batch out: the end, workers that died or are late, or a failure
+        to take one."""
+        if self._taken.failed is not None:
+            raise self._taken.failed
+        received = received_by(self._inner)
+        batch, found = None, None
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if self._taken.failed is not None or not is_left_out(self._inner, received):
+                raise
+            found = error
+        return _Batch(batch, found, *self._taken.ahead.popleft())
+
+    def _leave_out(self, at: JobPosition, error: Exception, *, no_other: bool) -> NoReturn:
+        self._owner.left_out()
+        if no_other and self._ended_at != at:
+            raise ConfigError(
+                f"this replica has no micro-batch of the step that can be read, and the others wait for it "
+                f"({type(error).__name__}: {error}); expected one or more: catch errors within the data set, "
+                f"and give another sample"
+            ) from error
+        raise error
 
 
 def loader(
@@ -327,65 +420,48 @@ def loader(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"found {type(dataset).__module__}.{type(dataset).__qualname__}; expected a data set with a "
-            f"length and indices. Streams are read by a loader that knows its position, such as torchdata's "
-            f"StatefulDataLoader or mosaicml-streaming's StreamingDataLoader (docs/data.md)"
+            f"found {kind_of(dataset)}; expected a data set with a length and indices. Streams are read by a "
+            f"loader that knows its position, such as torchdata's StatefulDataLoader or "
+            f"mosaicml-streaming's StreamingDataLoader (docs/data.md)"
         )
-    samples = Order(len(dataset), seed, shuffle=shuffle)
-    if order == "dynamic" and options.get("num_workers") and options.get("prefetch_factor") is None:
-        # What a worker reads ahead is taken, and no other replica can train on it.
-        options["prefetch_factor"] = 1
-    ahead = options.get("num_workers", 0) * (options.get("prefetch_factor") or 0)
-    return Loader(
-        dataset,
-        samples,
-        _batches(samples, order, step_samples, batch_size, drop_last=drop_last, name=name, ahead=ahead),
-        seed=seed,
-        batch_size=batch_size,
-        drop_last=drop_last,
-        collate_fn=collate_fn,
-        replica=replica_of(dp_rank, dp_size),
-        name=name,
-        options=options,
-    )
-
-
-def _batches(
-    samples: Order,
-    order: str,
-    step_samples: int | None,
-    batch_size: int,
-    *,
-    drop_last: bool,
-    name: str,
-    ahead: int,
-) -> Batches:
-    check_batch_size(batch_size)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
     if order not in ("static", "dynamic") or (order == "dynamic") != (step_samples is not None):
         raise ConfigError(
             f"found order {order!r} with step_samples {step_samples}; expected 'static' without, or "
             f"'dynamic' with the samples of a step of all replicas: DeepSpeed's train_batch_size"
         )
+    if not options.get("in_order", True):
+        raise ConfigError(
+            "reft.data.loader takes no in_order=False: a position counts batches in their order, and "
+            "those that were overtaken would be trained on twice, or not at all. Leave it out"
+        )
+    for option, instead in _DECIDED.items():
+        if options.get(option) is not None:
+            raise ConfigError(
+                f"reft.data.loader takes no {option}: {instead}. For an order of your own write "
+                f"loader = reft.resumable(DataLoader(...))"
+            )
+    samples = Order(len(dataset), seed, shuffle)
     if step_samples is None:
-        return StaticBatches(samples, batch_size, drop_last=drop_last)
-    return SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name, ahead=ahead)
+        batches = Batches(samples, batch_size, drop_last=drop_last)
+    else:
+        batches = SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
+        if options.get("num_workers") and options.get("prefetch_factor") is None:
+            # What a worker reads ahead is taken, and no other replica can train on it.
+            options["prefetch_factor"] = 1
+    return Loader(
+        dataset,
+        batches,
+        collate_fn=collate_fn,
+        replica=_replica(dp_rank, dp_size),
+        name=name,
+        options=options,
+    )
 
 
-def check_batch_size(batch_size: int) -> None:
-    """
-    Raises:
-        ConfigError: it is none.
-    """
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
-
-
-def replica_of(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None:
-    """What was given, checked; None where nothing was.
-
-    Raises:
-        ConfigError: one without the other, or no such replica.
-    """
+def _replica(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None:
+    """What was given, checked; None where nothing was."""
     if dp_rank is None and dp_size is None:
         return None
     if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:

@@ -15,11 +15,67 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reft.data.permutation import Permutation
 from reft.errors import ConfigError
 
 Indices = npt.NDArray[np.int64]
 _STATE_VERSION = 1
+_ROUNDS = 6
+_MASK64 = (1 << 64) - 1
+
+
+def _mix_int(value: int) -> int:
+    """SplitMix64's finaliser."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def mix(*keys: int) -> int:
+    """64 bits that follow from all ``keys``, any integers, in their order."""
+    mixed = 0
+    for key in keys:
+        mixed = _mix_int(mixed ^ (key & _MASK64))
+    return mixed
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """:func:`_mix_int` of each; products wrap modulo 2^64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))
+
+
+class Permutation:
+    """A bijection of ``0..n-1`` chosen by ``keys``, which needs no memory and never changes with a library's
+    version: a Feistel network over the smallest even number of bits that holds ``n`` values, walked until the
+    value falls below ``n``."""
+
+    def __init__(self, n: int, *keys: int) -> None:
+        if not 0 < n < 1 << 62:
+            raise ValueError(f"a permutation of {n} values; expected between 1 and 2^62")
+        self._n = n
+        self._half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+        key = mix(*keys)
+        self._round_keys = [np.uint64(_mix_int(key + index)) for index in range(_ROUNDS)]
+
+    def __call__(self, positions: npt.ArrayLike) -> Indices:
+        """Values at ``positions`` (integers in ``0..n-1``, any shape)."""
+        values = np.atleast_1d(np.asarray(positions)).astype(np.uint64)
+        outside = np.ones(values.shape, dtype=bool)
+        # The domain holds fewer than 4n values, so a few turns are enough.
+        while outside.any():
+            values[outside] = self._turn(values[outside])
+            outside = values >= np.uint64(self._n)
+        return values.astype(np.int64).reshape(np.shape(positions))
+
+    def _turn(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
+        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
+        left, right = values >> bits, values & mask
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << bits) | right
 
 
 @dataclass(frozen=True)
@@ -35,67 +91,48 @@ class JobPosition:
     consumed: int = 0
 
 
+@dataclass(frozen=True)
 class Order:
-    """Samples of a data set, in their order or in one that is chosen by (seed, epoch).
+    """The samples of a data set of ``size``, in their order or, if ``shuffle``, in one chosen by (``seed``,
+    epoch)."""
 
-    Args:
-        size: samples of the data set.
-        seed: chooses the order.
-        shuffle: whether there is another order than the data set's.
-
-    Attributes:
-        size: samples of an epoch.
-    """
-
-    def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
-        self.size = size
-        self._seed = seed
-        self._shuffle = shuffle
+    size: int
+    seed: int
+    shuffle: bool
 
     def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
-        """What one replica gets of a micro-batch.
-
-        Args:
-            first: position of the micro-batch's first sample, counted through all epochs.
-            count: samples of the micro-batch, of all replicas.
-            part: of them, this replica's.
-
-        Returns:
-            (epoch, sample) of each.
-        """
+        """(epoch, sample) of each of one replica's ``part`` of the ``count`` samples of a micro-batch, the
+        first of which is at position ``first``, counted through all epochs."""
         positions = np.arange(first, first + count, dtype=np.int64)[part]
-        epochs, places = np.divmod(positions, self.size)
-        return list(zip(epochs.tolist(), self._samples(epochs, places).tolist(), strict=True))
+        epochs = positions // self.size
+        return list(zip(epochs.tolist(), self.samples(positions).tolist(), strict=True))
 
-    def _samples(self, epochs: Indices, places: Indices) -> Indices:
-        if not self._shuffle:
+    def samples(self, positions: Indices) -> Indices:
+        """The sample at each position, counted through all epochs."""
+        epochs, places = np.divmod(positions, self.size)
+        if not self.shuffle:
             return places
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
             mine = epochs == epoch
-            found[mine] = Permutation(self.size, self._seed, int(epoch))(places[mine])
+            found[mine] = Permutation(self.size, self.seed, int(epoch))(places[mine])
         return found
 
     def facts(self) -> dict[str, Any]:
         """Plain values that must be equal for a position to mean the same."""
-        return {"samples": self.size, "seed": self._seed, "shuffle": self._shuffle}
+        return {"samples": self.size, "seed": self.seed, "shuffle": self.shuffle}
 
 
 @dataclass(frozen=True)
 class Deal:
-    """How the samples of an epoch are dealt out to replicas, micro-batch by micro-batch.
+    """How the ``size`` samples of an epoch are dealt out to ``dp_size`` replicas.
 
     A micro-batch takes ``batch_size * dp_size`` samples that follow each other. The last one of a pass is
-    smaller, its samples spread as evenly as they can be. No replica is ever without a sample in a
-    micro-batch, so that all replicas make equally many: the last but one gives samples to the last if needed.
-    Where that cannot be (batches of one sample; a degree that has grown within the last micro-batch), the
-    rest, fewer samples than replicas, is read with the first micro-batch of the next pass.
-
-    Attributes:
-        size: samples of an epoch.
-        batch_size: samples of a replica in a micro-batch.
-        dp_size: number of replicas.
-        drop_last: leave out what does not fill a micro-batch.
+    smaller, its samples spread as evenly as they can be, or left out if ``drop_last``. No replica is ever
+    without a sample in a micro-batch, so that all replicas make equally many: the last but one gives samples
+    to the last if needed. Where that cannot be (batches of one sample; a degree that has grown within the
+    last micro-batch), the rest, fewer samples than replicas, is read with the first micro-batch of the next
+    pass.
     """
 
     size: int
@@ -172,3 +209,60 @@ def decode(saved: Mapping[str, Any], order: Order, name: str) -> JobPosition:
                 f"made, or start a job with another job_id"
             )
     return JobPosition(int(saved["epoch"]), int(saved["consumed"]))
+
+
+class ResumableSampler:
+    """Endless micro-batches of sample indices for replica ``dp_rank`` of ``dp_size``: a job's micro-batch is
+    ``micro_batch * dp_size`` positions that follow each other, of which each replica gets its slice. Epochs
+    of ``num_samples`` follow each other without a gap, each in an order by (``seed``, epoch)."""
+
+    position_of_job = True
+    """Its state is the same on all replicas, and right at every degree."""
+
+    def __init__(
+        self, num_samples: int, *, seed: int, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
+        if num_samples < 1:
+            raise ConfigError("the data holds no sample; give more text with --data, or lower --seq")
+        if micro_batch < 1 or not 0 <= dp_rank < dp_size:
+            raise ConfigError(
+                f"found micro-batch {micro_batch}, replica {dp_rank} of {dp_size}; expected a positive "
+                f"micro-batch and a replica below the number of replicas"
+            )
+        self._order = Order(num_samples, seed, shuffle=True)
+        self._micro_batch = micro_batch
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self.consumed_total = 0
+        """Samples that the job has consumed since the first epoch began."""
+
+    def __iter__(self) -> ResumableSampler:
+        return self
+
+    def __next__(self) -> Indices:
+        first = self.consumed_total + self._dp_rank * self._micro_batch
+        self.consumed_total += self._micro_batch * self._dp_size
+        return self._order.samples(np.arange(first, first + self._micro_batch, dtype=np.int64))
+
+    def seek(self, consumed_total: int) -> None:
+        self.consumed_total = consumed_total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; equal on every rank that read the same number of micro-batches."""
+        epoch, consumed = divmod(self.consumed_total, self._order.size)
+        known = {"version": _STATE_VERSION, "seed": self._order.seed, "num_samples": self._order.size}
+        return {**known, "epoch": epoch, "consumed": consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the samples that ``state`` says were consumed.
+
+        Raises:
+            ConfigError: the state belongs to other data or another seed: the order would differ.
+        """
+        for key in ("version", "num_samples", "seed"):
+            have = self.state_dict()[key]
+            if state.get(key) != have:
+                raise ConfigError(
+                    f"the data position was taken with {key} {state.get(key)}, but this job has {have}; "
+                    f"resume with the same --data, --seq and --seed, or start from an empty directory"
+                )
+        self.consumed_total = int(state["epoch"]) * self._order.size + int(state["consumed"])

@@ -9,20 +9,79 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.dealt import Dealt, dealt_by
 from reft.state.rng import capture_host_rng, restore_host_rng, same_host_rng
 
 _MOST_SAMPLERS = 8
 """Of one loader, each held by another."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A pass that torch's ``DistributedSampler`` deals out to the replicas. Its order is the same at every
+    degree, so that a position in it is one of the whole job.
+
+    Attributes:
+        samples: of the data set.
+        replicas: that share them: sample ``n`` of the order is replica ``n % replicas``'s.
+        batch_size: samples of one replica's batch.
+        drop_last: whether the loader leaves a smaller last batch out.
+        cuts: whether the sampler leaves out what the replicas cannot share evenly; else it repeats samples.
+    """
+
+    samples: int
+    replicas: int
+    batch_size: int
+    drop_last: bool
+    cuts: bool
+
+    @property
+    def batches(self) -> int:
+        """Of one replica, in a pass."""
+        share = self.samples // self.replicas if self.cuts else -(-self.samples // self.replicas)
+        return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
+
+    def at(self, replicas: int) -> Dealt:
+        """The same pass at another degree."""
+        return replace(self, replicas=replicas)
+
+    def taken_at(self, taken: int, replicas: int) -> int | None:
+        """Batches that a replica has taken where the job has consumed what it has after ``taken`` batches of
+        this degree; None where a batch of the other degree does not begin there."""
+        other = self.at(replicas)
+        if taken >= self.batches:
+            return other.batches
+        batches, rest = divmod(taken * self.batch_size * self.replicas, self.batch_size * replicas)
+        return None if rest else min(batches, other.batches)
+
+
+def dealt_by(loader: Any) -> Dealt | None:
+    """What a ``DataLoader`` deals out; None where its order or its batches are made otherwise."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
+        return None
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    sizes = int(batches.batch_size), bool(batches.drop_last)
+    return Dealt(samples, int(sampler.num_replicas), *sizes, bool(sampler.drop_last))
+
+
+def order_of(loader: Any, replicas: int) -> dict[str, Any] | None:
+    """What has to be equal on all ranks of the order that a ``DistributedSampler`` deals out to all replicas;
+    None where it is another one, which may be meant to differ."""
+    dealt = dealt_by(loader)
+    if dealt is None or dealt.replicas != replicas:
+        return None
+    return {**asdict(dealt), "seed": loader.sampler.seed, "shuffle": loader.sampler.shuffle}
 
 
 @dataclass(frozen=True)
@@ -36,11 +95,11 @@ class Position:
         length: batches of the pass; None where the loader cannot tell.
         source: what the loader reads, in words.
         number: of the pass, for loaders that count them.
-        ahead: random states when the batch was read that was read ahead of training.
-        evaluates: whether it was read while no engine trained: the next pass begins anew.
         renewed: whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
             read an earlier pass, or it was begun before anybody watched.
-        dealt: how the replicas share the pass (:class:`~reft.data.dealt.Dealt`), where that is known.
+        ahead: random states when the batch was read that was read ahead of training.
+        evaluates: whether it was read while no engine trained: the next pass begins anew.
+        dealt: how the replicas share the pass, as a dict of :class:`Dealt`, where that is known.
     """
 
     start: dict[str, Any]
@@ -61,9 +120,8 @@ class Position:
 
     def fits(self, loader: Any) -> bool:
         """Whether it can be of this loader: others are read before the first step too."""
-        same_length = length_of(loader) == self.length
         return (
-            same_length
+            length_of(loader) == self.length
             and source_of(loader) == self.source
             and not iterates_itself(loader)
             and len(own_generators(loader)) == len(self.start["generators"])
@@ -77,14 +135,10 @@ class Position:
         if dealt is None or taken is None:
             return None
         now = dealt.at(new)
-        return replace(self, taken=taken, length=now.batches, first=None, ahead=None, dealt=now.encode())
+        return replace(self, taken=taken, length=now.batches, first=None, ahead=None, dealt=asdict(now))
 
     def encode(self) -> dict[str, Any]:
         return dict(vars(self))
-
-    @classmethod
-    def decode(cls, data: dict[str, Any]) -> Position:
-        return cls(**data)
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
@@ -103,6 +157,12 @@ def capture_start(loader: Any) -> dict[str, Any]:
     return {**capture_host_rng(), "generators": [g.get_state() for g in own_generators(loader)]}
 
 
+def _restore_start(loader: Any, start: dict[str, Any]) -> None:
+    restore_host_rng(start)
+    for generator, state in zip(own_generators(loader), start["generators"], strict=False):
+        generator.set_state(state)
+
+
 def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether a look, for one, has drawn from none of the generators."""
     own = zip(one["generators"], other["generators"], strict=True)
@@ -116,9 +176,12 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def kind_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def source_of(loader: Any) -> str:
-    kind = type(loader.dataset)
-    return f"{kind.__module__}.{kind.__qualname__} of {length_of(loader.dataset)}"
+    return f"{kind_of(loader.dataset)} of {length_of(loader.dataset)}"
 
 
 def described(loader: Any) -> str:
@@ -132,7 +195,53 @@ def reads_lazily(loader: Any) -> bool:
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
-class Pass:
+class Read:
+    """A pass that is read.
+
+    Args:
+        loader: torch's.
+        follow: called when a batch of the pass is trained on. It is known by a weak reference alone: a loader
+            that the script does not keep goes with its iterator.
+    """
+
+    def __init__(self, loader: Any, follow: Callable[[Any], None] | None = None) -> None:
+        self.loader = loader
+        self.taken = 0
+        """Batches that were handed out."""
+        self.counts = False
+        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
+        self.unwatched = False
+        """Whether it counts only as long as there is no engine, which would train on another."""
+        self.evaluates = False
+        """Whether it was read while no engine trained: a version has where the next one begins."""
+        self.era: object = None
+        """The resumption that it was begun or moved in."""
+        self.handle: weakref.ref[Any] | None = None
+        """To the script's iterator."""
+        self._follow: weakref.WeakMethod[Any] | None = None
+        self.follow_by(follow)
+
+    def follow_by(self, follow: Callable[[Any], None] | None) -> None:
+        self._follow = None if follow is None else weakref.WeakMethod(follow)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether reft brings it back by itself."""
+        return self._follow is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the script is known to have its iterator yet: of a look, it has none."""
+        return self.handle is not None and self.handle() is not None
+
+    def train(self) -> None:
+        """The batch that was handed out last is trained on."""
+        if self._follow is not None and (follow := self._follow()) is not None:
+            follow(self)
+        self.counts, self.unwatched, self.evaluates = True, False, False
+
+
+class Pass(Read):
     """The iterator of one pass: the loader's own, counted.
 
     Args:
@@ -154,37 +263,24 @@ class Pass:
         adopted: bool = False,
         renewed: bool = False,
     ) -> None:
-        self.loader = loader
-        self.taken = 0
+        super().__init__(loader)
+        self.start = start
         self.number = 0
         self.natural = True
         """Whether it was begun with the random states that training had."""
-        self.era: object = None
-        self.resumable = False
-        """Whether reft brings it back by itself."""
-        self.counts = False
-        """Whether it was trained on or read to its end; a look at a batch makes no epoch."""
-        self.unwatched = False
-        """Whether it counts only as long as there is no engine, which would train on another."""
-        self.handle: weakref.ref[Any] | None = None
-        """To the script's iterator, where that is another object."""
-        self.follow: weakref.WeakMethod[Any] | None = None
-        """Called when it is trained on."""
-        self.evaluates = False
-        """See :class:`Position`."""
+        self.reads_ahead = False
+        """Whether whoever iterates over this hands its batches out later, and says when."""
+        self._inner = inner
+        self._watch = watch
+        self._renewed = renewed or adopted
         self._read = 0
         """Batches that were read: as many as were taken, or those that are read ahead as well."""
-        self._reads_ahead = False
         self._before_read: dict[str, Any] | None = None
         self._read_under: dict[str, Any] | None = None
         """The random states of the next batch, where it is not to be read under those that training uses."""
-        self._renewed = renewed or adopted
-        self._inner = inner
-        self._start = start
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
         self._begun: dict[str, Any] | None = None if adopted else capture_start(loader)
-        self._watch = watch
 
     def __iter__(self) -> Pass:
         return self
@@ -205,21 +301,21 @@ class Pass:
         try:
             batch = self._read_one()
         except StopIteration:
-            if not self._reads_ahead:
+            if not self.reads_ahead:
                 self.end()
             raise
         except Exception:
             if is_left_out(self._inner, received):
                 self._read += 1
-                self.taken += not self._reads_ahead
+                self.taken += not self.reads_ahead
             raise
         self._read += 1
-        if not self._reads_ahead:
+        if not self.reads_ahead:
             self.hand_out()
         return batch
 
     def _read_one(self) -> Any:
-        here, under = capture_host_rng() if self._reads_ahead else None, self._read_under
+        here, under = capture_host_rng() if self.reads_ahead else None, self._read_under
         self._before_read, self._read_under = under or here, None
         if under is None or here is None:
             return next(self._inner)
@@ -229,34 +325,11 @@ class Pass:
         finally:
             restore_host_rng(here)
 
-    def read_ahead(self) -> None:
-        """Whoever iterates over this hands its batches out later, and says when."""
-        self._reads_ahead = True
-
-    @property
-    def reads_ahead(self) -> bool:
-        return self._reads_ahead
-
-    def note(self, facts: dict[str, Any]) -> None:
-        """Keep something with the states that the pass began under."""
-        self._start = {**self._start, **facts}
-
     def hand_out(self) -> None:
         """Training takes a batch."""
         self.taken += 1
         self._watch.after_batch(self)
         self.evaluates = not self.counts and self._watch.is_evaluating
-
-    def train(self) -> None:
-        """A batch of it is trained on."""
-        self.counts, self.unwatched, self.evaluates = True, False, False
-        if self.follow is not None and (follow := self.follow()) is not None:
-            follow(self)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the script is known to have its iterator yet."""
-        return self.handle is not None and self.handle() is not None
 
     def end(self) -> None:
         """All batches were taken."""
@@ -264,36 +337,31 @@ class Pass:
         self._watch.after_last(self)
 
     def position(self) -> Position:
-        length = length_of(self.loader)
-        source = source_of(self.loader)
-        ahead = self._before_read if self._read > self.taken else None
         dealt = dealt_by(self.loader)
         return Position(
-            self._start,
+            self.start,
             self._first,
             self.taken,
-            length,
-            source,
-            self.number,
-            self._renewed,
-            ahead,
-            self.evaluates,
-            None if dealt is None else dealt.encode(),
+            length_of(self.loader),
+            source_of(self.loader),
+            number=self.number,
+            renewed=self._renewed,
+            ahead=self._before_read if self._read > self.taken else None,
+            evaluates=self.evaluates,
+            dealt=None if dealt is None else asdict(dealt),
         )
 
     def adopt(self, other: Pass) -> None:
         """Become another pass over the same loader, of which nothing was taken."""
-        self._inner, self._start, self._first = other._inner, other._start, other._first
-        self._notes_first, self._begun = other._notes_first, other._begun
-        self._renewed = other._renewed
-        self.natural, self.era = other.natural, other.era
+        for name in ("start", "natural", "era", "_inner", "_first", "_notes_first", "_begun", "_renewed"):
+            setattr(self, name, getattr(other, name))
 
     def go_to(self, position: Position, *, skip: bool = True) -> None:
         """Become the pass of ``position``: behind what was taken of it, or at its beginning. The random
         states that training uses stay as they are."""
         taken = position.taken if skip else 0
         self._inner = positioned(self.loader, position, taken)
-        self._start, self._first, self._notes_first = position.start, position.first, False
+        self.start, self._first, self._notes_first = position.start, position.first, False
         self._renewed = position.renewed
         self.taken, self.number, self.natural = taken, position.number, False
         self._read, self._read_under = taken, position.ahead if skip else None
@@ -360,10 +428,11 @@ def is_within(loader: Any) -> bool | None:
     return None if left_out is None else sampler.consumed_samples % (sampler.total_samples - left_out) != 0
 
 
-def _restore_start(loader: Any, start: dict[str, Any]) -> None:
-    restore_host_rng(start)
-    for generator, state in zip(own_generators(loader), start["generators"], strict=False):
-        generator.set_state(state)
+_unwatched = False
+
+
+def is_watched() -> bool:
+    return not _unwatched
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
@@ -388,13 +457,6 @@ def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
     return received is None or received_by(iterator) != received
 
 
-_unwatched = False
-
-
-def is_watched() -> bool:
-    return not _unwatched
-
-
 class Skipping:
     """A sampler without its first draws. ``before``: sets the random states for the draws that are made at
     once, in which most samplers choose the whole order; None: those that are there."""
@@ -414,9 +476,7 @@ class Skipping:
         here = capture_host_rng() if self.before is not None else None
         if self.before is not None:
             self.before()
-        indices = iter(self._sampler)
-        for _ in itertools.islice(indices, self._skip):
-            pass
+        indices = itertools.islice(iter(self._sampler), self._skip, None)
         head = list(itertools.islice(indices, 1))
         if here is not None:
             restore_host_rng(here)
@@ -431,11 +491,80 @@ def of_inner(outer: Any, inner: str, name: str) -> Any:
     return getattr(vars(outer)[inner], name)
 
 
-def is_loader(candidate: Any) -> bool:
-    return isinstance(candidate, DataLoader)
-
-
 def iterates_itself(loader: Any) -> bool:
     """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches, nobody can
     tell."""
     return type(loader).__iter__ is not DataLoader.__iter__
+
+
+# -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed out
+
+ITERATION = "iteration"
+"""Of a ``DataLoaderShard``: the number of its pass, which decides the order of some samplers."""
+DISPATCHED = (
+    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position is not "
+    "restored. Have every rank read its own part: write"
+    """
+    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = accelerate.Accelerator(dataloader_config=config, ...)
+    loader = reft.resumable(accelerator.prepare(loader))"""
+)
+
+
+def shard_class() -> Any:
+    """Accelerate's class, where the script has imported it and it is made as is known here."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
+    return kind if hasattr(kind, "__iter__") else None
+
+
+def is_shard(loader: Any) -> bool:
+    """Whether Accelerate made it of a ``DataLoader`` that can be followed."""
+    kind = shard_class()
+    return (
+        kind is not None
+        and issubclass(type(loader), kind)
+        and type(loader).__iter__ is kind.__iter__
+        and hasattr(loader, "base_dataloader")
+        and hasattr(loader, ITERATION)
+    )
+
+
+def is_dispatcher(loader: Any) -> bool:
+    """Whether it is Accelerate's, and reads on rank 0 for all ranks."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
+    return kind is not None and issubclass(type(loader), kind)
+
+
+def is_dispatched() -> bool:
+    """Whether the innermost of Accelerate's loaders that the script is reading is such a one."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
+
+
+def handed_out(
+    shard: Any,
+    iterate: Callable[[Any], Iterator[Any]],
+    openings: dict[int, Callable[[Any], Pass]],
+    begin: Callable[[Any], Pass],
+) -> Iterator[Any]:
+    """One pass of a shard, whose own ``__iter__`` is ``iterate``, counted batch by batch as it is handed out.
+    ``openings``, by which the shard's own ``DataLoader`` is opened, are told to ``begin`` its pass."""
+    begun: list[Pass] = []
+
+    def open_base(base: Any) -> Pass:
+        one = begin(base)
+        one.reads_ahead = True
+        one.start = {**one.start, ITERATION: shard.iteration}
+        begun.append(one)
+        return one
+
+    openings[id(shard.base_dataloader)] = open_base
+    try:
+        for batch in iterate(shard):
+            if begun:  # else nobody watches
+                begun[0].hand_out()
+            yield batch
+        if begun:
+            begun[0].end()
+    finally:
+        openings.pop(id(shard.base_dataloader), None)

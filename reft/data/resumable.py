@@ -15,28 +15,37 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from reft.data.ahead import DISPATCHED, ITERATION, is_dispatcher, is_shard
+from torch.utils.data import DataLoader
+
+from reft.data.followed import Followed, Registry
 from reft.data.loading import Loader
-from reft.data.orders import Facts, order_of
-from reft.data.passes import Pass, Position, is_loader, iterates_itself, leave_behind, of_inner
-from reft.data.registry import Registry
+from reft.data.passes import (
+    DISPATCHED,
+    ITERATION,
+    Pass,
+    Position,
+    is_dispatcher,
+    is_shard,
+    iterates_itself,
+    kind_of,
+    leave_behind,
+    of_inner,
+    order_of,
+)
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
 
 LOADERS: Registry[Position] = Registry("reft.resumable(loader")
 
 
-class ResumableLoader:
+class ResumableLoader(Followed[Pass, Position]):
     """Made by :func:`resumable`. Attributes that it does not have are the loader's."""
 
     def __init__(self, loader: Any, name: str) -> None:
+        super().__init__()
         self._loader = loader
         self._name = name
-        self._begun: Pass | None = None
-        """The pass that was begun last: perhaps a look, while another one is trained on."""
-        self._followed: Pass | None = None
-        """The pass that was trained on last."""
-        self._restored: Position | None = LOADERS.take_waiting(name)
+        self._restored = LOADERS.add(name, self)
         self._moved = False
         """Whether a version was loaded while a pass is being read that cannot move."""
 
@@ -49,10 +58,8 @@ class ResumableLoader:
     @property
     def epoch(self) -> int:
         """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
-        restored = self._to_go_on_at()
-        if restored is not None:
-            return restored.number
-        return 0 if self._pass is None else self._pass.number
+        at = self._to_go_on_at() or self._pass
+        return 0 if at is None else at.number
 
     def __iter__(self) -> Iterator[Any]:
         LOADERS.require_named(self._name, self)
@@ -83,32 +90,17 @@ class ResumableLoader:
                 leave_behind(loader, restored)
             one = WATCH.open(loader)
             one.number = self._next_number() if restored is None else restored.number
-        one.resumable = True
-        one.follow = weakref.WeakMethod(self._follow)
+        one.follow_by(self._follow)
         self._begun = one
         return one
 
     def _follow(self, one: Pass) -> None:
         self._followed = one
 
-    @property
-    def _pass(self) -> Pass | None:
-        """The pass that the position is of."""
-        if not WATCH.is_watching:
-            self._followed = None
-        one = self._begun if self._followed is None else self._followed
-        if one is not None and one.unwatched and WATCH.is_watching:
-            one.counts = one.unwatched = False
-        return one
-
-    def wrong(self) -> None:
-        """Its samples are dealt out by the script."""
-
-    def order_facts(self, replicas: int) -> Facts | None:
+    def order_facts(self, replicas: int) -> dict[str, Any] | None:
         return order_of(self._loader, replicas)
 
     def position(self) -> Position | None:
-        """None where no pass was begun."""
         restored = self._to_go_on_at()
         if restored is not None or self._pass is None:
             return restored
@@ -125,31 +117,20 @@ class ResumableLoader:
         return self._restored
 
     def go_to(self, position: Position) -> None:
-        """Go on behind ``position``, in a pass that is being read too."""
         self._restored = position
         if position.evaluates:
             self._begun = self._followed = None
-        for one in dict.fromkeys((self._followed, self._begun)):
-            if one is None:
-                continue
+        for one in self._passes():
             if one is self._pass:
                 self._moved = one.reads_ahead
             if not one.reads_ahead:
                 one.go_to(position)
             one.era = WATCH.resuming
 
-    def begin_anew(self) -> None:
-        """The pass that is being read goes on: its order is the script's, and no version has it."""
-
 
 class _Kept:
     """The iterator of a pass. It keeps the resumable loader, which :data:`LOADERS` alone would not: a script
-    may iterate over one that it has no name for.
-
-    Args:
-        owner: of the pass.
-        one: the pass, which is not to know its owner: of a circle, none would go when the script lets go.
-    """
+    may iterate over one that it has no name for."""
 
     def __init__(self, owner: ResumableLoader, one: Pass) -> None:
         self._owner = owner
@@ -186,17 +167,10 @@ def resumable(loader: Any, name: str = "data") -> Any:
         return loader
     if is_dispatcher(loader):
         raise ConfigError(f"found {DISPATCHED}")
-    if not is_loader(loader):
+    if not isinstance(loader, DataLoader) or (iterates_itself(loader) and not is_shard(loader)):
+        own = ", which has an __iter__ of its own" if isinstance(loader, DataLoader) else ""
         raise ConfigError(
-            f"found {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data."
-            f"DataLoader. Keep the position of other data in reft.attach(engine, client_state=...)"
+            f"found {kind_of(loader)}{own}; expected a torch.utils.data.DataLoader, whose order can be "
+            f"resumed. Keep the position of other data in reft.attach(engine, client_state=...)"
         )
-    if iterates_itself(loader) and not is_shard(loader):
-        raise ConfigError(
-            f"found {type(loader).__module__}.{type(loader).__qualname__}, which has an __iter__ of its own; "
-            f"expected torch.utils.data.DataLoader's, whose order can be resumed. Keep the position of other "
-            f"data in reft.attach(engine, client_state=...)"
-        )
-    made = ResumableLoader(loader, name)
-    LOADERS.add(name, made)
-    return made
+    return ResumableLoader(loader, name)

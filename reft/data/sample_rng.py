@@ -18,16 +18,11 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from reft.data.permutation import mix
+from reft.data.order import mix
 from reft.state.rng import capture_host_rng, restore_host_rng
 
 _COLLATION = 0x636F6C6C
 _current: list[int] = []
-
-
-def seed_of(seed: int, epoch: int, sample: int) -> int:
-    """64 bits that follow from all three. Pure."""
-    return mix(seed, epoch, sample)
 
 
 def sample_seed() -> int:
@@ -69,7 +64,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class _Fetched:
     """Samples on their way to the collation, with the seed of the first."""
 
     samples: list[Any]
@@ -77,12 +72,7 @@ class Fetched:
 
 
 class SeededDataset:
-    """A data set of keys (epoch, sample), read under the seeds of its samples.
-
-    Args:
-        dataset: gives a sample for an index.
-        seed: of the loader.
-    """
+    """A data set of keys (epoch, sample), read under the seeds of its samples."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -91,26 +81,22 @@ class SeededDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Fetched:
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> _Fetched:
         samples = []
         with _generators_kept():
             for epoch, sample in keys:
-                _seed_generators(seed_of(self._seed, epoch, sample))
+                _seed_generators(mix(self._seed, epoch, sample))
                 samples.append(self.dataset[sample])
-        return Fetched(samples, seed_of(self._seed, *keys[0]))
+        return _Fetched(samples, mix(self._seed, *keys[0]))
 
 
 class SeededCollation:
-    """A collation under the seed of the batch.
-
-    Args:
-        collate: makes a batch of a list of samples.
-    """
+    """A collation under the seed of the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, fetched: Fetched) -> Any:
+    def __call__(self, fetched: _Fetched) -> Any:
         with _generators_kept():
             _seed_generators(mix(fetched.seed, _COLLATION))
             return self._collate(fetched.samples)

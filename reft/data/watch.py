@@ -13,60 +13,47 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from reft.data.ahead import handed_out, is_shard, shard_class
 from reft.data.passes import (
     Pass,
     Position,
+    Read,
     capture_start,
+    handed_out,
     has_workers,
+    is_shard,
     is_watched,
     is_within,
     leave_behind,
     raw_iterator,
+    shard_class,
 )
 from reft.state.rng import restore_host_rng, restore_rng
 
 
-class Read(Protocol):
-    """A pass that is read.
+class Listener(Protocol):
+    """An engine that trains on what is read.
 
     Attributes:
-        loader: torch's.
-        taken: batches that were taken.
-        resumable: whether reft brings it back by itself.
-        counts: whether it was trained on or read to its end.
-        is_held: whether the script is known to have its iterator yet: of a look, it has none.
+        why_equal: why all replicas have to train on equally many micro-batches of a step; None: they need
+            not.
     """
 
-    @property
-    def taken(self) -> int: ...
-
-    @property
-    def loader(self) -> Any: ...
-
-    @property
-    def resumable(self) -> bool: ...
-
-    @property
-    def counts(self) -> bool: ...
-
-    @property
-    def is_held(self) -> bool: ...
-
-    def train(self) -> None:
-        """A batch of it is trained on."""
-
-
-class Listener(Protocol):
-    """Who wants to know what is read."""
+    why_equal: str | None
 
     def is_training(self) -> bool: ...
 
     def before_batch(self, one: Read) -> None: ...
 
     def after_batch(self, one: Read) -> None: ...
+
+    def replica(self) -> tuple[int, int] | None:
+        """Which replica this rank trains, and how many there are; None: not known."""
+
+    def step_samples(self) -> int | None:
+        """Samples of a step of all replicas; None: not known."""
 
 
 class Resuming:
@@ -95,16 +82,13 @@ class Resuming:
         if not self._concerns(loader):
             one = watch.begin(loader)
             one.natural = False
-        elif position is None and is_within(loader) is False:
-            # The version was at the end of its pass: this one's draws count.
-            restore_rng(self._rng)
-            one = watch.begin(loader)
-        elif position is None:
+        elif position is None and is_within(loader) is not False:
             one = watch.begin(loader, draws=False)
             one.natural = False
-        elif self._at_end:
+        elif position is None or self._at_end:
             # The version was at the end of its pass: this one may be the next, with draws that count.
-            leave_behind(loader, position)
+            if position is not None:
+                leave_behind(loader, position)
             restore_rng(self._rng)
             one = watch.begin(loader)
         else:
@@ -142,8 +126,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
-        self._original: Any = None
-        self._shards: Any = None
+        self._patched: list[tuple[Any, Any]] = []
+        """Classes whose ``__iter__`` is watched, each with its own."""
         self.resuming: Resuming | None = None
         self.reopens = False
         """Whether the program begins its loaders behind what was taken of them: the random states that are
@@ -154,40 +138,32 @@ class Watch:
     def join(self, listener: Listener) -> None:
         """Watch from now on."""
         self._listeners.append(listener)
-        if self._original is not None:
+        if self._patched:
             return
-        original = self._original = DataLoader.__iter__
+        self._patch(DataLoader, lambda original, it: self.open(it) if is_watched() else original(it))
+        if (kind := shard_class()) is not None:
 
-        @functools.wraps(original)
-        def watched(loader: Any) -> Any:
-            if not is_watched():
-                return original(loader)
-            return self.open(loader)
+            def iterate(original: Any, shard: Any) -> Iterator[Any]:
+                if not is_shard(shard):
+                    return original(shard)  # type: ignore[no-any-return]
+                return handed_out(shard, original, self.openings, self.open)
 
-        DataLoader.__iter__ = watched  # type: ignore[method-assign]
-        self._watch_shards()
+            self._patch(kind, iterate)
 
-    def _watch_shards(self) -> None:
-        kind = self._shards = shard_class()
-        if kind is None:
-            return
-        original = self._iterate_shard = kind.__iter__
-
-        @functools.wraps(original)
-        def watched(shard: Any) -> Any:
-            return handed_out(shard, original, self, self.open) if is_shard(shard) else original(shard)
-
-        kind.__iter__ = watched
+    def _patch(self, kind: Any, iterate: Callable[[Any, Any], Any]) -> None:
+        original = kind.__iter__
+        self._patched.append((kind, original))
+        kind.__iter__ = functools.wraps(original)(lambda loader: iterate(original, loader))
 
     def leave(self, listener: Listener) -> None:
         """With the last one gone, ``DataLoader`` is as torch made it."""
         if listener in self._listeners:
             self._listeners.remove(listener)
-        if not self._listeners and self._original is not None:
-            DataLoader.__iter__ = self._original  # type: ignore[method-assign]
-            self._original, self.resuming, self.reopens = None, None, False
-            if self._shards is not None:
-                self._shards.__iter__, self._shards = self._iterate_shard, None
+        if not self._listeners:
+            for kind, original in self._patched:
+                kind.__iter__ = original
+            self._patched.clear()
+            self.resuming, self.reopens = None, False
 
     def open(self, loader: Any) -> Pass:
         """What a script gets that begins a pass."""
@@ -199,8 +175,8 @@ class Watch:
 
     def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
         """A pass of Accelerate's loader that ``begin`` makes."""
-        iterate = type(shard).__iter__ if self._shards is None else self._iterate_shard
-        return handed_out(shard, iterate, self, begin)
+        iterate = dict(self._patched).get(shard_class(), type(shard).__iter__)
+        return handed_out(shard, iterate, self.openings, begin)
 
     def begin(self, loader: Any, *, draws: bool = True) -> Pass:
         """A pass under the random states that are there, which stay as they are if it ``draws`` nothing."""
@@ -239,6 +215,27 @@ class Watch:
     def after_last(self, one: Pass) -> None:
         if self.resuming is not None and self.resuming.after_last(one):
             self.resuming = None
+
+    def replica(self) -> tuple[int, int]:
+        """This rank's replica and the number of replicas: the engine's; before there is one, the rank and
+        world of torch.distributed."""
+        known = (listener.replica() for listener in reversed(self._listeners))
+        return next((one for one in known if one is not None), process())
+
+    def why_equal(self) -> str | None:
+        """See :class:`Listener`."""
+        return self._listeners[-1].why_equal if self._listeners else None
+
+    def step_samples(self) -> int | None:
+        """See :class:`Listener`."""
+        return self._listeners[-1].step_samples() if self._listeners else None
+
+
+def process() -> tuple[int, int]:
+    """torch.distributed's rank and world."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 WATCH = Watch()

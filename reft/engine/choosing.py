@@ -13,7 +13,7 @@ from reft.grid import Topology
 from reft.memory.free_memory import default_margin_bytes, free_bytes
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import RankSections
-from reft.protect.degrade import LEAST_ARENAS
+from reft.protect.placement import LEAST_ARENAS
 
 logger = logging.getLogger(__name__)
 

@@ -2,26 +2,92 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Callable
 from typing import Any
 
-from reft.config import ReftConfig, Variant
-from reft.engine.pace import make_pacer
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
+import torch
+
+from reft.config import HasConfig, ReftConfig, Variant
+from reft.errors import ReftError
+from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.cuda import copy_engine_for
+from reft.snapshot.copying.engine import CopyEngine, Mark
+from reft.snapshot.copying.gate import UNLIMITED, HostGate, StreamGate
 from reft.snapshot.copying.staging import StagingArea
-from reft.snapshot.paced import PacedCopier
-from reft.snapshot.scheduling.has import Overflow
+from reft.snapshot.scheduling.has import BandwidthModel, Limits, Overflow
+from reft.snapshot.scheduling.pacing import PaceOptions, Pacer
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotWorker
+
+
+def make_pacer(
+    has: HasConfig,
+    engine: CopyEngine,
+    *,
+    stage_id: int,
+    stages: int,
+    micro_batches: int,
+    ranks_here: int,
+    staging: StagingArea | None,
+) -> Pacer:
+    """The pacer with its gate.
+
+    Args:
+        has: settings.
+        engine: copies the bytes.
+        stage_id, stages, micro_batches: of this rank's pipeline.
+        ranks_here: ranks on this node.
+        staging: where ``has.overflow`` is 'staging'.
+    """
+    gate = StreamGate() if engine.asynchronous else HostGate()
+    # Until something was measured: beside computation, as slowly as ever allowed.
+    share = _share_of_computing(has.compute_share, engine, ranks_here)
+    nowhere_else = stages == 1 and share > 0
+    pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
+    gate.share(share, UNLIMITED if nowhere_else else 0, pace)
+
+    def mark() -> Mark | None:
+        try:
+            return engine.mark()
+        except ReftError:
+            return None  # the engine is closed
+
+    return Pacer(
+        gate,
+        PaceOptions(
+            estimator=has.windows,
+            limits=Limits(
+                compute_share=share,
+                separate_links=has.separate_links,
+                overflow=Overflow(has.overflow),
+                max_overhead=has.max_overhead,
+            ),
+            stage_id=stage_id,
+            stages=stages,
+            micro_batches=micro_batches,
+            staging_fallback=Overflow(has.staging_fallback),
+        ),
+        mark if engine.asynchronous else None,
+        engine,
+        None if staging is None else staging.room,
+    )
+
+
+def _share_of_computing(wanted: float | None, engine: CopyEngine, ranks_here: int) -> float:
+    """Most of the computing time that copies may run beside: all of it where they take nothing from
+    training, by direct memory access from a device or on a core that no rank of the node uses. Else none:
+    there, a chunk beside computation was measured to cost training more than waiting for it does."""
+    if wanted is not None:
+        return wanted
+    busy_cores = ranks_here * torch.get_num_threads()
+    spare = engine.asynchronous or len(os.sched_getaffinity(0)) > busy_cores
+    return 1.0 if spare else 0.0
 
 
 class Copying:
-    """How one rank's bytes are copied.
-
-    Args:
-        config: the block.
-        device: where the engine computes.
-        stage_id, stages, micro_batches: of this rank's pipeline.
-        ranks_here: ranks on this node.
-    """
+    """How one rank's bytes are copied."""
 
     def __init__(
         self,
@@ -56,3 +122,63 @@ class Copying:
     def paced_copier(self) -> PacedCopier:
         """Made anew for every worker."""
         return PacedCopier(Copier(self.engine, self._chunk_bytes, self._staging), self.pacer)
+
+
+class OptimizerFence:
+    """Stands before the optimizer step or, where it was seen to come within it, before the first write.
+
+    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so long.
+
+    Args:
+        worker: returns what copies; None before the session starts.
+        copying: told of the optimizer step.
+        stats: the waits are counted there.
+    """
+
+    def __init__(
+        self, worker: Callable[[], SnapshotWorker | None], copying: Copying, stats: SnapshotStats
+    ) -> None:
+        self._worker = worker
+        self._copying = copying
+        self._stats = stats
+        self.is_within = False
+        """Whether :meth:`before_write` is known to come before anything is written."""
+        self._writes_seen = False
+        self._waited_secs = 0.0
+
+    def before_optimizer_step(self) -> None:
+        """The fence, or its approach."""
+        self._writes_seen = False
+        if self._copying.takes_versions:
+            self._copying.pacer.begin_optimizer()
+        worker = self._worker()
+        if self.is_within and worker is not None:
+            worker.approach()
+        else:
+            self.hold()
+
+    def before_write(self, *_: object) -> None:
+        """The innermost optimizer is about to write."""
+        self._writes_seen = True
+        self.hold()
+
+    def after_optimizer_step(self) -> None:
+        """Nothing may have been written, on overflow: the fence comes here, and next time before the step."""
+        if not self._writes_seen:
+            self.hold()
+        self.is_within = self._writes_seen
+        if self._copying.takes_versions:
+            self._copying.pacer.end_optimizer()
+
+    def hold(self) -> None:
+        """Hold training until no copy reads the live tensors."""
+        worker = self._worker()
+        if worker is not None:
+            secs = worker.fence()
+            self._waited_secs += secs
+            self._stats.stalls_secs.add_to_newest(secs)
+
+    def take_waited_secs(self) -> float:
+        """What training has waited here since this was asked last."""
+        secs, self._waited_secs = self._waited_secs, 0.0
+        return secs

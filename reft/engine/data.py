@@ -17,38 +17,44 @@ said at the first step (P12).
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data import loading, place, resumable
-from reft.data.ahead import DISPATCHED, is_dispatched, is_shard
-from reft.data.orders import Orders, order_of
+from reft.data import loading, resumable
 from reft.data.passes import (
+    DISPATCHED,
     Pass,
     Position,
+    Read,
     capture_start,
+    dealt_by,
     described,
-    is_loader,
+    is_dispatched,
+    is_shard,
     iterates_itself,
+    kind_of,
+    order_of,
     reads_lazily,
 )
-from reft.data.watch import WATCH, Read, Resuming
-from reft.engine.data_degrees import (
-    ITERATOR_OF,
-    LEFT,
-    is_of_job,
-    kind_of,
-    nodes_may_change,
-    why_bound,
-    why_iterator_is_bound,
-)
+from reft.data.watch import WATCH, Resuming
+from reft.env import ENV_NODES
+from reft.recover.reshape import Resize
 
 logger = logging.getLogger(__name__)
+
+Orders = dict[str, dict[str, Any]]
+"""What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""
+LEFT = "left"
+"""Beside the positions: what has to be said of those that were left out."""
+ITERATOR_OF = "iterator_of"
+"""Beside the state of an iterator that counts what a replica has read: its class."""
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -62,6 +68,11 @@ _LINES_STATE = """
     reft.attach(engine, client_state=lambda: {"position": ...})
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
+_LINE = """
+    loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
+
+_OF_JOB = """
+    iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
     "the resumable loader is read ahead of training: after a failure the batches in between would be left "
     "out. Take a batch from it when it is trained on; DataLoader's worker processes read ahead by themselves"
@@ -84,9 +95,8 @@ class DataPosition:
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
-        self._said: place.Said | None = None
-        if replica is not None:
-            self._said = place.Said(replica, _why_equal(engine), lambda: int(engine.train_batch_size()))
+        self._replica = replica
+        self.why_equal = _why_equal(engine)
         self._pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
@@ -115,15 +125,11 @@ class DataPosition:
         self._left: str | None = None
         """Of what was restored: what has to be said before training goes on."""
         WATCH.join(self)
-        if self._said is not None:
-            place.tell(self._said)
         if self._pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))
 
     def close(self) -> None:
         WATCH.leave(self)
-        if self._said is not None:
-            place.withdraw(self._said)
         self._pass = self._source = None
         self._maybe.clear()
 
@@ -133,6 +139,12 @@ class DataPosition:
 
     def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
+
+    def replica(self) -> tuple[int, int] | None:
+        return None if self._replica is None else self._replica()
+
+    def step_samples(self) -> int | None:
+        return None if self._replica is None else int(self._engine.train_batch_size())
 
     # -- what training reads -----------------------------------------------------------------------
 
@@ -167,7 +179,7 @@ class DataPosition:
         Args:
             iterator: what ``train_batch`` is given in its first step; None for a plain engine.
         """
-        engine, replicas = self._engine, 1 if self._said is None else self._said.replica()[1]
+        engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self._pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
         found = {**loading.LOADERS.orders(replicas), **resumable.LOADERS.orders(replicas)}
@@ -259,7 +271,7 @@ class DataPosition:
         """Go to a captured position, now or as soon as the iterator is seen."""
         self._left = state.get(LEFT)
         self._unmoved = state
-        position = Position.decode(state["pass"]) if "pass" in state else None
+        position = Position(**state["pass"]) if "pass" in state else None
         self._maybe.clear()
         self._goes_there = True
         self._batches = self._micro_batches = 0
@@ -269,7 +281,7 @@ class DataPosition:
         if not self._pipeline:
             self._saved, self._check = None, position
         loaders = state.get("resumable", {})
-        resumable.LOADERS.restore({name: Position.decode(p) for name, p in loaders.items()})
+        resumable.LOADERS.restore({name: Position(**p) for name, p in loaders.items()})
         loading.LOADERS.restore(state.get("samples", {}))
         if "iterator" in state:
             self._stateful_saved = state["iterator"]
@@ -344,7 +356,7 @@ class DataPosition:
 
 
 def _why_equal(engine: Any) -> str | None:
-    """See :class:`~reft.data.place.Said`."""
+    """See :class:`~reft.data.watch.Listener`."""
     if hasattr(engine, "grid"):
         return "the stages of a pipeline run a fixed number of micro-batches"
     stage = getattr(engine, "zero_optimization_stage", int)()
@@ -400,11 +412,11 @@ def _watch_begun(source: Any) -> None:
     if not _is_repeating(source):
         return
     loader, begun = source.loader, source.data_iter
-    if is_loader(loader) and _is_fresh(begun) and _order_is_told(loader):
+    if isinstance(loader, DataLoader) and _is_fresh(begun) and _order_is_told(loader):
         source.data_iter = _adopted(loader, begun)
     inner = getattr(loader, "dataloader", None)
     frame = getattr(getattr(loader, "data", None), "gi_frame", None)
-    if begun is loader and is_loader(inner) and frame is not None:
+    if begun is loader and isinstance(inner, DataLoader) and frame is not None:
         # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
         raw = frame.f_locals.get(".0")
         if _is_fresh(raw) and _order_is_told(inner):
@@ -422,3 +434,132 @@ def _adopted(loader: Any, begun: Any) -> Pass:
 def _order_is_told(loader: Any) -> bool:
     """Whether its order can be told although the pass was begun unseen. Workers are given samples at once."""
     return reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)
+
+
+def difference(ranks: Sequence[Orders]) -> str | None:
+    """Which ranks read another order than others under the same name, and what to change; None: none does.
+    Ranks that read none say nothing. Pure."""
+    for name in dict.fromkeys(name for orders in ranks for name in orders):
+        readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
+        keys = [
+            key
+            for key in dict.fromkeys(key for facts in readers.values() for key in facts)
+            if len({repr(facts.get(key)) for facts in readers.values()}) > 1
+        ]
+        if keys:
+            mends = " and ".join("data set" if key == "samples" else key for key in keys)
+            return (
+                f"the ranks read {name} in different orders, and would train on some samples twice and on "
+                f"others not at all, or on inputs and labels of different samples. Found "
+                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, give every "
+                f"rank the same {mends}"
+            )
+    return None
+
+
+def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int = 8) -> str:
+    ranks = defaultdict(list)
+    for rank, facts in readers.items():
+        ranks[", ".join(f"{key} {facts.get(key)!r}" for key in keys)].append(rank)
+    found = []
+    for said, those in ranks.items():
+        more = f" and {len(those) - most} more" if len(those) > most else ""
+        found.append(f"{said} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}")
+    return "; ".join(found)
+
+
+# -- at another data-parallel degree ---------------------------------------------------------------------
+#
+# reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``, as
+# DeepSpeed's own is, counts batches of a replica; its order is that of the job, so that the position is taken
+# to another degree wherever a batch of that degree begins there.
+
+
+def nodes_may_change() -> str:
+    """MIN:MAX of the launcher's ``--nnodes``; "" where their number is fixed, or no launcher says it."""
+    least, _, most = os.environ.get(ENV_NODES, "").partition(":")
+    return "" if most in {"", least} else f"--nnodes {least}:{most}"
+
+
+def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
+    """The positions of a replica of another degree.
+
+    Args:
+        data: of a replica of the old one.
+        resize: from which degree to which.
+
+    Returns:
+        The positions, without those that do not go there, which :data:`LEFT` names.
+    """
+    moved, lost, said = dict(data), [], []
+    if "pass" in data:
+        if (one := _moved(data["pass"], resize)) is None:
+            lost.append(str(data["pass"]["source"]))
+            del moved["pass"]
+        else:
+            moved["pass"] = one
+    if "resumable" in data:
+        found = {name: _moved(position, resize) for name, position in data["resumable"].items()}
+        lost += [str(data["resumable"][name]["source"]) for name, one in found.items() if one is None]
+        moved["resumable"] = {name: one for name, one in found.items() if one is not None}
+    if (kind := moved.pop(ITERATOR_OF, None)) is not None:
+        said.append(
+            f"the iterator ({kind}) was given the state of one replica, and cannot be taken from {resize} by "
+            f"it: samples are trained on twice or not at all. Write{_LINE}\nor{_OF_JOB}"
+        )
+    if lost:
+        said.append(
+            f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches of one "
+            f"replica and cannot be taken from {resize}: its pass begins anew, and trains again on samples "
+            f"that were trained on, unless the script goes to where the job was by engine.global_samples or "
+            f"its client state. Write{_LINE}"
+        )
+    if said:
+        moved[LEFT] = "; ".join(said)
+    return moved
+
+
+def is_of_job(iterator: Any) -> bool:
+    """Whether the state of a stateful iterator is the same on all replicas and right at every degree: it has
+    to say so itself."""
+    return bool(getattr(iterator, "position_of_job", False))
+
+
+def why_iterator_is_bound(iterator: Any) -> str | None:
+    """Why the state of a stateful iterator may not go to another degree, and what to write; None: it does, or
+    the number of nodes is fixed."""
+    if is_of_job(iterator) or not nodes_may_change():
+        return None
+    return (
+        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
+        f"iterator ({kind_of(iterator)}) would be given the state of one replica: samples would be trained "
+        f"on twice or not at all. Write{_LINE}\nor{_OF_JOB}"
+    )
+
+
+def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
+    one = Position(**position).at_degree(resize.old, resize.new)
+    return None if one is None else one.encode()
+
+
+def why_bound(loader: Any, batch: int) -> str | None:
+    """Why the position in a ``DataLoader`` may not go to another degree, and what to write; None: it does.
+
+    Args:
+        loader: torch's.
+        batch: samples of a step.
+    """
+    dealt = dealt_by(loader)
+    if dealt is not None and dealt.samples % batch == 0:
+        return None
+    why = (
+        "its order is not known to be dealt out to the replicas, as by torch's DistributedSampler"
+        if dealt is None
+        else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends within a "
+        f"step, and batches of another degree do not begin there"
+    )
+    return (
+        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
+        f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would begin "
+        f"anew, and train again on samples that were trained on. Write{_LINE}"
+    )

@@ -16,32 +16,199 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reft import log
+from reft import integrations, log
 from reft.config import Variant
 from reft.config_read import load_config, parse_block
-from reft.engine.calls import LoadCall, bind, replace
 from reft.engine.deepspeed_engine import DeepSpeedEngine
-from reft.engine.device_paths import report_untried
-from reft.engine.engine_state import ClientState
-from reft.engine.install import ds_config_of
-from reft.engine.model_size import TokensSeen, flops_per_token, own_flops_per_token
-from reft.engine.programs import running_program
-from reft.engine.restore import Restorer
-from reft.engine.save import save_with_host_state
+from reft.engine.disk import SAVED_BY, host_file
+from reft.engine.engine import ClientState
+from reft.engine.on_import import ds_config_of
+from reft.engine.restore import LoadCall, Restorer, bind, wrap_call
 from reft.engine.session import Session
-from reft.engine.start_checks import warn
+from reft.engine.start_checks import say_untried_device, warn
 from reft.engine.watching import at_instruction, at_phase
-from reft.errors import ConfigError
-from reft.node.progress import Phase
+from reft.errors import ConfigError, ReftError, UnsupportedStateError
+from reft.grid import Coordinate
+from reft.node.progress import Phase, ProgressPage
 from reft.refusal import end_in_words
+from reft.state.codec import encode
 from reft.state.loadable import why_not_loadable
 
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
+
 logger = logging.getLogger(__name__)
+
+
+def save_with_host_state(session: Session, original: Callable[..., Any], call: Mapping[str, Any]) -> Any:
+    """``engine.save_checkpoint``, with the client state that was attached and the one that is given.
+
+    Args:
+        session: of the engine.
+        original: DeepSpeed's method.
+        call: its arguments, by name.
+
+    Returns:
+        What DeepSpeed returns.
+    """
+    attached = dict(session.state.client_state()) if session.state.client_state else {}
+    client_state = {**attached, **(call.get("client_state") or {})}
+    result = original(**{**call, "client_state": client_state})
+    from reft.state.deepspeed_format import write_host_file
+
+    step = session.engine.global_steps
+    name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
+    kept = {k: v for k, v in client_state.items() if k in attached} if attached else client_state
+    try:
+        state = session.engine.capture(kept if _is_encodable(kept) else None)  # DeepSpeed's own file holds it
+        state[SAVED_BY] = {
+            "job_id": session.job_id,
+            "incarnation": session.memory.incarnation,
+            "step": step,
+            "fingerprint": session.memory.identity.fingerprint.encode().decode(),
+        }
+        write_host_file(host_file(Path(call["save_dir"]) / name, session.coordinate), state)
+    except Exception as error:
+        # Whatever it is: the other ranks have their checkpoint and go on (P6).
+        logger.warning(
+            "the checkpoint is complete, but without random and data state: %s: %s",
+            *(type(error).__name__, error),
+            exc_info=not isinstance(error, (ReftError, OSError)),
+        )
+    return result
+
+
+def _is_encodable(client_state: Mapping[str, Any]) -> bool:
+    try:
+        encode(dict(client_state))
+    except UnsupportedStateError:
+        return False
+    return True
+
+
+TRAINED_FLOPS, FROZEN_FLOPS = 6, 4
+EXPERTS = -1
+"""In the place of a number: a token passes some of the experts, and the engine does not say how many."""
+
+
+def own_flops_per_token(engine: Any, at: Coordinate) -> int:
+    """Of the parameters that this rank answers for, so that all ranks together count each parameter once:
+    those of the first replica, of a tied parameter the first of its stages, and of one that tensor-parallel
+    ranks have alike the first of them. :data:`EXPERTS` where there are experts."""
+    module = engine.module
+    parameters = dict.fromkeys(module.parameters())
+    if any(getattr(p, "allreduce", True) is False for p in parameters):
+        return EXPERTS
+    if at.dp:
+        return 0
+    others = set(_tied_elsewhere(module))
+    return sum(
+        p.numel() * (TRAINED_FLOPS if p.requires_grad else FROZEN_FLOPS)
+        for p in parameters
+        if p not in others and (at.tp == 0 or _is_split(p))
+    )
+
+
+def _is_split(parameter: Any) -> bool:
+    """Whether tensor-parallel ranks have other parts of it."""
+    return bool(getattr(parameter, "tensor_model_parallel", getattr(parameter, "model_parallel", False)))
+
+
+def _tied_elsewhere(module: Any) -> Iterator[Any]:
+    """Parameters that an earlier stage has too."""
+    rank = getattr(module, "global_rank", 0)
+    for comm in getattr(module, "tied_comms", {}).values():
+        if rank != min(comm["ranks"]):
+            names = comm["weight_attr"]
+            for name in [names] if isinstance(names, str) else names:
+                found = comm["module"]
+                for part in name.split("."):
+                    found = getattr(found, part)
+                yield found
+
+
+def flops_per_token(gathered: Iterable[int]) -> int:
+    """Of the whole model, from what all ranks answer for."""
+    found = list(gathered)
+    return EXPERTS if EXPERTS in found else sum(found)
+
+
+class TokensSeen:
+    """Notes on a trainer's page how many tokens a sample has, from the first micro-batch of token ids.
+
+    Args:
+        page: of the trainer.
+        micro_batch: samples in it.
+    """
+
+    def __init__(self, page: ProgressPage, micro_batch: int) -> None:
+        self._page = page
+        self._micro_batch = micro_batch
+        self._known = False
+
+    def look(self, *inputs: Any) -> None:
+        """``inputs``: of a forward pass; tensors, and lists, tuples and mappings of them."""
+        if self._known:
+            return
+        for tensor in _tensors(inputs):
+            if (
+                tensor.dtype in (torch.int64, torch.int32)
+                and tensor.ndim == 2
+                and len(tensor) == self._micro_batch
+            ):
+                self._known = True
+                self._page.set_tokens(tensor.shape[1])
+                return
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+class Program(Protocol):
+    """What is asked of the program that has made an engine.
+
+    Attributes:
+        data_is_bound: why its data are others at another data-parallel degree, and what to write; "" where
+            they are not.
+    """
+
+    data_is_bound: str
+
+    def client_state(self) -> dict[str, Any]:
+        """What its own checkpoint of the engine's step would hold beside the engine's files."""
+
+    def join(self, session: Session) -> None:
+        """Called once on all ranks, before the program loads."""
+
+
+def running_program(engine: Any) -> Program | None:
+    """The program that has made the engine; None for a script of nobody's.
+
+    Raises:
+        ConfigError: it was started with an option that reft cannot resume.
+    """
+    for module, function in integrations.found("PROGRAMS"):
+        if module in sys.modules:
+            program: Program | None = integrations.load(function)(engine)
+            if program is not None:
+                return program
+    return None
+
 
 _SESSION = "_reft_session"
 
@@ -107,7 +274,7 @@ def attach(
     session.progress.set_flops(flops_per_token(row[0] for row in session.control.gather_ints([own])))
     setattr(engine, _SESSION, session)
     _wrap(seen, session)
-    report_untried(session)
+    say_untried_device(session)
     atexit.register(session.close)
     if program is not None:
         program.join(session)
@@ -192,19 +359,19 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:
 
         return wrapped
 
-    replace(engine, "_take_model_step", model_step)
+    wrap_call(engine, "_take_model_step", model_step)
     innermost = seen.adapter.state.optimizer
     if isinstance(innermost, torch.optim.Optimizer):
         innermost.register_step_pre_hook(session.fence.before_write)
     if hasattr(engine, "grid"):
-        replace(engine, "train_batch", train_batch)
-        replace(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
+        wrap_call(engine, "train_batch", train_batch)
+        wrap_call(engine, "eval_batch", at_phase(progress, Phase.EVALUATION))
         _weave(engine, session)
     else:
         for name in ("forward", "backward", "step"):
-            replace(engine, name, at_instruction(progress, name.capitalize()))
-        replace(engine, "forward", forward)
-        replace(engine, "step", step)
+            wrap_call(engine, name, at_instruction(progress, name.capitalize()))
+        wrap_call(engine, "forward", forward)
+        wrap_call(engine, "step", step)
     _wrap_checkpoints(engine, session, restorer)
 
 
@@ -225,8 +392,8 @@ def _wrap_checkpoints(engine: Any, session: Session, restorer: Restorer) -> None
         ("load_checkpoint", load_checkpoint, Phase.LOADING),
         ("save_checkpoint", save_checkpoint, Phase.SAVING),
     ):
-        replace(engine, name, wrapper)
-        replace(engine, name, at_phase(session.progress, phase))
+        wrap_call(engine, name, wrapper)
+        wrap_call(engine, name, at_phase(session.progress, phase))
 
 
 def _weave(engine: Any, session: Session) -> None:

@@ -2,24 +2,208 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from reft.engine.coordinates import coordinate_of
 from reft.engine.data import DataPosition
-from reft.engine.held import HELD, Description
-from reft.engine.identity import flat_facts, shapes_of
-from reft.engine.install import ds_config_of
+from reft.engine.identity import coordinate_of, flat_facts, shapes_of
+from reft.engine.on_import import ds_config_of
 from reft.engine.resizing import Resizing
+from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
-from reft.state.adapters import adapter_for
+from reft.recover.relayout import WHOLE, Held, Layout, Parameter
+from reft.state.adapters import StateAdapter, adapter_for
 from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.host import capture_host_state, restore_data_free_state, restore_host_state
+
+HELD = "held"
+"""Key of a host state: :meth:`Held.encode`, or in words why there is none."""
+
+
+class Description:
+    """Describes the live state."""
+
+    def __init__(self, engine: Any, adapter: StateAdapter) -> None:
+        self._engine = engine
+        self._adapter = adapter
+        self._known: tuple[Any, bytes | str] = (None, "")
+
+    def of_layout(self) -> bytes | str:
+        """The part of a host state; made anew only when tensors have appeared or moved. Never raises: what a
+        model says of itself is its own code, and a version of the own layout is as good without."""
+        signature = self._adapter.signature()
+        if self._known[0] != signature:
+            try:
+                told: bytes | str = describe(self._engine, self._adapter).encode()
+            except LayoutError as error:
+                told = str(error)
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+            self._known = signature, told
+        return self._known[1]
+
+
+def describe(engine: Any, adapter: StateAdapter) -> Held:
+    """What this rank holds now.
+
+    Raises:
+        LayoutError: the state cannot be told apart by parameters; says why.
+    """
+    named = {id(p): name for name, p in engine.module.named_parameters()}
+    grouped = adapter.grouped()
+    if strange := sum(id(p) not in named for group in grouped for p in group):
+        raise LayoutError(f"{strange} parameters of the optimizer are not the model's: they have no name")
+    if not all(grouped):
+        raise LayoutError("a group of the optimizer has no parameters")
+    groups = tuple(tuple(named[id(p)] for p in group) for group in grouped)
+    masters = {(g, i): p for g, i, p in adapter.state.params()}
+    kinds = tuple(_kinds(adapter, masters, g, named) for g in range(len(groups)))
+    sizes = tuple(masters[g, 0].numel() for g in range(len(groups))) if adapter.owned else ()
+    splits = splits_of(engine.module)
+    parameters = tuple(
+        Parameter(name, tuple(p.shape), splits[name]) for name, p in engine.module.named_parameters()
+    )
+    return Held(parameters, groups, kinds, adapter.flat, sizes)
+
+
+def _kinds(
+    adapter: StateAdapter, masters: dict[tuple[int, int], torch.Tensor], group: int, named: dict[int, str]
+) -> tuple[str, ...]:
+    """``master``, unless it is the parameter itself, and the tensors of the state."""
+    found = {}
+    for (g, i), master in masters.items():
+        if g != group:
+            continue
+        if not master.dim():
+            # Its state could not be told from a counter.
+            raise LayoutError(f"master.{g}.{i} is a single number without a dimension: give it the shape [1]")
+        state = {k: v for k, v in adapter.state.optimizer.state.get(master, {}).items() if _is_tensor(v)}
+        for key, value in state.items():
+            if value.shape != master.shape:
+                raise LayoutError(
+                    f"optimizer.{g}.{i}.{key} has the shape {list(value.shape)} and its parameter "
+                    f"{list(master.shape)}: only state of the parameter's shape can go to another layout"
+                )
+        found[i] = (*(() if id(master) in named else ("master",)), *state)
+    if len(set(found.values())) > 1:
+        raise LayoutError(f"the parameters of the optimizer's group {group} do not all have the same state")
+    return next(iter(found.values()), ())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def splits_of(module: torch.nn.Module) -> dict[str, int | None]:
+    """The dimension that tensor slices share, of every parameter; None: it is not known, or each slice has
+    parts of several matrices."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    patterns = _several_matrices(module)
+    return {
+        name: None
+        if _is_gated(name, shapes) or any(re.match(pattern, name) for pattern in patterns)
+        else _split(p)
+        for name, p in module.named_parameters()
+    }
+
+
+def _several_matrices(module: Any) -> list[str]:
+    """Patterns of names by which Megatron-DeepSpeed's models tell DeepSpeed's universal checkpoints of
+    parameters that hold several matrices."""
+    info = _universal_info(module)
+    found = list(info.get("parameter_with_2_sub_params_cat_dim_0") or ())
+    for several in info.get("parameter_with_sub_params") or ():
+        told = several.get("patterns") if isinstance(several, dict) else getattr(several, "patterns", None)
+        found += told or ()
+    return found
+
+
+def _universal_info(module: Any) -> Mapping[str, Any]:
+    """What a model tells DeepSpeed's universal checkpoints of its parameters."""
+    info = getattr(module, "universal_checkpoint_info", None)
+    info = info() if callable(info) else info  # Megatron-DeepSpeed's is a method, DeepSpeed's an attribute
+    return info if isinstance(info, Mapping) else {}
+
+
+def same_on_stages(module: Any) -> set[str]:
+    """Names of the parameters that are the same on all stages that have them: tied weights, whose gradients
+    DeepSpeed adds up, and those of which the model says that the first stage's counts."""
+    tied = set()
+    modules = getattr(module, "tied_modules", {})
+    for spec in getattr(module, "_layer_specs", ()):
+        if (key := getattr(spec, "key", None)) in modules:
+            tied |= {id(attrgetter(name)(modules[key])) for name in getattr(spec, "tied_weight_attr", ())}
+    patterns = _universal_info(module).get("pipeline_replicated_parameter_patterns") or ()
+    return {
+        name
+        for name, p in module.named_parameters()
+        if id(p) in tied or any(re.match(pattern, name) for pattern in patterns)
+    }
+
+
+def check_stages(module: Any, old: Layout, new: Layout, at: Coordinate) -> None:
+    """What several old stages have has to be one and the same, where other stages have it now.
+
+    Raises:
+        LayoutError: a parameter of the new rank ``at`` was another one on each.
+    """
+    same, was, now = same_on_stages(module), old.stages(), new.stages()
+    mine = [p.name for p in new.held[at.pp, at.tp].parameters]
+    if unlike := [n for n in mine if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]]:
+        raise LayoutError(
+            f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has another one of "
+            f"{', '.join(unlike[:4])}: DeepSpeed keeps equal there what tied_weight_attr names, no more. "
+            f"Start with {old.degrees.pp} stages; or, if the first stage's is the one that counts, name it "
+            f'as "pipeline_replicated_parameter_patterns" in universal_checkpoint_info of the model'
+        )
+
+
+def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Of a gated MLP: each slice has its part of the gate, and behind it its part of what is gated, in one
+    parameter whose ``partition_stride`` Megatron leaves at 1. It is twice as long as what follows it."""
+    for first, second in _MLPS:
+        head, found, _ = name.rpartition(f"{first}.")
+        if found:
+            inner, outer = shapes.get(f"{head}{second}.weight", ()), shapes[name]
+            return len(inner) != 2 or inner[1] != outer[0]
+    return False
+
+
+_MLPS = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"))
+"""Names that Megatron gives to the matrices of an MLP."""
+
+
+def _split(parameter: torch.Tensor) -> int | None:
+    """By Megatron's attributes: the dimension that tensor slices share."""
+    dimension = getattr(parameter, "partition_dim", None)
+    if not isinstance(dimension, int) or getattr(parameter, "partition_stride", 1) != 1:
+        return None
+    return WHOLE if dimension < 0 else dimension
+
+
+def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
+    """The tensors that a plan names, flat.
+
+    Raises:
+        LayoutError: one is not contiguous.
+    """
+    found = {f"model.{name}": p for name, p in engine.module.named_parameters()}
+    for g, i, p in adapter.state.params():
+        found[f"master.{g}.{i}"] = p
+        state = adapter.state.optimizer.state.get(p, {})
+        found |= {f"{key}.{g}.{i}": value for key, value in state.items() if _is_tensor(value)}
+    for name, tensor in found.items():
+        if not tensor.is_contiguous():
+            raise LayoutError(f"{name} is not contiguous: make it so, or start in the layout that wrote it")
+    return {name: tensor.detach().view(-1) for name, tensor in found.items()}
+
 
 _CONFIG = (
     "optimizer",
@@ -46,9 +230,6 @@ _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_
 
 class DeepSpeedEngine:
     """A :class:`~reft.engine.engine.TrainingEngine`.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
 
     Raises:
         UnsupportedStateError: it holds state reft does not know.

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from reft.grid import Coordinate, Degrees
+from reft.config import ReftConfig, Variant
+from reft.errors import ReftError, UnsupportedStateError
+from reft.grid import Coordinate, Degrees, Topology
+from reft.label import Label
+from reft.protect.codes import Scheme
+from reft.protect.host_adam import AdamRecipe
+from reft.protect.placement import place_group
 from reft.recover.reshape import Piece, Resize
+from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.layout import LiveImages
+from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
+from reft.snapshot.request import SnapshotRequest
 from reft.state.adapter import Adapter
-from reft.state.blob import DecodedBlob
+from reft.state.adapters import StateAdapter
+from reft.state.blob import DecodedBlob, HostBlob
 from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import Fact
+from reft.state.gradients import GradientCapture
 
 
 class DataState(Protocol):
@@ -121,3 +134,211 @@ class TrainingEngine(Protocol):
         Raises:
             ReftError: it cannot be described.
         """
+
+
+logger = logging.getLogger(__name__)
+
+ClientState = Callable[[], Mapping[str, Any]]
+
+
+class EngineState:
+    """Captures the state after a step. Used by the training thread.
+
+    Args:
+        engine: what trains.
+        recomputing: the gradients that peers' partitions are recomputed from.
+        client_state: returns what the user wants restored together with the weights.
+        strict: a version of which no checkpoint could be written is not taken.
+    """
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        recomputing: Recomputing,
+        client_state: ClientState | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self._engine = engine
+        self.adapter = engine.adapter
+        self.recomputing = recomputing
+        self.client_state = client_state
+        self.restored_client: dict[str, Any] | None = None
+        """Client state of the version that was restored, until the script trains on."""
+        self.data = engine.data
+        self._images: LiveImages | None = None
+        self._blob = HostBlob(strict=strict)
+        self._failures: set[type[Exception]] = set()
+
+    def capture(self, label: Label, *, must: bool, variant: Variant) -> SnapshotRequest:
+        """What the snapshot worker needs of the version; a cause where it cannot be had. Never raises.
+
+        The first version of a layout is taken whatever it takes: memory is reserved at the start (P9), not at
+        the expense of the versions that follow.
+        """
+        try:
+            known = self._images
+            images = self._current_images()
+            return SnapshotRequest(
+                label,
+                images,
+                encode=self._prepare_host_block(images),
+                step=self.recomputing.take(label.step),
+                must=must or images is not known,
+                variant=variant,
+            )
+        except Exception as error:
+            # Whatever it is, training goes on (P6). This rank still has to say no in the vote, or
+            # its peers would wait.
+            level = logging.WARNING if isinstance(error, ReftError) else logging.ERROR
+            if type(error) not in self._failures:
+                self._failures.add(type(error))
+                logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
+            return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
+
+    def _prepare_host_block(self, images: LiveImages) -> Callable[[], bytes | bytearray]:
+        state = self._engine.capture(self._client())
+        return self._blob.prepare(
+            self._engine.template, (images.replicated, images.owned), images.signature, state
+        )
+
+    def _client(self) -> Mapping[str, Any] | None:
+        if self.restored_client is not None:
+            return self.restored_client
+        return self.client_state() if self.client_state else None
+
+    def _current_images(self) -> LiveImages:
+        signature = self.adapter.signature()
+        if self.recomputing.follow():
+            self._images = None
+        if self._images is None or self._images.signature != signature:
+            replicated, owned = self.adapter.images()
+            gradients, nbytes = self.recomputing.images, self.recomputing.partition_bytes
+            self._images = LiveImages(replicated, owned, signature, gradients, nbytes)
+        return self._images
+
+    def replaced(self) -> None:
+        """Something was loaded: the images may be other tensors."""
+        self._images = None
+
+    def close(self) -> None:
+        """Leave nothing in the optimizer and in the loaders. No version is being copied any more."""
+        self.recomputing.close()
+        self.data.close()
+
+
+class Recomputing:
+    """AOR in one session: nothing, unless it was asked for and there are partitions.
+
+    Args:
+        config: the block.
+        adapter: of the engine.
+        at: this rank's coordinate.
+        topology: placement of this incarnation.
+        scheme: returns the scheme in force: it decides whose partitions this rank keeps.
+        fence: waits until nobody copies what was captured before.
+
+    Raises:
+        UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
+            change.
+    """
+
+    def __init__(
+        self,
+        config: ReftConfig,
+        *,
+        adapter: Adapter,
+        at: Coordinate,
+        topology: Topology,
+        scheme: Callable[[], Scheme],
+        fence: Callable[[], None],
+    ) -> None:
+        self._options = config.aor
+        self._scheme = scheme
+        self._member = at.dp
+        self._nodes = topology.group_nodes(at.pp, at.tp)
+        self.capture: GradientCapture | None = None
+        self.inexact: str | None = None
+        """What to say at the start of partitions that cannot be recomputed to the bit."""
+        self.paused = False
+        """Set: partitions are sent by their owners, as without AOR, from the next version on."""
+        if not config.recompute:
+            return
+        if not isinstance(adapter, StateAdapter):
+            raise UnsupportedStateError(
+                f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
+                f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
+            )
+        if not adapter.owned:
+            if topology.coordinates[0] == at:
+                logger.info(
+                    "%s partitions nothing: all of its state is protected by %s, aor has nothing to do",
+                    type(adapter.wrapper).__name__,
+                    config.scheme,
+                )
+            return
+        sampled = config.aor.drift_ulps > 0
+        self.capture = GradientCapture(adapter, self._kept_members(), fence, sampled=sampled)
+        self.inexact = why_inexact(self.capture.recipe, config.aor.drift_ulps)
+
+    def _kept_members(self) -> tuple[int, ...]:
+        """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+        if self.paused:
+            return ()
+        scheme = self._scheme()
+        return place_group(self._nodes, scheme.copies, scheme.parities).kept_by(self._member)[1:]
+
+    @property
+    def options(self) -> RecomputeOptions | None:
+        """For the snapshot worker; None where everything is sent."""
+        if self.capture is None:
+            return None
+        return RecomputeOptions(self.capture.recipe, self._options.drift_ulps, self._options.resync_steps)
+
+    def follow(self) -> bool:
+        """Capture for those members that are kept now. Returns whether they are others than before."""
+        return self.capture is not None and self.capture.follow(self._kept_members())
+
+    @property
+    def images(self) -> Mapping[int, SectionImage]:
+        """What is captured, by member."""
+        return {} if self.capture is None else self.capture.images
+
+    @property
+    def partition_bytes(self) -> int:
+        """Of what is captured for one member; 0 where nothing is ever recomputed."""
+        return 0 if self.capture is None else self.capture.partition_bytes
+
+    def close(self) -> None:
+        """Leave nothing in the optimizer. No version is being copied any more."""
+        if self.capture is not None:
+            self.capture.close()
+
+    def take(self, step: int) -> OptimizerStep | None:
+        """What is known of the step that was just made."""
+        taken = self.capture.take(step) if self.capture is not None else None
+        if self.capture is None or taken is None:
+            return None
+        # Torch's kernels for devices keep denormals, whatever this thread's processor does.
+        flush = not self.capture.recipe.on_device and _flushes_denormals()
+        return OptimizerStep(*taken, flush_denormal=flush)
+
+
+def why_inexact(recipe: AdamRecipe, drift_ulps: int) -> str | None:
+    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can."""
+    if recipe.exact:
+        return None
+    said = (
+        f"the optimizer, {recipe.kind}, steps on a device, whose kernels round differently from the host's. "
+        f"For partitions that are recomputed to the bit, pass "
+        f"optimizer=reft.ExactAdam(model.parameters(), lr=...) to deepspeed.initialize instead of "
+        f'"optimizer", and write "zero_allow_untested_optimizer": true'
+    )
+    if drift_ulps:
+        return f"recomputed partitions are not their owners' to the bit, only near them (drift_ulps): {said}"
+    return f'"+aor" saves no traffic here, since every partition is sent after all: {said}'
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's processor takes denormals for zero: the thread that recomputes must do alike."""
+    return not float(torch.tensor(1e-40) * 1.0)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
-from reft.engine.coordinates import kernel_id
 from reft.engine.engine import TrainingEngine
-from reft.engine.living import require_no_other
-from reft.env import ENV_LAUNCHER_PID
-from reft.errors import ConfigError, FingerprintError, JobInUseError, ReftError
+from reft.env import ENV_LAUNCHER_PID, ENV_NODE_DECLARED, ENV_NODE_ID
+from reft.errors import ConfigError, FingerprintError, JobInUseError, LayoutError, ReftError
 from reft.grid import Coordinate, Degrees
 from reft.label import Label
 from reft.memory.fingerprints import newest_record, record_fingerprint
@@ -37,7 +38,120 @@ from reft.state.fingerprint import (
     require_same,
 )
 
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs.
+
+    Attributes:
+        node: what the launcher calls the node, else the host's name.
+        declared: somebody gave the node this name (``--node-id``), and thereby says that it fails by itself.
+        host_name: name of the host.
+        kernel: equal for all processes under one kernel, containers too.
+    """
+
+    node: str
+    declared: bool
+    host_name: str
+    kernel: str
+
+    @classmethod
+    def here(cls) -> Place:
+        host = socket.gethostname()
+        given = os.environ.get(ENV_NODE_ID)
+        return cls(given or host, bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0", host, kernel_id())
+
+
+def kernel_id() -> str:
+    """The running kernel's own id, else the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def hosts_of(places: Sequence[Place]) -> tuple[str, ...]:
+    """What fails as one (P4), for each place: the declared node, else the host, by the name that its first
+    rank gives it. Pure."""
+    names: dict[str, str] = {}
+    for place in places:
+        taken = place.host_name in names.values()
+        names.setdefault(place.kernel, f"{place.host_name}-{place.kernel[:8]}" if taken else place.host_name)
+    return tuple(place.node if place.declared else names[place.kernel] for place in places)
+
+
+def declared_on_one_host(places: Sequence[Place]) -> tuple[str, ...]:
+    """Declared nodes that share a host with another one: what the tolerance counts is then a claim. Pure."""
+    nodes = {place.node: place.kernel for place in places if place.declared}
+    kernels = list(nodes.values())
+    return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
+    """Read the parallel coordinate of this rank from a DeepSpeed engine.
+
+    Raises:
+        LayoutError: the engine splits ranks in a way reft does not know (experts, sequences).
+    """
+    import torch.distributed as dist
+
+    grid = getattr(engine, "grid", None)
+    if grid is not None:
+        at = Coordinate(grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+        degrees = Degrees(
+            grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
+        )
+    else:
+        mpu = getattr(engine, "mpu", None)
+        dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
+        tp_rank, tp_size = 0, 1
+        if mpu is not None:
+            dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            tp_rank, tp_size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        at, degrees = Coordinate(0, dp_rank, tp_rank), Degrees(1, dp_size, tp_size)
+    if degrees.world_size != dist.get_world_size():
+        raise LayoutError(
+            f"the engine reports {degrees}, which is {degrees.world_size} ranks, but the job has "
+            f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid without expert or "
+            f"sequence parallel ranks"
+        )
+    return at, degrees
+
+
+_newest: WeakValueDictionary[str, Session] = WeakValueDictionary()
+"""By the job's memory on this node."""
+
+
+def note_session(memory: Path, session: Session) -> None:
+    """``session`` has the memory until it is closed."""
+    _newest[os.path.realpath(memory)] = session
+
+
+def require_no_other(memory: Path) -> None:
+    """Refuse a second engine of a job, under a launcher's lock as well as without one.
+
+    Raises:
+        ConfigError: this process has an engine whose session has this memory and is not closed.
+    """
+    other = _newest.get(os.path.realpath(memory))
+    if other is not None and not other.closed:
+        raise ConfigError(
+            f"a second engine asks for reft in job {other.job_id!r}, but a job's memory has room for the "
+            f"state of one engine, and another one of this process has it ({memory}). Leave the block to one "
+            f'of them: write "reft": {{"enabled": false}} into the configuration of the other, or, where the '
+            f"first engine is done with, call reft.attach(engine).close() before the second is made"
+        )
+
 
 _LOCK_SECS = 10.0
 """Trainers that were just killed hold the lock until the kernel has taken their memory down."""
@@ -144,14 +258,7 @@ _BATCH = frozenset({"config", "config.train_batch_size"})
 
 
 class Identity:
-    """The fingerprint of the running job, and what it says to stored state.
-
-    Args:
-        fingerprint: the same on all ranks.
-        config: the block, with the job's name in it.
-        control: to agree by.
-        restarted: whether any rank was started again.
-    """
+    """The fingerprint of the running job, and what it says to stored state."""
 
     def __init__(
         self,
@@ -179,15 +286,7 @@ class Identity:
         degrees: Degrees,
         control: ControlGroup,
     ) -> Identity:
-        """Of what trains: rank 0's settings, everybody's shapes. Collective.
-
-        Args:
-            engine: the engine.
-            config: as above.
-            at: coordinate of this rank.
-            degrees: of the job.
-            control: as above.
-        """
+        """Of what trains: rank 0's settings, everybody's shapes. Collective."""
         mine = encode([str(at), engine.shapes(), _restarts()])
         told = [decode(data) for data in control.gather_bytes(mine)]
         facts = {**engine.settings(), **_layout(degrees)}
@@ -207,11 +306,6 @@ class Identity:
         """Refuse stored state of another job, or of this one with other settings.
 
         The same on all ranks if ``was`` is.
-
-        Args:
-            was: stored with the state.
-            of: what holds it, for the message.
-            but: facts that may differ here.
 
         Raises:
             FingerprintError: it differs; says in what.

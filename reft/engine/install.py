@@ -11,13 +11,61 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reft.engine import marks
-from reft.engine.on_import import uncollected
+from reft.engine import on_import
+from reft.engine.on_import import ds_config_of, uncollected
 from reft.env import ENV_PROFILE
 from reft.naming import BLOCK_NAME
 
 if TYPE_CHECKING:
-    from reft.engine.engine_state import ClientState
+    from reft.engine.engine import ClientState
+    from reft.errors import ConfigError
+
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def avoid_build_at_start() -> None:
+    """Tell DeepSpeed that the shared-memory operator cannot be built. No effect on an accelerator."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+
+
+_OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
+"""How DeepSpeed's assertions about it begin."""
+
+
+def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
+    """What DeepSpeed's refusal means; None where it is about something else.
+
+    Args:
+        error: what ``deepspeed.initialize`` raised.
+        config: the DeepSpeed JSON.
+    """
+    if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
+        return None
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    steps = config.get("gradient_accumulation_steps", 1)
+    if not all(isinstance(size, int) and size > 0 for size in (batch, micro, steps)):
+        return None
+    from reft.errors import ConfigError, SizeError
+
+    whole, rest = divmod(batch, micro * steps)
+    # Where the accumulation is given too, the degree follows from it.
+    fixed = "gradient_accumulation_steps" in config
+    degrees = [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]
+    to_do = (
+        f"Start as many nodes as make one of these degrees: {', '.join(map(str, degrees))}"
+        if degrees
+        else f'No degree does: make "train_batch_size" a multiple of {micro * steps}'
+    )
+    also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
+    return (SizeError if degrees else ConfigError)(
+        f'"train_batch_size" {batch} cannot be dealt out in micro-batches of {micro} samples at the '
+        f"data-parallel degree of this start (DeepSpeed: {error}). {to_do}{also}"
+    )
+
 
 _INSTALLED, _TIMED = "_reft_installed", "_reft_timed"
 _MOST_BYTES = 4 * 2**20
@@ -53,15 +101,6 @@ def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: An
     return _initialize(deepspeed.initialize, args, kwargs, client_state)
 
 
-def ds_config_of(engine: Any) -> Mapping[str, Any]:
-    """The DeepSpeed JSON of an engine, as a mapping."""
-    params = getattr(getattr(engine, "_config", None), "_param_dict", None)
-    if isinstance(params, Mapping):
-        return params
-    config = getattr(engine, "config", None)
-    return config if isinstance(config, Mapping) else {}
-
-
 def _initialize(
     original: Callable[..., Any],
     args: tuple[Any, ...],
@@ -71,17 +110,14 @@ def _initialize(
     config = _config_among(original, args, kwargs)
     if _has_block(config):
         _prepare()
-    marks.mark(marks.ENGINE)
+    on_import.mark(on_import.ENGINE)
     try:
         result = original(*args, **kwargs)
     except AssertionError as error:
-        if _has_block(config):
-            from reft.engine.batch import refusal_of
-
-            if (refusal := refusal_of(error, config)) is not None:
-                raise refusal from error
+        if _has_block(config) and (refusal := refusal_of(error, config)) is not None:
+            raise refusal from error
         raise
-    marks.mark(marks.BUILT)
+    on_import.mark(on_import.BUILT)
     engine = result[0]
     if _has_block(ds_config_of(engine)):
         from reft.config_read import load_config
@@ -109,11 +145,11 @@ def _time_groups() -> None:
 
     @functools.wraps(original)
     def init_distributed(*args: Any, **kwargs: Any) -> Any:
-        marks.mark(marks.GROUPS)
+        on_import.mark(on_import.GROUPS)
         try:
             return original(*args, **kwargs)
         finally:
-            marks.mark(marks.GROUPED)
+            on_import.mark(on_import.GROUPED)
 
     deepspeed.init_distributed = deepspeed.comm.init_distributed = init_distributed
     setattr(deepspeed, _TIMED, True)
@@ -127,7 +163,6 @@ def _has_block(config: Any) -> bool:
 def _prepare() -> None:
     from reft import log
     from reft.builds import tell_of_abandoned_builds
-    from reft.engine.cpu import avoid_build_at_start
     from reft.refusal import end_in_words
 
     log.install()

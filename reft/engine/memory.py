@@ -2,18 +2,284 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
+import threading
+import time
+from contextlib import suppress
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
-from reft.engine.identity import Identity, hold_memory
-from reft.engine.job import JobRecord
-from reft.engine.joining import agree_on_incarnation, open_job_dir
-from reft.env import ENV_STORE
-from reft.memory.jobdir import JobDir
+from reft.control.keyvalue import KeyValueStore
+from reft.control.rendezvous_store import StoreError
+from reft.engine.identity import Identity, Place, hold_memory, hosts_of
+from reft.env import ENV_INCARNATION, ENV_SECRET, ENV_STORE
+from reft.errors import AuthenticationError, FencedError, ReftError, TransferError
+from reft.grid import Coordinate, Degrees, Topology
+from reft.label import Label, committed_key
+from reft.memory.jobdir import SECRET_BYTES, SECRET_FILE, JobDir, read_secret, secret_of_environment
+from reft.memory.user_secret import user_secret
+from reft.snapshot.complaints import Complaints
+from reft.state.codec import decode, encode
+from reft.storage import fence
+from reft.storage.persisted import job_directory, newest_incarnation
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_SECS = 10.0
+_SILENT_SECS = 30.0
+"""A store that did not answer is left alone for so long."""
+
+
+class JobRecord:
+    """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a
+    store (plain ``torchrun``) the arenas alone tell.
+
+    Used by global rank 0 only. Its methods wait for the store.
+
+    Args:
+        store: connected, or None.
+        job_id: name of the job.
+    """
+
+    def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
+        self._committed_key = committed_key(job_id)
+        self._store = store
+        self._lost_until = 0.0
+        self._noted: bytes | None = None
+
+    @classmethod
+    def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
+        """The record in the store at ``host:port``, if there is one and it answers within ``answer_secs``, as
+        it has to whenever it is asked."""
+        return cls(_connect(endpoint, answer_secs) if endpoint else None, job_id)
+
+    def note_commit(self, label: Label) -> None:
+        """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
+        if self._store is None or time.monotonic() < self._lost_until:
+            return
+        try:
+            self._replace_note(self._store, label)
+            self._lost_until = 0.0
+        except (StoreError, AuthenticationError) as error:
+            if not self._lost_until:
+                logger.warning("commits are not noted until the rendezvous store answers again: %s", error)
+            self._lost_until = time.monotonic() + _SILENT_SECS
+
+    def _replace_note(self, store: KeyValueStore, label: Label) -> None:
+        note = f"{label.incarnation}:{label.step}".encode()
+        while True:
+            done, held = store.compare_set(self._committed_key, self._noted, note)
+            if done:
+                self._noted = note
+                return
+            self._noted = held
+            if held is not None and _label(held).incarnation > label.incarnation:
+                logger.error(
+                    "the commit of %s is not noted: %s was committed by a newer start of the job. This one "
+                    "was cut off and replaced",
+                    *(label, _label(held)),
+                )
+                self._store = None
+                return
+
+    def newest_commit(self) -> Label | None:
+        """The newest commit noted, or None if there was none (or no store).
+
+        Raises:
+            TransferError: there is a store, but it does not say.
+        """
+        key = self._committed_key
+        try:
+            if self._store is None or not self._store.check([key]):
+                return None
+            return _label(self._store.get(key))
+        except Exception as error:  # whatever it is, peers wait for an answer
+            raise TransferError(
+                "the rendezvous store does not say what the job had committed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+class CommitNotes:
+    """Notes commits in a record, on a thread of its own: no vote waits for the store. Of commits that come
+    while the store is asked, the newest is noted.
+    """
+
+    def __init__(self, record: JobRecord, complaints: Complaints) -> None:
+        self._record = record
+        self._complaints = complaints
+        self._changed = threading.Condition()
+        self._newest: Label | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def committed(self, label: Label) -> None:
+        """A version was committed by all ranks. Returns at once."""
+        with self._changed:
+            self._newest = label
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="reft-record", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self, timeout_secs: float = 2.0) -> None:
+        """Note what is left, for at most ``timeout_secs``, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_secs)
+            if self._thread.is_alive():
+                logger.warning("the rendezvous store has not answered: it may not know of the last commit")
+
+    def _run(self) -> None:
+        while (label := self._next()) is not None:
+            self._complaints.attempt(
+                "a commit cannot be noted in the rendezvous store",
+                partial(self._record.note_commit, label),
+            )
+
+    def _next(self) -> Label | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._closing)
+            label, self._newest = self._newest, None
+            return label
+
+
+def _label(note: bytes) -> Label:
+    incarnation, step = note.decode().split(":")
+    return Label(int(incarnation), int(step))
+
+
+def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
+    """The newest commit that the rendezvous store knows of, in words; empty if there was none. Collective:
+    asked where neither memory nor disk holds a version.
+
+    Raises:
+        TransferError: on all ranks, if the store does not say.
+    """
+    told: dict[str, str] = {}
+    if control.rank == 0:
+        try:
+            told = {"note": str(record.newest_commit() or "")}
+        except TransferError as error:
+            told = {"error": str(error)}
+    answer = json.loads(control.gather_bytes(json.dumps(told).encode())[0])
+    if "error" in answer:
+        raise TransferError(
+            f"no version of job {job_id} is in memory or on disk, and it is not known whether it had "
+            f"committed any: {answer['error']}. Start it again when the store answers; a new job takes "
+            f"another id"
+        )
+    return str(answer["note"])
+
+
+def _connect(endpoint: str, answer_secs: float) -> KeyValueStore | None:
+    try:
+        store = KeyValueStore(endpoint, user_secret(), timeout_secs=answer_secs)
+        store.check([])
+    except (StoreError, AuthenticationError, ValueError) as error:
+        logger.warning("cannot reach the rendezvous store at %s: %s", endpoint, error)
+        return None
+    return store
+
+
+def open_control(config: ReftConfig) -> ControlGroup:
+    """Connect this rank with the others. Collective."""
+    return ControlGroup(
+        config.commit_timeout_secs,
+        node=Place.here().node,
+        secret=secret_of_environment(),
+        transport=config.transport,
+    )
+
+
+def gather_topology(
+    control: ControlGroup, coordinate: Coordinate, degrees: Degrees
+) -> tuple[Topology, tuple[Place, ...]]:
+    """Tell all ranks where this one is; the topology, and the place of every global rank. Collective.
+
+    Raises:
+        LayoutError: the ranks do not form a pp x dp x tp grid.
+    """
+    at = (coordinate.pp, coordinate.dp, coordinate.tp)
+    mine = encode([list(at), list(astuple(Place.here()))])
+    facts = [decode(data) for data in control.gather_bytes(mine)]
+    places = tuple(Place(*place) for _, place in facts)
+    topology = Topology(
+        degrees=degrees,
+        coordinates=tuple(Coordinate(*at) for at, _ in facts),
+        nodes=tuple(place.node for place in places),
+        hosts=hosts_of(places),
+    )
+    return topology, places
+
+
+def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:
+    """Open the job's memory on this node under the secret that all nodes share. Collective.
+
+    The launcher hands it out (REFT_SECRET). Under plain ``torchrun`` the memory of a surviving
+    node has it, and a new job takes rank 0's.
+    """
+    secret = None
+    if not os.environ.get(ENV_SECRET):
+        path = config.job_memory_dir
+        known = read_secret(path) if (path / SECRET_FILE).exists() else b""
+        gathered = control.gather_bytes(known)
+        fresh = control.gather_bytes(secrets.token_bytes(SECRET_BYTES))[0]
+        secret = next((s for s in gathered if s), fresh)
+    return JobDir.open_or_create(config.memory_dir, job_id, node=node, secret=secret)
+
+
+def _newest_on_disk(persist_dir: Path | None, job_id: str) -> int:
+    """Never raises: the other ranks wait for this one, and the job can do without."""
+    try:
+        return newest_incarnation(job_directory(persist_dir, job_id), job_id) if persist_dir else 0
+    except (ReftError, OSError) as error:
+        logger.warning("the incarnations on disk are not known: %s", error)
+        return 0
+
+
+def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
+    """One more than every incarnation that any node or the disk has seen (P7): that on which the launchers
+    agreed when they started the trainers, unless the disk knows a later one. Older starts change nothing on
+    the disk any more. Collective.
+
+    Raises:
+        FencedError: on all ranks, if another start of the job has claimed the disk with the same number.
+    """
+    seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
+    if control.rank == 0:
+        seen = max(seen, _newest_on_disk(config.persist.dir, job_dir.job_id))
+    incarnation = 1 + max(values[0] for values in control.gather_ints([seen]))
+    told = b""
+    if control.rank == 0 and config.persist.dir is not None:
+        told = _claim_disk(config.persist.dir, job_dir.job_id, incarnation).encode()
+    refused = control.gather_bytes(told)[0].decode()
+    if refused:
+        raise FencedError(refused)
+    return incarnation
+
+
+def _claim_disk(persist_dir: Path, job_id: str, incarnation: int) -> str:
+    """Keep older starts from writing; why this one must not, or an empty text. Never raises: peers wait."""
+    try:
+        directory = job_directory(persist_dir, job_id)
+        for made in (persist_dir, directory):
+            with suppress(FileExistsError):
+                made.mkdir()
+        fence.claim(directory, job_id, incarnation, alone=True)
+    except FencedError as error:
+        return str(error)
+    except (ReftError, OSError) as error:
+        logger.warning("older starts of the job are not kept from %s: %s", persist_dir, error)
+    return ""
 
 
 class JobMemory:

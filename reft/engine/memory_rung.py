@@ -5,25 +5,141 @@ every engine."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from reft.engine import marks
-from reft.engine.completing import completing, is_still_protected
-from reft.engine.coordinates import local_rank
-from reft.engine.job import noted_commit
+import torch
+
+from reft.blocks import Section
+from reft.engine import on_import
+from reft.engine.identity import local_rank
+from reft.engine.memory import noted_commit
 from reft.engine.on_import import uncollected
 from reft.engine.session import Session
-from reft.engine.target import Target
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
-from reft.memory.arena_files import slots_with
+from reft.memory.arena_files import arena_name, slots_with
+from reft.memory.header import ArenaHeader, checksum
+from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 from reft.node import history
-from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.protect.placement import place_group
+from reft.recover.complete import Blueprint, Completing, Room
+from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
+from reft.recover.reshape import Piece, Resize, Scatter
+from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.state.blob import DecodedBlob
+from reft.state.catalogue import SectionImage
 from reft.state.fingerprint import BY_REPLICAS
 from reft.state.rng import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
+
+
+class Target:
+    """The live state of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._adapter = session.state.adapter
+        self._resizing = session.engine.resizing
+        self._dp = session.coordinate.dp
+        self._scatter: Scatter | None = None
+        self._on_host = session.engine.device.type == "cpu"
+        self._own = threading.local()
+        self.blob: DecodedBlob
+
+    def prepare(self, host: bytes, resize: Resize) -> tuple[Piece, ...]:
+        """The host block of this coordinate is there: give the engine's state the shape it had, or has
+        at this data-parallel degree."""
+        self.blob = DecodedBlob(host)
+        if resize.old == resize.new:
+            self._images = self._adapter.prepare(self.blob.manifest, self.blob.state["adapter"])
+            return ()
+        assert self._resizing is not None  # else no such version is found
+        self._images, pieces = self._resizing.prepare(self.blob, resize, self._dp)
+        self._scatter = Scatter(pieces)
+        return pieces
+
+    def write(self, fetch: Fetch, data: torch.Tensor) -> int:
+        """Copy a block into the live tensors and return its checksum; into host memory in one pass. Several
+        threads may bring blocks at once."""
+        image = self._images[0] if fetch.key.section is Section.REPLICATED else self._images[1]
+        if self._scatter is not None and fetch.key.section is Section.OWNED:
+            for at, nbytes, target in self._scatter.parts(fetch.key.member, fetch.start_bytes, fetch.nbytes):
+                image.write_from(target, data[at : at + nbytes], copy_tensor)
+            return checksum(data.numpy().data)
+        if not self._on_host:
+            image.write_from(fetch.start_bytes, data, copy_tensor)
+            return checksum(data.numpy().data)
+        if not hasattr(self._own, "hasher"):
+            self._own.hasher = hashing_copier()
+        return write_and_hash(image, fetch.start_bytes, data, self._own.hasher)
+
+
+def write_and_hash(image: SectionImage, start: int, data: torch.Tensor, hasher: HashingCopier) -> int:
+    """Copy ``data`` (1-D uint8, on the host as the image is) to ``image[start : start + len(data)]``.
+
+    Returns:
+        The checksum of all of ``data``, what pads the image's tensors included.
+    """
+    ranges: list[Range] = []
+    base, at = data.data_ptr(), 0
+
+    def note(target: torch.Tensor, source: torch.Tensor) -> None:
+        nonlocal at
+        begin = source.data_ptr() - base
+        ranges.append((0, base + at, begin - at))
+        ranges.append((target.data_ptr(), base + begin, source.numel()))
+        at = begin + source.numel()
+
+    image.write_from(start, data, note)
+    ranges.append((0, base + at, data.numel() - at))
+    hasher.copy(ranges_of(row for row in ranges if row[2]))
+    return hasher.take()
+
+
+def completing(session: Session) -> Completing | None:
+    """How the recovered version is completed on a node that holds nothing of it, in a slot without a file;
+    None where its arena cannot be laid out before the session starts."""
+    config = session.config
+    if config.memory_limit_bytes is not None or config.recompute:
+        return None
+    record, at = session.protection.record, session.coordinate
+    slots = (session.memory.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
+
+    def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+        scheme, members = record.parsed, len(owned_bytes)
+        plan = make_shard_plan(
+            SectionSizes(replicated_bytes, owned_bytes, (config.host_state_bytes,) * members),
+            place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities),
+            config.block_bytes,
+        )
+        mine = plan.members[at.dp]
+        rooms = {
+            b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset)
+            for b in mine.blocks
+            if b.block.nbytes
+        }
+        return Blueprint(rooms, mine.data_bytes)
+
+    return Completing(record.scheme, next((p for p in slots if not p.exists()), None), blueprint)
+
+
+def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome) -> bool:
+    """Whether the recovered version lies as this incarnation would store it: every rank has the arena of its
+    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force, and
+    nothing had to be repaired.
+    It then stays as it is until a newer version is committed; to take it again would gain nothing.
+    Collective.
+
+    Args:
+        held: the arenas in this rank's slots that hold the version.
+    """
+    scheme, at = session.protection.record.scheme, session.coordinate
+    mine = at, session.topology.degrees, scheme
+    here = not outcome.repaired and any((h.coordinate, h.degrees, h.scheme) == mine for h in held)
+    return all(values[0] for values in session.control.gather_ints([int(here)]))
 
 
 class ClientStateView(dict[str, Any]):
@@ -65,9 +181,9 @@ class MemoryRung:
             completing=completing(session),
             resizable=session.engine.resizing is not None,
         )
-        marks.mark(marks.SURVEY)
+        on_import.mark(on_import.SURVEY)
         plan = recovery.survey()
-        marks.mark(marks.AGREED)
+        on_import.mark(on_import.AGREED)
         return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
@@ -231,7 +347,7 @@ class MemoryRung:
     def report(self, source: str, began: float) -> None:
         """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
-        self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
+        self.note(history.RESUMED, source=source, step=step, secs=secs, times=on_import.times())
         if self._session.is_rank_zero:
             after = history.after_failure(self._session.memory.job_dir.path)
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)

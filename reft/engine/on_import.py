@@ -6,26 +6,40 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from reft.env import ENV_CONFIG
+
+BEGAN, GROUPS, GROUPED, ENGINE, BUILT = "began", "groups", "grouped", "engine", "built"
+SURVEY, AGREED = "survey", "agreed"
+_times: dict[str, float] = {}
+
+
+def mark(name: str) -> None:
+    """Note the time; the first time counts."""
+    _times.setdefault(name, time.time())
+
+
+def times() -> dict[str, float]:
+    """Unix seconds of this host, by name: the script begins, process groups are made and are there, the
+    engine likewise, memory is looked at, and all ranks agree on what to restore. What did not happen is
+    missing."""
+    return dict(_times)
+
 
 _DEEPSPEED = "deepspeed"
 
 
 class PostImportFinder(MetaPathFinder):
-    """Calls back right after a module was imported, once.
-
-    Args:
-        name: the module.
-        callback: called with no arguments.
-    """
+    """Calls back right after a module was imported, once."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
@@ -69,6 +83,15 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def ds_config_of(engine: Any) -> Mapping[str, Any]:
+    """The DeepSpeed JSON of an engine, as a mapping."""
+    params = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    if isinstance(params, Mapping):
+        return params
+    config = getattr(engine, "config", None)
+    return config if isinstance(config, Mapping) else {}
+
+
 def hook_imports() -> None:
     """Have :mod:`reft.engine.install` do its work as soon as DeepSpeed is imported: now, if it is. Where
     ``REFT_CONFIG`` names a block, reft comes into the programs of integrations too."""
@@ -90,9 +113,7 @@ def _call_behind(name: str, callback: Callable[[], None]) -> None:
 
 def _install() -> None:
     try:
-        from reft.engine.install import install
-
-        install()
+        import_module("reft.engine.install").install()
     except Exception:
         import logging
 

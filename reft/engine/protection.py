@@ -10,7 +10,7 @@ from pathlib import Path
 from reft.config import ReftConfig
 from reft.config_persist import AUTO
 from reft.control.control import ControlGroup, WorkerControl
-from reft.engine.coordinates import local_rank
+from reft.engine.identity import local_rank
 from reft.events import EventLog
 from reft.grid import Topology
 from reft.memory.free_memory import default_margin_bytes

@@ -1,22 +1,68 @@
-"""How often a session's versions are taken, and go to storage, where the block leaves that to the job."""
+"""How often versions are taken, and how often they go to storage, where the block leaves that to the job
+(``"interval_steps": "auto"``): one controller for both tiers.
+
+Every rank times its steps, which it does anyway, and knows in which of them a version was on its way to the
+tier. Steps with one are compared with those around them (:class:`~reft.policy.rate.Pairs`), and the interval
+follows from what versions cost: CheckFreq's Algorithm 1 for memory, after a profile of the first steps; for
+storage also how often memory fails (:mod:`reft.policy.storage_interval`). Where the interval leaves no steps
+without a version in memory, versions are taken less often for a few steps now and then, to have some.
+
+One decision is followed by all: every rank says its wish in the vote on a version, and the longest interval
+wins (:class:`reft.snapshot.committing.votes.Votes`). No wait is added (P6).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import ceil, inf, isfinite
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from reft.config import ReftConfig
-from reft.engine.device_costs import device_bytes, device_copy_secs
-from reft.engine.memory_rate import CopyCosts, MemoryRate, dividing
-from reft.engine.rate_cache import RateCache, machine_facts
-from reft.engine.storage_rate import MemoryLosses, StorageRate
-from reft.errors import PersistError
+from reft.config_persist import PersistConfig
+from reft.durable import write_durably
+from reft.errors import ConfigError, PersistError
+from reft.grid import Topology
 from reft.label import Label
-from reft.policy.due import Due
-from reft.policy.storage_interval import whole_interval
+from reft.node.history import read_history
+from reft.policy.rate import (
+    CopyMode,
+    Cost,
+    Costs,
+    Due,
+    Observed,
+    Pairs,
+    Rate,
+    RateLimits,
+    Why,
+    adapt,
+    frequency,
+)
+from reft.policy.storage_interval import (
+    REPAIR_SECS,
+    NodeLosses,
+    StorageCosts,
+    Wishes,
+    learned_losses,
+    memory_losses_per_sec,
+    storage_interval,
+    whole_interval,
+)
+from reft.protect.survival import Weibull, losses_within, persist_interval_secs
+from reft.snapshot.request import SnapshotRequest
 from reft.snapshot.scheduling.has import Overflow
 from reft.storage.persisted import given_up, job_directory, list_persisted
 
@@ -24,6 +70,533 @@ if TYPE_CHECKING:
     from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
+
+cuda: Any = torch.cuda
+Tier = Literal["memory", "storage"]
+
+_SETTLING_STEPS = 3
+"""What is made at first use takes long and never again."""
+_PROFILE_PAIRS, _PROFILE_STEPS = 8, 100
+_FIRST_GAP, _WIDEST_GAP = 4, 8
+_PROBE_EVERY, _PROBE_STEPS = 512, 48
+_LEAST_PAIRS, _MOST_PAIRS = 4, 64
+_SURE = 4
+"""A window is judged when the standard error is below this part of what is allowed, or after 64 pairs."""
+_SLOWER = 1.1
+_RECENT = 32
+_FIRST_STORED_STEPS = 50
+"""Until the first version goes to storage: CheckFreq profiles for so many iterations, without checkpoints."""
+_MOST_WRITING_STEPS = 1024
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """What is known of a rank's copies apart from the times of steps.
+
+    Attributes:
+        host_copy_secs: Tc; None before a version was copied.
+        update_secs: Tw.
+        device_copy_secs: Tg, where there is a device that may keep a copy.
+        checkpoint_bytes: m.
+        spare_device_bytes: Mmax - M.
+    """
+
+    host_copy_secs: float | None = None
+    update_secs: float = 0.0
+    device_copy_secs: float | None = None
+    checkpoint_bytes: int = 0
+    spare_device_bytes: int = 0
+
+
+class TierRate:
+    """One rank's measure of the versions that go to a tier, and the interval that it wishes.
+
+    Args:
+        max_overhead: part of the training time that versions may cost.
+        most_steps: longest interval, half of the steps that may be lost; None: no bound.
+        fits: shortest interval, at least as long as the given one, that the other tier goes with.
+        copies: what is known of the copies by now.
+        known: costs and interval of an earlier start; None has the first steps profiled.
+        on_change: told of the costs and the interval whenever a window was judged, by the thread that asks
+            for the wish; the training thread does not wait for it.
+        clock: seconds.
+    """
+
+    _least_pairs = _LEAST_PAIRS
+    _looks = True
+    """Whether versions are taken less often now and then, so that there are steps without one."""
+
+    def __init__(
+        self,
+        max_overhead: float,
+        *,
+        most_steps: int | None = None,
+        fits: Callable[[int], int] = lambda steps: steps,
+        copies: Callable[[], CopyCosts] = CopyCosts,
+        known: tuple[Costs, int] | None = None,
+        on_change: Callable[[Costs, int], None] = lambda costs, steps: None,
+        clock: Callable[[], float] = time.monotonic,
+        pairs: Pairs | None = None,
+    ) -> None:
+        self._max_overhead, self._most_steps = max_overhead, most_steps
+        self._fits, self._copies, self._on_change, self._clock = fits, copies, on_change, clock
+        self._lock = threading.RLock()
+        self._pairs = pairs or Pairs()
+        self._steps = 0
+        self._begun = self._beside = False
+        self._is_over: Callable[[], bool] = lambda: True
+        self._begun_secs: dict[int, float] = {}
+        self._arrival_secs: deque[float] = deque(maxlen=_MOST_PAIRS)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._usual: float | None = None
+        self._probe_from: int | None = None
+        self._lost_most = 0
+        self._arrived_step: int | None = None
+        self._news: tuple[Costs, int] | None = None
+        self.costs: Costs | None = None
+        """As Algorithm 1 took them; None while they are measured."""
+        self.mode = CopyMode.CPU
+        self.because: str | None = None
+        self.rate: Rate | None = None
+        if known is not None:
+            self.costs, steps = known
+            self.rate = Rate(self._bounded(steps), Why.REMEMBERED)
+
+    # -- what happens ----------------------------------------------------------------------------------
+
+    def step(self, step: int, secs: float) -> None:
+        """A step has ended, ``secs`` after the one before. Called by the training thread."""
+        with self._lock:
+            self._steps += 1
+            if self._steps > _SETTLING_STEPS:
+                self._pairs.step(secs, begins=self._begun, beside=self._beside)
+                self._recent.append(secs)
+            self._begun, self._beside = False, not self._is_over()
+            if self._arrived_step is not None:
+                self._lost_most = max(self._lost_most, step - self._arrived_step)
+            if self._looks and self._probe_from is None and step % _PROBE_EVERY == 0:
+                self._probe_from = self._steps
+
+    def begun(self, step: int, is_over: Callable[[], bool]) -> None:
+        """The version of ``step`` sets off. ``is_over`` says whether it is under way no more."""
+        with self._lock:
+            self._begun = self._beside = True
+            self._is_over = is_over
+            if len(self._begun_secs) > _MOST_PAIRS:
+                self._begun_secs.clear()
+            self._begun_secs[step] = self._clock()
+
+    def arrived(self, step: int) -> None:
+        """The tier has the version of ``step``, on all ranks."""
+        with self._lock:
+            self._arrived_step = step
+            begun = self._begun_secs.pop(step, None)
+            if begun is not None and self._steps > _SETTLING_STEPS:
+                self._arrival_secs.append(self._clock() - begun)
+
+    # -- what follows from it --------------------------------------------------------------------------
+
+    def wish(self, windows: int = 1) -> int:
+        """Steps between two versions, as this rank would have them now. Called by the thread that votes.
+
+        Args:
+            windows: how often one fits into the idle time, as planned.
+        """
+        with self._lock:
+            wanted = self._bounded(max(windows, self._wish()))
+            news, self._news = self._news, None
+        if news is not None:
+            self._on_change(*news)
+        return wanted
+
+    def _wish(self) -> int:
+        if self.rate is None:
+            self._profile()
+        else:
+            self._observe()
+        if self.rate is None:
+            return self._gap()
+        return max(self.rate.interval_steps, self._gap() if self._probes() else 1)
+
+    def _profile(self) -> None:
+        """Algorithm 1, once there are enough pairs."""
+        seen = self._pairs.cost()
+        if seen is None or (self._pairs.count < _PROFILE_PAIRS and self._steps < _PROFILE_STEPS):
+            return
+        found = frequency(self._costs(seen), self._max_overhead)
+        self.mode = found.mode
+        self.rate = Rate(self._bounded(int(found.interval_steps)))
+        self._judge(seen)
+
+    def _costs(self, seen: Cost) -> Costs:
+        copies, arrival = self._copies(), self._usual_arrival_secs()
+        copy = min(copies.host_copy_secs or 0.0, arrival)
+        return Costs(
+            step_secs=seen.plain_secs,
+            update_secs=min(copies.update_secs, seen.plain_secs),
+            host_copy_secs=copy,
+            device_copy_secs=copies.device_copy_secs,
+            write_secs=arrival - copy,
+            checkpoint_bytes=copies.checkpoint_bytes,
+            spare_device_bytes=copies.spare_device_bytes,
+        )
+
+    def _observe(self) -> None:
+        """Judge the window if it tells enough; begin to look again if steps have become slower."""
+        seen = self._pairs.cost()
+        assert self.rate is not None
+        if seen is not None and seen.pairs >= self._least_pairs:
+            sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
+            too_much = seen.pairs >= _PROFILE_PAIRS and seen.secs - 2 * seen.error_secs > _SURE * sure
+            enough = min(_MOST_PAIRS, self._least_pairs**3)
+            if too_much or seen.error_secs <= sure or seen.pairs >= enough:
+                self._judge(seen)
+        if not self._looks or len(self._recent) < _RECENT or self._probe_from is not None:
+            return
+        now = median(self._recent)
+        self._usual = now if self._usual is None else self._usual
+        if now > _SLOWER * self._usual:
+            self._probe_from = self._steps
+            self._pairs.forget()
+
+    def _judge(self, seen: Cost) -> None:
+        """One window more. What may be noise asks for no longer interval."""
+        assert self.rate is not None
+        steps = self.rate.interval_steps * seen.pairs
+        allowed = self._max_overhead * self.rate.interval_steps * seen.plain_secs
+        error = seen.error_secs if isfinite(seen.error_secs) else 0.0
+        cost = max(0.0, seen.secs if seen.secs - error > allowed else min(seen.secs, allowed))
+        arrival = self._usual_arrival_secs()
+        least, because = self._least_steps(seen.plain_secs, cost, arrival)
+        limits = RateLimits(self._max_overhead, least, self._most_steps)
+        window = Observed(
+            steps, seen.pairs, steps * seen.plain_secs + seen.pairs * cost, seen.plain_secs, arrival
+        )
+        found = adapt(self.rate, window, limits)
+        self.rate = Rate(self._bounded(found.interval_steps), found.why, found.overhead, found.calm)
+        self.because = because if because and self.rate.interval_steps == least else str(found.why)
+        self._pairs.forget()
+        self._probe_from = None
+        self._usual = median(self._recent) if self._recent else None
+        self.costs = self._costs(seen)
+        self._news = self.costs, self.rate.interval_steps
+
+    def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
+        """Shortest interval of any use, and why."""
+        return 1, ""
+
+    def _probes(self) -> bool:
+        """Whether versions are taken less often for a while, to have steps without one."""
+        if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
+            self._probe_from, self._usual = None, None
+        return self._probe_from is not None
+
+    def _gap(self) -> int:
+        """Steps between two versions with which there are steps without one."""
+        plain, gap = self._pairs.plain_secs(), _FIRST_GAP
+        if plain and self._arrival_secs:
+            gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))
+        return self._bounded(gap)
+
+    def _usual_arrival_secs(self) -> float:
+        """Tc + Ts: what nearly all of the last versions took."""
+        ordered = sorted(self._arrival_secs)
+        return ordered[max(0, len(ordered) - 1 - len(ordered) // 20)] if ordered else 0.0
+
+    def _bounded(self, steps: int) -> int:
+        most, wanted = self._most_steps, self._fits(max(1, steps))
+        if most is None or wanted <= most:
+            return wanted
+        return max(k for k in range(1, most + 1) if self._fits(k) == k)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is told of it, with the counters."""
+        with self._lock:
+            rate, costs = self.rate, self.costs
+            longest = max(self._gap() if self._looks else 1, 1 if rate is None else rate.interval_steps)
+            return {
+                "interval_steps": self._gap() if rate is None else rate.interval_steps,
+                "why": self.because or str(Why.PROFILE if rate is None else rate.why),
+                "observing": rate is not None and self._probe_from is not None,
+                "overhead": None if rate is None else rate.overhead,
+                "max_overhead": self._max_overhead,
+                "most_lost_steps": 2 * longest,
+                "lost_most": self._lost_most,
+                "mode": str(self.mode),
+                "costs": None if costs is None else vars(costs),
+            }
+
+
+class StorageRate(TierRate):
+    """The same for storage: a version sets off when it is committed, and has arrived when the node's daemon
+    says that it is on storage.
+
+    Args:
+        config: what the interval keeps to.
+        interval_steps: versions exist only every so many steps.
+        start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
+            begins with.
+        memory_mtbf_secs: mean time until memory loses more than it survives, as known now.
+        carried_secs: for how long memory alone carries the job with a probability, as known now.
+        known, on_change, clock: as of :class:`TierRate`; without ``known`` the first 50 steps go without.
+    """
+
+    _least_pairs = 1
+    _looks = False
+
+    def __init__(
+        self,
+        config: PersistConfig,
+        *,
+        interval_steps: int = 1,
+        start_step: int = 0,
+        memory_mtbf_secs: Callable[[], float] = lambda: inf,
+        carried_secs: Callable[[float], float] = lambda survival: inf,
+        **further: Any,
+    ) -> None:
+        most = config.max_lost_steps
+        super().__init__(
+            config.max_overhead,
+            most_steps=None if most is None else most // 2 // interval_steps * interval_steps,
+            fits=lambda steps: whole_interval(steps, interval_steps),
+            pairs=Pairs(_MOST_WRITING_STEPS),
+            **further,
+        )
+        self._config, self._mtbf, self._carried = config, memory_mtbf_secs, carried_secs
+        self._due = Due(start_step)
+        self._on_its_way: Label | None = None
+        self._newest_step = 0
+        self._overtaken: Label | None = None
+        if self.rate is None:
+            self.rate = Rate(self._bounded(_FIRST_STORED_STEPS), Why.START)
+
+    def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
+        """A version is committed; returns whether it goes to storage.
+
+        Args:
+            label: the version.
+            agreed_steps: the interval that the vote on it has found, the same on every rank.
+            version_steps: until the next version, at most.
+        """
+        with self._lock:
+            self._newest_step = label.step
+            due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
+            if due and self._on_its_way is None:
+                self._on_its_way = label
+                self.begun(label.step, lambda: self._on_its_way is None)
+            return due
+
+    def went_to(self, step: int) -> None:
+        """The running job goes on from ``step``, which is on storage. No version is under way."""
+        with self._lock:
+            self._due = Due(step)
+
+    def answered(self, answer: Mapping[str, Any] | None) -> None:
+        """The daemon has answered to the note of a commit."""
+        last, overtaken = (answer or {}).get("persisted"), (answer or {}).get("overtaken")
+        with self._lock:
+            if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
+                self._overtaken = label
+                self._back_off()
+            if (answer or {}).get("failing"):
+                self._on_its_way = None  # what storage costs is not known while it fails
+                self._pairs.leave_out()
+            elif last is not None and self._on_its_way is not None and Label(*last) >= self._on_its_way:
+                self.arrived(self._on_its_way.step)
+                self._on_its_way = None
+                self._leave_room()
+
+    def _leave_room(self) -> None:
+        """Where one write ends when the next begins, there are no steps without one to tell its cost by."""
+        plain = self._pairs.plain_secs()
+        if self.rate is not None and plain:
+            least = self._bounded(ceil(self._usual_arrival_secs() / plain) + _FIRST_GAP)
+            if least > self.rate.interval_steps:
+                self.rate, self.because = Rate(least, Why.WRITING, self.rate.overhead), None
+
+    def _back_off(self) -> None:
+        """Memory went on to newer versions before storage began with this one: it was still busy."""
+        assert self.rate is not None
+        waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
+        steps = self._bounded(max(2 * self.rate.interval_steps, waited))
+        self.rate = Rate(steps, Why.OVERTAKEN, self.rate.overhead)
+        self.because = None
+
+    def _least_steps(self, plain_secs: float, cost_secs: float, arrival_secs: float) -> tuple[int, str]:
+        survival = self._config.survival
+        best = storage_interval(
+            StorageCosts(plain_secs, cost_secs, arrival_secs),
+            self._mtbf(),
+            Wishes(
+                survival_secs=inf if survival is None else self._carried(survival),
+                most_lost_steps=self._config.max_lost_steps,
+            ),
+        )
+        return self._bounded(best.steps), str(best.because)
+
+
+@dataclass(frozen=True)
+class MemoryLosses:
+    """How often this job loses more than its memory survives.
+
+    Attributes:
+        job_dir: the job's memory on this node, with its history.
+        topology: who sits where.
+        tolerance: losses that every sharding group survives now.
+        node_mtbf_days: of a node, as configured.
+    """
+
+    job_dir: Path
+    topology: Topology
+    tolerance: Callable[[], int]
+    node_mtbf_days: float
+
+    def mtbf_secs(self) -> float:
+        """Mean time between two such losses, with what the history tells by now; infinite if none can be."""
+        nodes, survived = self._groups()
+        rate = memory_losses_per_sec(self._node_losses().per_sec, nodes, survived, REPAIR_SECS)
+        return 1 / rate if rate else inf
+
+    def carried_secs(self, survival: float) -> float:
+        """For how long memory alone carries the job with this probability, without any repair."""
+        nodes, survived = self._groups()
+        return persist_interval_secs(survival, [Weibull(1 / self._node_losses().per_sec)], nodes, survived)
+
+    def _node_losses(self) -> NodeLosses:
+        return learned_losses(read_history(self.job_dir), time.time(), self.node_mtbf_days)
+
+    def _groups(self) -> tuple[int, tuple[int, ...]]:
+        """Nodes, and of every number of lost ones how many sets a group survives. Groups that do not fill the
+        nodes count as if there were one more."""
+        nodes = len(set(self.topology.failure_domains))
+        size = max(len(set(self.topology.group_nodes(pp, tp))) for pp, tp in self.topology.groups())
+        return -(-nodes // size) * size, losses_within(size, min(self.tolerance(), size))
+
+
+def dividing(persist_steps: int) -> Callable[[int], int]:
+    """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a version that is
+    due there exists.
+    """
+
+    def fits(steps: int) -> int:
+        if not persist_steps:
+            return steps
+        if steps > persist_steps:
+            return -(-steps // persist_steps) * persist_steps
+        return next(k for k in range(steps, persist_steps + 1) if persist_steps % k == 0)
+
+    return fits
+
+
+def machine_facts() -> dict[str, Any]:
+    """What copies and steps are fast or slow by, of the host."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))}
+    return {
+        "machine": platform.machine(),
+        "processors": sorted(models),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+class RateCache:
+    """What an earlier start has measured of one rank's versions, so that the next one need not.
+
+    One small file per rank in the memory directory, next to the jobs: the same model in the same layout on
+    the same machine finds it, whatever the job is called. It is replaced as a whole; one that cannot be used
+    is ignored.
+
+    Args:
+        directory: where the file lies.
+        facts: JSON values by which model, layout and machine are known; with other ones, nothing is found.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+        self._facts = json.loads(json.dumps(facts, sort_keys=True))
+        digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+        self.path = directory / f".rate-{digest[:24]}.json"
+        self._lock = threading.Lock()
+        self._told = False
+        self._known = self._read()
+
+    def known(self, tier: Tier) -> tuple[Costs, int] | None:
+        """Costs and interval in steps, as measured last; None where they are to be measured."""
+        return self._known.get(tier)
+
+    def note(self, tier: Tier, costs: Costs, interval_steps: int) -> None:
+        """Keep what was measured. A directory that cannot be written is said once: training goes on (P6)."""
+        with self._lock:
+            self._known[tier] = costs, interval_steps
+            content = {t: {"costs": vars(c), "interval_steps": k} for t, (c, k) in self._known.items()}
+            try:
+                write_durably(self.path, json.dumps({"facts": self._facts, **content}, indent=1).encode())
+            except OSError as error:
+                if not self._told:
+                    logger.warning("%s: a start that needs it will measure anew: %s", self.path, error)
+                self._told = True
+
+    def _read(self) -> dict[str, tuple[Costs, int]]:
+        try:
+            content = json.loads(self.path.read_bytes())
+            if content["facts"] != self._facts:
+                raise ValueError("it is of something else")
+            return {
+                tier: (_COSTS.validate_python(content[tier]["costs"]), _steps(content[tier]))
+                for tier in ("memory", "storage")
+                if tier in content
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, ValidationError, ConfigError) as error:
+            logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
+            return {}
+
+
+_COSTS = TypeAdapter(Costs)
+
+
+def _steps(value: Any) -> int:
+    steps = value["interval_steps"]
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"found an interval of {steps!r} steps; expected at least 1")
+    return steps
+
+
+_PROBE_BYTES, _TIMES = 2**26, 3
+
+
+def device_copy_secs(device: torch.device, nbytes: int) -> float | None:
+    """Tg: seconds in which the device copies so many bytes within its own memory, scaled from a small copy.
+    Waits for the device. None where there is none, or it gives no memory for it."""
+    if device.type != "cuda" or not nbytes:
+        return None
+    probe = min(nbytes, _PROBE_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
+    if probe < 2**12:
+        return None
+    try:
+        source, target = (torch.empty(probe, dtype=torch.uint8, device=device) for _ in range(2))
+    except torch.cuda.OutOfMemoryError:  # also below what is free: a process may be given a part of it alone
+        return None
+    best = float("inf")
+    for _ in range(_TIMES):
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3)
+    return best * nbytes / probe
+
+
+def spare_device_bytes(device: torch.device) -> int:
+    """Mmax - M: what the peak that was allocated so far leaves of the device; 0 without one."""
+    if device.type != "cuda":
+        return 0
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return max(0, total - torch.cuda.max_memory_reserved(device))
 
 
 class Rates:
@@ -41,11 +614,11 @@ class Rates:
         self._session = session
         config = session.config
         self._versions = Due(session.engine.global_steps)
-        self.memory: MemoryRate | None = None
+        self.memory: TierRate | None = None
         self.storage: StorageRate | None = None
         if not (config.adapts or config.persist.adapts):
             return
-        cache = RateCache(config.memory_dir, self._facts(), config.persist.dir)
+        cache = RateCache(config.memory_dir, self._facts())
         if config.adapts:
             self.memory = self._memory_rate(cache)
         if config.persist.adapts:
@@ -73,27 +646,25 @@ class Rates:
             **machine_facts(),
         }
 
-    def _memory_rate(self, cache: RateCache) -> MemoryRate:
+    def _memory_rate(self, cache: RateCache) -> TierRate:
         session, config = self._session, self._session.config
         stages = Overflow(config.has.overflow) is Overflow.STAGING
         nbytes = sum(session.engine.adapter.expected_bytes())
         within = device_copy_secs(session.engine.device, nbytes) if stages else None
 
         def copies() -> CopyCosts:
-            peak, spare = device_bytes(session.engine.device)
             return CopyCosts(
                 host_copy_secs=session.stats.copy_secs.median,
                 update_secs=session.copying.pacer.update_secs,
                 device_copy_secs=within,
                 checkpoint_bytes=nbytes,
-                peak_device_bytes=peak,
-                spare_device_bytes=spare,
+                spare_device_bytes=spare_device_bytes(session.engine.device),
             )
 
         bounds = [n for n in (config.max_lost_steps, config.persist.max_lost_steps) if n is not None]
-        return MemoryRate(
+        return TierRate(
             config.has.max_overhead,
-            max_lost_steps=min(bounds, default=None),
+            most_steps=min(bounds) // 2 if bounds else None,
             fits=dividing(config.persist.fixed_steps),
             copies=copies,
             known=cache.known("memory"),
@@ -105,14 +676,13 @@ class Rates:
         losses = MemoryLosses(
             session.memory.job_dir.path, session.topology, lambda: session.tolerance, persist.node_mtbf_days
         )
-        known = cache.known("storage")
         return StorageRate(
             persist,
             interval_steps=session.config.version_steps,
             start_step=stored_step,
             memory_mtbf_secs=losses.mtbf_secs,
             carried_secs=losses.carried_secs,
-            known_steps=None if known is None else known[1],
+            known=cache.known("storage"),
             on_change=lambda costs, steps: cache.note("storage", costs, steps),
         )
 
@@ -124,17 +694,24 @@ class Rates:
         told = session.control.gather_ints([from_memory, stored])
         return told[0][1] if any(said[0] for said in told) else step
 
+    def step(self, step: int, secs: float) -> None:
+        """A step has ended, ``secs`` after the one before. On the training thread."""
+        for rate in (self.memory, self.storage):
+            if rate is not None:
+                rate.step(step, secs)
+
+    def begun(self, request: SnapshotRequest) -> None:
+        """A version was handed over."""
+        if self.memory is not None:
+            self.memory.begun(request.label.step, request.done.is_set)
+
     # -- told with every commit --------------------------------------------------------------------
 
     def committed(self, label: Label) -> tuple[bool, dict[str, Any]]:
-        """All ranks have a version. Returns whether it goes to storage, and what is to be told.
-
-        Args:
-            label: the version.
-        """
+        """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
         told: dict[str, Any] = {}
         if self.memory is not None:
-            self.memory.committed(label.step)
+            self.memory.arrived(label.step)
             told["memory_rate"] = self.memory.to_json() | {"agreed_steps": self.version_steps(label.step)}
         due = False
         if self.storage is not None:

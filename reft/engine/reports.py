@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reft.engine.job import CommitNotes, JobRecord
+from reft.engine.memory import CommitNotes, JobRecord
 from reft.engine.rates import Rates
 from reft.events import EventLog
 from reft.grid import Coordinate

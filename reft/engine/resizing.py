@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reft.engine.data_degrees import LEFT, move_data
+from reft.engine.data import LEFT, move_data
 from reft.recover.reshape import OwnedTensor, Piece, Resize, cut, padding
 from reft.state.adapters import StateAdapter
 from reft.state.blob import DecodedBlob
@@ -19,11 +19,6 @@ from reft.state.rng import capture_rng
 
 class Resizing:
     """A :class:`~reft.engine.engine.Resizing`.
-
-    Args:
-        adapter: of the engine.
-        micro_batches: of one step of this job.
-        config: the DeepSpeed JSON.
 
     Attributes:
         data_is_bound: why the program's data are others at another degree; "" where they are not.

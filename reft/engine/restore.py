@@ -7,21 +7,23 @@ reads is not overwritten until then (P3).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from reft.config import Variant
-from reft.engine.calls import LoadCall, what_it_did, what_to_write
-from reft.engine.checkpoint_source import CheckpointSource
 from reft.engine.deepspeed_engine import DeepSpeedEngine
 from reft.engine.disk import DiskCheckpoint, DiskRung, Found, Resumed, Sound, nothing_sound
+from reft.engine.identity import local_rank
 from reft.engine.memory_rung import MemoryRung
-from reft.engine.other_replicas import differs_in_replicas, host_state_of_replica
-from reft.engine.other_rung import OtherRung
-from reft.engine.relayout import Relayout, other_layout
+from reft.engine.relayout import CheckpointSource, MemorySource, Relayout, on_all, other_layout
 from reft.engine.session import Session
 from reft.engine.start_checks import (
     check_orders,
@@ -30,13 +32,233 @@ from reft.engine.start_checks import (
     warn,
     what_begins_anew,
 )
-from reft.errors import UnrecoverableError
+from reft.errors import LayoutError, UnrecoverableError
+from reft.grid import Degrees
 from reft.label import Label
+from reft.memory.arena_files import slots_with
+from reft.recover.other_layout import OtherMemory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
+from reft.recover.reshape import Resize
 from reft.state.fingerprint import BY_LAYOUT, BY_REPLICAS
 
 logger = logging.getLogger(__name__)
+
+
+class OtherRung:
+    """Restores one session. Collective: all methods, on all ranks.
+
+    Args:
+        session: of the engine.
+        engine: the engine.
+        memory: the rung of the own layout, which has the restored host state from here.
+    """
+
+    def __init__(self, session: Session, engine: DeepSpeedEngine, memory: MemoryRung) -> None:
+        self._session = session
+        self._engine = engine
+        self._rung = memory
+        self._memory: OtherMemory
+        self._why_not: NotRecoverable | None = None
+
+    def survey(self, own: RecoveryPlan | NotRecoverable) -> RecoveryPlan | None:
+        """The newest whole version of another layout, if it is newer than what the own layout has."""
+        session = self._session
+        self._memory = OtherMemory(
+            session.topology,
+            session.control,
+            job_id=session.job_id,
+            job_dir=session.memory.job_dir.path,
+            secret=session.memory.job_dir.secret,
+            faults=session.faults,
+        )
+        found = self._memory.survey(own.label if isinstance(own, RecoveryPlan) else None)
+        if isinstance(found, NotRecoverable):
+            self._why_not = found
+        if not isinstance(found, RecoveryPlan):
+            return None
+        if found.rejected and session.is_rank_zero:
+            logger.warning("newer versions of %s are not whole: %s", found.degrees, "; ".join(found.rejected))
+        return found
+
+    def explain(self, own: RecoveryPlan | NotRecoverable) -> RecoveryPlan | NotRecoverable:
+        """``own``, with what is wrong with the memory of the other layouts in it."""
+        if isinstance(own, RecoveryPlan) or self._why_not is None:
+            return own
+        return replace(own, reasons=self._why_not.reasons, notes=(*own.notes, *self._why_not.notes))
+
+    def restore(self, plan: RecoveryPlan) -> bool:
+        """Take the version up, start the session, and protect it.
+
+        Returns:
+            Whether it was; False: names do not allow it, and nothing has been written.
+
+        Raises:
+            FingerprintError: another job left it, or this one with other settings.
+            TransferError: a peer is gone, or its memory changed while it was read.
+        """
+        session, label = self._session, plan.label
+        began = time.perf_counter()
+        job_dir = session.memory.job_dir
+        session.memory.identity.check_memory(
+            job_dir.path, label, reads=session.is_first_on_node, but=BY_LAYOUT
+        )
+        source = MemorySource(self._memory, plan, session.job_id, session.coordinate)
+        try:
+            state = Relayout(session, self._engine, source).take_up()
+        except LayoutError as error:
+            why = f"{label} of {plan.degrees}: {error}"
+            self._why_not = NotRecoverable(reasons=(why,))
+            if session.is_rank_zero:
+                logger.warning("the memory of job %s is left aside: %s", session.job_id, why)
+            return False
+        self._rung.after_restore(state)
+        moved: Counter[str] = Counter()
+        for stats in self._memory.moved:
+            moved.update(stats.bytes_from)
+        session.events.write(
+            "restored",
+            source="memory",
+            version=label.step,
+            incarnation=label.incarnation,
+            bytes_from=dict(moved),
+            repaired=[],
+            secs=time.perf_counter() - began,
+        )
+        # What the other layout left is kept until the first version of this one is committed (P3).
+        held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
+        session.start(dict.fromkeys(held, label))
+        self._rung.protect()
+        self._rung.report(f"memory, {label} of {plan.degrees}", began)
+        return True
+
+
+def differs_in_replicas(session: Session, was: Degrees) -> bool:
+    """Whether this job differs from ``was`` in the number of replicas alone, and each has the whole state."""
+    now = session.topology.degrees
+    return replace(was, dp=now.dp) == now and not session.state.adapter.images()[1].specs
+
+
+def host_state_of_replica(
+    session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
+) -> dict[str, Any]:
+    """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its replica
+    left; where there was none, another's with the random states of a fresh start. Collective.
+
+    Raises:
+        ReftError: a rank's file is not there, or cannot be read; on all ranks.
+    """
+    at, resize = session.coordinate, Resize(was.dp, session.topology.degrees.dp)
+    source = CheckpointSource(checkpoint, was, session.control)
+    state = on_all(session.control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp))))
+    engine.resizing.convert(state, resize, is_new=resize.is_new(at.dp))
+    if session.is_rank_zero:
+        logger.warning(
+            "%s is taken up from %s. From here on the losses are those of a job of DP%d",
+            *(checkpoint, resize, resize.new),
+        )
+    return state
+
+
+_BASE_ONLY = (
+    ("load_module_only", True),
+    ("load_optimizer_states", False),
+)
+"""Options by which DeepSpeed loads less than a training state: the start of a job, never its resumption."""
+
+
+def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults left out.
+
+    Raises:
+        TypeError: ``original`` does not take them.
+    """
+    signature = inspect.signature(original)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
+def wrap_call(where: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrapper(where.name)`` on an instance or a module; others and the class stay as they are."""
+    original = getattr(where, name)
+    setattr(where, name, functools.wraps(original)(wrapper(original)))
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """One call of ``load_checkpoint``.
+
+    Attributes:
+        load_dir: as given.
+        tag: the checkpoint that is asked for; None: the newest.
+        options: everything else, by name.
+    """
+
+    load_dir: Any
+    tag: Any
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadCall:
+        """
+        Raises:
+            TypeError: DeepSpeed's method does not take these arguments.
+        """
+        named = bind(original, args, kwargs)
+        return cls(named.pop("load_dir"), named.pop("tag", None), named)
+
+    @property
+    def directory(self) -> Path | None:
+        return Path(self.load_dir) if self.load_dir else None
+
+    @property
+    def base_only(self) -> str | None:
+        """The option by which this loads weights without the optimizer, as written; None: a whole state."""
+        for name, value in _BASE_ONLY:
+            if name in self.options and bool(self.options[name]) is value:
+                return f"{name}={value}"
+        return None
+
+    def __str__(self) -> str:
+        shown = [repr(str(self.load_dir))]
+        if self.tag is not None:
+            shown.append(f"tag={self.tag!r}")
+        if self.base_only is not None:
+            shown.append(self.base_only)
+        return f"load_checkpoint({', '.join(shown)})"
+
+
+def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()) -> str:
+    """What a script did before its first step that resumes nothing, as errors and warnings say it.
+
+    Args:
+        bases: its loads of base weights.
+        tagged: its load by tag.
+        left_out: its loads that a condition has left out, in words.
+    """
+    if tagged is not None:
+        return f"the script names the checkpoint that it resumes: {tagged}"
+    if bases:
+        calls = ", ".join(str(base) for base in bases)
+        return f"the script has loaded base weights only ({calls}) and trains"
+    why = f": {'; '.join(left_out)}" if left_out else ""
+    return f"the script trains without calling engine.load_checkpoint(...){why}"
+
+
+def what_to_write(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
+    """The line by which it resumes the newest state."""
+    if "transformers.trainer" in sys.modules:
+        return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
+    calls = [tagged] if tagged is not None else bases
+    behind = str(calls[-1]) if calls else "deepspeed.initialize"
+    return (
+        f"Write engine.load_checkpoint(save_dir), or reft.resume(engine), after {behind}, also at the first "
+        f"start, and let the loop begin at engine.global_steps"
+    )
+
 
 Load = Callable[..., tuple[Any, Any]]
 

@@ -2,46 +2,195 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
-from reft.engine.coordinates import local_rank
-from reft.engine.copying import Copying
-from reft.engine.device_memory import DeviceMemory
-from reft.engine.engine import TrainingEngine
-from reft.engine.engine_state import ClientState, EngineState
-from reft.engine.fence import OptimizerFence
-from reft.engine.identity import Identity, name_job
-from reft.engine.joining import gather_topology, open_control
-from reft.engine.living import note_session
-from reft.engine.memory import JobMemory
+from reft.engine.copying import Copying, OptimizerFence
+from reft.engine.engine import ClientState, EngineState, Recomputing, TrainingEngine
+from reft.engine.identity import Identity, local_rank, name_job, note_session
+from reft.engine.memory import JobMemory, gather_topology, open_control
 from reft.engine.monitoring import Monitoring
-from reft.engine.preempt import Preemption
 from reft.engine.protection import Protection
 from reft.engine.rates import Rates
-from reft.engine.recomputing import Recomputing
 from reft.engine.reports import Reports
 from reft.engine.start_checks import check_start, warn
-from reft.engine.stopping import Stopping
-from reft.engine.tracing import Tracer
+from reft.engine.stopping import Preemption, Stopping
 from reft.engine.watching import open_page
 from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
 from reft.label import Label
 from reft.memory.slot_files import SlotFiles
 from reft.node.client import DaemonClient
+from reft.node.progress import DeviceUse, ProgressPage
 from reft.protect.backend import backend_for
 from reft.protect.codes import Scheme
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.scheduling.has import HasSchedule
+from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
+
+if TYPE_CHECKING:
+    from reft.profile.profiler import Profiler
+
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceMemory:
+    """Notes a device's memory on a trainer's page, behind steps.
+
+    Args:
+        page: of the trainer.
+        device: its.
+        stats: what the allocator counts; as :func:`torch.cuda.memory_stats_as_nested_dict`.
+        info: bytes that are free on the device, and all; as :func:`torch.cuda.mem_get_info`.
+        every_secs: between two looks, at least.
+    """
+
+    def __init__(
+        self,
+        page: ProgressPage,
+        device: torch.device,
+        stats: Callable[[torch.device], Mapping[str, Any]] = torch.cuda.memory_stats_as_nested_dict,
+        info: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+        *,
+        every_secs: float = 1.0,
+    ) -> None:
+        self._page = page
+        self._device = device
+        self._stats = stats
+        self._info = info
+        self._every_secs = every_secs
+        self._total = 0
+        self._next = 0.0
+        self._off = device.type != "cuda"
+
+    def after_step(self) -> None:
+        """Note it, if it is time. It never raises."""
+        now = time.monotonic()
+        if self._off or now < self._next:
+            return
+        self._next = now + self._every_secs
+        try:
+            use = self._look()
+        except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
+            logger.info("the memory of %s is not watched: %s", self._device, error)
+            self._off = True
+            return
+        if use is not None:
+            self._page.set_device(use)
+
+    def _look(self) -> DeviceUse | None:
+        stats = self._stats(self._device)
+        if not stats:
+            return None
+        allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
+        if not self._total:
+            free, _ = self._info(self._device)
+            self._total = free + reserved["current"]
+        return DeviceUse(
+            total=self._total,
+            allocated=allocated["current"],
+            peak_allocated=allocated["peak"],
+        )
+
+
+class Woven(Protocol):
+    """What executes the instructions of a pipeline, as a tracer sees it."""
+
+    mark: Callable[[], Any] | None
+
+    def take_records(self) -> tuple[tuple[InstructionRecord, ...], float]:
+        """Instructions timed since the last call, and when the last schedule began."""
+
+    def take_marks(self) -> list[tuple[Any, Any]]:
+        """What ``mark`` returned before and after each instruction since the last call."""
+
+
+class Tracer:
+    """Collects the traces of one rank. Used by the training thread."""
+
+    def __init__(self) -> None:
+        self.traces: deque[StepTrace] | None = None
+        """Set to a bounded deque to have every step traced."""
+        self.profiler: Profiler | None = None
+        self.weaver: Woven | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether somebody wants the traces of steps."""
+        return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
+
+    def profile(self, session: Session) -> None:
+        """Begin a profile, if the session's block wants one. Collective."""
+        config = session.config.profile
+        if not config.steps:
+            return
+        if self.weaver is None:
+            name = session.engine.name
+            logger.warning("%s cannot be profiled, only a pipeline engine", name)
+            return
+        from reft.profile.clock import DeviceClock
+        from reft.profile.profiler import Profiler, RankFacts
+
+        facts = RankFacts(
+            job_id=session.job_id,
+            coordinate=session.coordinate,
+            degrees=session.topology.degrees,
+            secret=session.memory.job_dir.secret,
+            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
+        )
+        # On a device calls return before their work is done; its own clock is read, without waiting.
+        clock = DeviceClock() if session.copying.engine.asynchronous else None
+        self.weaver.mark = None if clock is None else clock.mark
+        self.profiler = Profiler(config, facts, clock)
+
+    def add(self, step: int, rank: int, stage_id: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
+        """A step has ended.
+
+        Args:
+            step: its number.
+            rank: the global rank.
+            stage_id: the pipeline stage.
+            chunks: what was copied since the step before; emptied.
+            fence_secs: what training waited for copies.
+        """
+        instructions, began, marks = self._take_records()
+        copied = []
+        while chunks:
+            copied.append(chunks.popleft())
+        trace = StepTrace(
+            step=step,
+            rank=rank,
+            stage_id=stage_id,
+            begin_secs=began,
+            end_secs=time.perf_counter(),
+            instructions=instructions,
+            chunks=tuple(copied),
+            fence_secs=fence_secs,
+        )
+        if self.traces is not None:
+            self.traces.append(trace)
+        if self.profiler is not None:
+            self.profiler.add(trace, marks)
+            if self.weaver is not None and not self.profiler.measuring:
+                self.weaver.mark = None
+
+    def _take_records(self) -> tuple[tuple[InstructionRecord, ...], float, list[tuple[Any, Any]]]:
+        """Instructions of the step, when it began, and the device's marks of them, if these are wanted."""
+        if self.weaver is None:
+            return (), 0.0, []
+        return *self.weaver.take_records(), self.weaver.take_marks()
 
 
 class Session:
@@ -345,16 +494,14 @@ class Session:
         log.set_step(step)
         if self.tracer.weaver is None:
             self.copying.pacer.end_step("step", ())
-        if self.rates.memory is not None:
-            self.rates.memory.step(step, step_secs)
+        self.rates.step(step, step_secs)
         if not self.copying.takes_versions or self.stopping.is_due(self.worker, step, step_secs):
             return
         due = self.rates.takes_version(step)
         if not due:
             self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
-        request = self.submit(must=False) if due else None
-        if self.rates.memory is not None:
-            self.rates.memory.handed_over(request)
+        else:
+            self.rates.begun(self.submit(must=False))
 
     def after_step(self) -> None:
         """A step has returned.

@@ -1,4 +1,7 @@
-"""What a start says of what the job will survive, and what it refuses: the one place for both (P4, P12)."""
+"""What a start refuses and says of what the job will survive, before anything is copied (P4, P12).
+
+``reft launch --dry-run`` is these checks, what every node would reserve, and then the end.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.config import Variant
-from reft.data.orders import Orders, difference
-from reft.engine.coordinates import declared_on_one_host
-from reft.engine.dry_run import end_dry_run
+from reft.data.batches import shares_store
+from reft.engine.choosing import usable_memory_bytes
+from reft.engine.data import Orders, difference
+from reft.engine.findings import Finding, Severity
+from reft.engine.identity import declared_on_one_host
 from reft.engine.script_look import ScriptLook
-from reft.engine.unlaunched import what_is_missing
-from reft.env import ENV_NODE_ID
+from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
+from reft.grid import ring_order
 from reft.node.hangs import LEAST_OTHER_SECS
+from reft.policy.loads import Load, OwnedBy, RankSections, group_loads
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
+
+_NODES_SHOWN = 8
 
 
 def check_start(session: Session) -> None:
@@ -45,16 +54,83 @@ def check_start(session: Session) -> None:
         tolerance=session.tolerance,
         adapter=type(session.state.adapter).__name__,
     )
-    _require_tolerance(session)
-    seen = _persist_dir_lacks(session.config.persist.dir) if session.is_rank_zero else None
-    if lacks := session.control.gather_bytes((seen or "").encode())[0]:
-        _warn_at_start(session, lacks.decode())
-    if inexact := session.state.recomputing.inexact:
-        _warn_at_start(session, inexact)
-    if session.is_rank_zero and (short := timeout_is_short(session.config.patience, group_timeout_secs())):
-        logger.warning("%s", short)
-    _say_what_is_survived(session)
-    end_dry_run(session)
+    findings = list(_start_findings(session))
+    for finding in findings:
+        if finding.severity is Severity.REFUSED:
+            raise ConfigError(str(finding))
+    if session.is_rank_zero and session.copying.takes_versions:
+        logger.warning("%s", what_is_protected(session))
+    for finding in findings:
+        # A job that restarts by itself, perhaps on fewer nodes, goes on.
+        warn(session, str(finding), strict=not session.memory.identity.restarted)
+    if session.is_rank_zero:
+        for text in _notes(session):
+            logger.warning("%s", text)
+    if os.environ.get(ENV_DRY_RUN) == "1":
+        _end_dry_run(session)
+
+
+def _start_findings(session: Session) -> Iterator[Finding]:
+    """Collective; on all ranks alike."""
+    config, record = session.config, session.protection.record
+    several = len(set(session.topology.failure_domains)) > 1
+    meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
+    meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
+    shortfall = _shortfall(session)
+    # Before the first step nothing is lost by a stop; a job that restarts by itself goes on.
+    if session.tolerance < config.tolerance and several and not (meant or session.memory.identity.restarted):
+        yield Finding(
+            Severity.REFUSED,
+            f"{shortfall}. The job was not started: change what is said above, or write "
+            f'"tolerance": {session.tolerance} into the reft block if that is enough, or '
+            f'"allow_unprotected": true to start it as it is',
+        )
+    seen = _persist_dir_lacks(config.persist.dir) if session.is_rank_zero else None
+    lacks = session.control.gather_bytes((seen or "").encode())[0].decode()
+    missing = what_is_missing(persists=config.persist.dir is not None)
+    if shortfall and not session.tolerance:
+        shortfall = f"TOLERANCE IS 0: {shortfall}"
+    allowed = None if config.allow_unprotected else shortfall
+    for text in filter(None, (lacks, session.state.recomputing.inexact, missing, allowed)):
+        yield Finding(Severity.WARNING, text)
+
+
+def _notes(session: Session) -> Iterator[str]:
+    """What is no error even where the block is strict."""
+    if short := timeout_is_short(session.config.patience, group_timeout_secs()):
+        yield short
+    if claimed := declared_on_one_host(session.places):
+        yield (
+            f"nodes {', '.join(claimed)} are declared (--node-id or {ENV_NODE_ID}) and share a host: losses "
+            f"are counted as if each failed by itself; the loss of the host is the loss of all of them"
+        )
+    if session.config.allow_unprotected and (shortfall := _shortfall(session)):
+        yield shortfall if session.tolerance else f"TOLERANCE IS 0: {shortfall}"
+
+
+def what_is_missing(persists: bool) -> str | None:
+    """What a job goes without that `reft launch` did not start (P12); None under ``reft launch``.
+
+    Args:
+        persists: the block names a directory for checkpoints.
+    """
+    if ENV_LAUNCHER_PID in os.environ:
+        return None
+    missing = ["no node daemon runs", "and the loss of a node is survived only if this launcher replaces it"]
+    if persists:
+        missing.insert(1, 'the checkpoints of "persist" are not written')
+    said = (
+        "`reft launch` did not start this job. Snapshots and recovery from memory work: killed trainers "
+        f"resume when the launcher restarts them. But {', '.join(missing)}. Start the script with "
+        "`reft launch` instead: it takes torchrun's options"
+    )
+    if shares_store():
+        said += (
+            '. If it stays with torchrun: a restart may hang or end with "Gloo connectFullMesh failed", also '
+            "without reft, because torchrun keeps the addresses of killed trainers in its store; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to prevent it"
+        )
+    return said
 
 
 def check_orders(session: Session, orders: Orders) -> None:
@@ -111,23 +187,15 @@ def _persist_dir_lacks(wanted: Path | None) -> str | None:
     )
 
 
-def warn(session: Session, text: str) -> None:
+def warn(session: Session, text: str, *, strict: bool = True) -> None:
     """Say what would make a recovery impossible or different (P12). On all ranks alike.
 
     Raises:
-        ConfigError: the block is strict.
+        ConfigError: ``strict``, and the block is.
     """
-    if session.config.strict:
+    if strict and session.config.strict:
         raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
     if session.is_rank_zero:
-        logger.warning("%s", text)
-
-
-def _warn_at_start(session: Session, text: str) -> None:
-    """As :func:`warn`; but a job that restarts by itself, perhaps on fewer nodes, goes on."""
-    if not session.memory.identity.restarted:
-        warn(session, text)
-    elif session.is_rank_zero:
         logger.warning("%s", text)
 
 
@@ -186,46 +254,20 @@ def what_is_protected(session: Session) -> str:
     )
 
 
+def say_untried_device(session: Session) -> None:
+    """One line on rank 0 of a job on a device. It goes when ``make gpu`` has passed on that platform."""
+    if session.copying.engine.asynchronous and session.is_rank_zero:
+        logger.warning(
+            "never run on a %s device before, only on simulated ones. What is restored is verified all the "
+            "same; run 'make gpu' in reft's sources first, and compare losses with a run without reft",
+            "ROCm" if getattr(torch.version, "hip", None) else "CUDA",
+        )
+
+
 def _interval(adapts: bool, steps: int) -> str:
     if adapts:
         return "at an interval that the job finds"
     return {0: "when the job is told to stop", 1: "every step"}.get(steps, f"every {steps} steps")
-
-
-def _say_what_is_survived(session: Session) -> None:
-    losses, config = session.tolerance, session.config
-    if session.is_rank_zero and session.copying.takes_versions:
-        logger.warning("%s", what_is_protected(session))
-    claimed = declared_on_one_host(session.places)
-    if claimed and session.is_rank_zero:
-        logger.warning(
-            "nodes %s are declared (--node-id or %s) and share a host: losses are counted as if "
-            "each failed by itself; the loss of the host is the loss of all of them",
-            *(", ".join(claimed), ENV_NODE_ID),
-        )
-    if missing := what_is_missing(persists=config.persist.dir is not None):
-        _warn_at_start(session, missing)
-    if shortfall := _shortfall(session):
-        said = ("" if losses else "TOLERANCE IS 0: ") + shortfall
-        if not config.allow_unprotected:
-            _warn_at_start(session, said)
-        elif session.is_rank_zero:
-            logger.warning("%s", said)
-
-
-def _require_tolerance(session: Session) -> None:
-    """Before the first step nothing is lost by a stop; a job that restarts by itself goes on."""
-    config, record = session.config, session.protection.record
-    several = len(set(session.topology.failure_domains)) > 1
-    meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
-    meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
-    if session.tolerance >= config.tolerance or not several or meant or session.memory.identity.restarted:
-        return
-    raise ConfigError(
-        f"{_shortfall(session)}. The job was not started: change what is said above, or write "
-        f'"tolerance": {session.tolerance} into the reft block if that is enough, or "allow_unprotected": '
-        f"true to start it as it is"
-    )
 
 
 def _shortfall(session: Session) -> str | None:
@@ -246,3 +288,80 @@ def _shortfall(session: Session) -> str | None:
         f"{session.protection.why_unprotected()}. The loss of one node loses its memory for good; only what "
         f"is on disk can be resumed from (persist.dir is {config.persist.dir or 'not set'})"
     )
+
+
+# -- reft launch --dry-run ------------------------------------------------------------------------
+
+
+def _end_dry_run(session: Session) -> None:
+    """Say on rank 0 what the job would keep and copy. Collective.
+
+    Raises:
+        SystemExit: with code 0.
+        ConfigError: a node has less memory to spare than the job would reserve (P9).
+    """
+    config, topology = session.config, session.topology
+    loads = _loads(session)
+    mine = usable_memory_bytes(config, session.memory.job_dir.path)
+    usable = [value for (value,) in session.control.gather_ints([mine])]
+    nodes = []
+    for node in dict.fromkeys(topology.nodes):
+        ranks = topology.local_ranks(node)
+        needs = sum(loads[rank].memory_bytes for rank in ranks)
+        has = min(usable[rank] for rank in ranks)
+        nodes.append(
+            (
+                has - needs,
+                f"memory of {node}: {_mib(needs)} for {config.arena_count} versions, {_mib(has)} may be used",
+            )
+        )
+    nodes.sort()
+    copied, sent = max(x.to_host_bytes for x in loads.values()), max(x.sent_bytes for x in loads.values())
+    said = [
+        f"dry run: {topology.degrees} on {len(set(topology.failure_domains))} node(s), {session.engine.name}",
+        f"protection: {session.protection.record.scheme}, survives {session.tolerance} lost node(s) per "
+        f"sharding group",
+        *(text for _, text in nodes[:_NODES_SHOWN]),
+        *(
+            [f"{len(nodes) - _NODES_SHOWN} more nodes have more to spare"]
+            if len(nodes) > _NODES_SHOWN
+            else ()
+        ),
+        f"a version: every rank copies at most {_mib(copied)} to the host and sends at most {_mib(sent)} to "
+        f"other nodes",
+        "nothing was trained, and the job's own memory was not touched",
+    ]
+    if session.is_rank_zero:
+        print("\n".join(said), flush=True)
+    if lacking := [text for spare, text in nodes if spare < 0]:
+        raise ConfigError(
+            f"{len(lacking)} of {len(nodes)} node(s) have too little memory for reft: {lacking[0]}. The job "
+            f"would train without snapshots. Free memory there, enlarge the memory directory, raise "
+            f"memory_limit_bytes, keep fewer versions (arenas) or less redundancy (protection), or use more "
+            f"nodes"
+        )
+    raise SystemExit(0)
+
+
+def _loads(session: Session) -> dict[int, Load]:
+    """What each rank keeps and copies. Collective."""
+    config, topology = session.config, session.topology
+    mine = [*session.state.adapter.expected_bytes(), config.host_state_bytes]
+    sections = [RankSections(*nbytes) for nbytes in session.control.gather_ints(mine)]
+    found: dict[int, Load] = {}
+    for pp, tp in topology.groups():
+        members = topology.group(pp, tp)
+        loads = group_loads(
+            [sections[rank] for rank in members],
+            ring_order(topology.group_nodes(pp, tp)),
+            session.protection.record.parsed,
+            OwnedBy.AOR if config.recompute else OwnedBy.PEER,
+            arenas=config.arena_count,
+            block_bytes=config.block_bytes,
+        )
+        found |= dict(zip(members, loads, strict=True))
+    return found
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reft.control.rendezvous_store import RendezvousStore, StoreError
-from reft.engine.coordinates import kernel_id
+from reft.engine.identity import kernel_id
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.job.options import LaunchOptions

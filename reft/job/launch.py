@@ -60,7 +60,7 @@ from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous_client import RendezvousClient
 from reft.job.scaling import Scaler
 from reft.job.stop_signals import StopSignals
-from reft.job.warm import WarmTrainers, trainers_environ
+from reft.job.warm import WarmTrainers
 from reft.memory.jobdir import read_json
 from reft.memory.user_secret import user_secret
 from reft.node import history
@@ -279,7 +279,9 @@ class Launcher(Observer):
         if options.devices is not None:
             show_devices(options.devices, os.environ)
         if options.warm:
-            self._warm = WarmTrainers(options.preload, trainers_environ())
+            # The last is what TorchElastic gives its trainers.
+            shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+            self._warm = WarmTrainers(options.preload, shared)
         handler = self._rendezvous.connect()
         self._board.start()
         info = NodeInfo(

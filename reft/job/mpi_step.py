@@ -22,7 +22,7 @@ from reft.control.door import format_endpoint
 from reft.control.links import listen_remotely
 from reft.control.mpi import MpiCarrier, load_mpi
 from reft.control.transport import Transport, no_silence
-from reft.engine.coordinates import kernel_id
+from reft.engine.identity import kernel_id
 from reft.env import (
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,

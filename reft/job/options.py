@@ -30,7 +30,7 @@ from reft.job.hostfile import apply_hostfile
 from reft.job.node import default_node_id
 from reft.job.slurm import apply_slurm
 from reft.job.usage import DESCRIPTION, RESTARTS, add_own_options
-from reft.job.warm import DEFAULT_MODULES, has_device, imports_of, source_of
+from reft.job.warm import DEFAULT_MODULES
 from reft.naming import is_name, own_name, safe_name
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
         rank_turn=args.rank_order,
         devices=args.devices,
         warm=_is_warm(args),
-        preload=_preloaded(args),
+        preload=tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload])),
     )
 
 
@@ -263,16 +263,7 @@ def _is_warm(args: argparse.Namespace) -> bool:
     if args.no_python or args.warm is False:
         return False
     # Processes with a device have not been forked from anywhere yet: it is for the user to say.
-    return bool(args.warm) or not has_device()
-
-
-def _preloaded(args: argparse.Namespace) -> tuple[str, ...]:
-    if args.no_python:
-        return ()
-    here = Path.cwd() if args.module else None
-    script = Path(args.training_script)
-    found = source_of(args.training_script, [str(here), *sys.path]) if args.module else script
-    return tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload, *imports_of(found, here)]))
+    return bool(args.warm) or not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
 
 def _memory_dir(args: argparse.Namespace) -> Path:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from reft.engine import marks
+from reft.engine import on_import
 from reft.engine.on_import import hook_imports
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 from reft.job.exits import EX_PEER_FAILED, EXIT_CODES, Cause, ExitNote
@@ -194,7 +194,7 @@ def leave(code: int) -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does."""
-    marks.mark(marks.BEGAN)
+    on_import.mark(on_import.BEGAN)
     hook_imports()
     if argv[0] == "-m":
         name = argv[1]

@@ -97,8 +97,8 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         "--warm",
         action=argparse.BooleanOptionalAction,
         default=_warm_by_environment(),
-        help="fork trainers from a process of the node that has imported torch, DeepSpeed and the packages "
-        f"that the script names ({ENV_WARM}=1 or 0; default: yes where the node has no device). --no-warm is "
+        help="fork trainers from a process of the node that has imported torch and DeepSpeed "
+        f"({ENV_WARM}=1 or 0; default: yes where the node has no device). --no-warm is "
         "for scripts that cannot be forked.",
     )
     ours.add_argument(

@@ -1,167 +1,154 @@
 """Trainers that start warm: forked from a process of the node that has torch and DeepSpeed imported.
 
-``reft launch`` starts one such process (:mod:`reft.job.warm_server`), at once, so that it imports while
-nodes gather; trainers of the first start and of every restart are forked from it (:mod:`reft.job.forks`).
-What differs between a trainer's environment and the one in which it has imported is told, and that trainer
-starts cold.
+``reft launch`` starts that process, the server, at once, so that it imports while nodes gather. What it forks
+becomes a child of the launcher, which is the subreaper of its descendants for that moment (prctl(2)): it is
+waited for, signalled and killed like any process that the launcher started itself. (A child of
+multiprocessing's ``forkserver`` is the server's: its exit code is lost with the server, exit handlers of its
+script do not run, and processes that the script makes by "forkserver" come from the launcher's server.)
+
+    python -m reft.job.warm FD MODULE...
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import ctypes
+import gc
+import importlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.backoff import Backoff
+from reft.engine.on_import import PostImportFinder
+from reft.env import ENV_ROOM
+from reft.errors import ReftError
+from reft.job import script
 from reft.job.exits import WorkerExit
-from reft.job.forks import ForkClient, ForkError, ForkingPopen
-from reft.job.proc_entry import with_room
-from reft.job.warm_server import ROOM_BYTES, SERVER, differing
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODULES = (
-    "numpy.random",
-    "torch",
-    "torch.distributed",
+    *("numpy.random", "torch", "torch.distributed"),
     "torch._dynamo",  # which every optimizer imports when it is made
-    "deepspeed",
-    "deepspeed.runtime.pipe.engine",
-    "reft",
-    "reft.engine.deepspeed",
-    "reft.engine.deepspeed_engine",
-    "reft.engine.session",
+    *("deepspeed", "deepspeed.runtime.pipe.engine"),
+    *("reft", "reft.engine.deepspeed", "reft.engine.deepspeed_engine", "reft.engine.session"),
 )
-"""What a trainer of reft imports in any case."""
-_READY_SECS = 600.0
-"""A node whose file system is slower starts its trainers cold."""
-_END_SECS = 5.0
-_TRIES = 5
-"""Starts of the server, each of which ends soon."""
-_STEADY_SECS = 600.0
-_BACKOFF_SECS = 1.0, 30.0
+READ_AT_IMPORT = (
+    *("ATEN_", "BLIS_", "DNNL_", "DS_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_"),
+    *("ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_"),
+)
+"""How variables begin that libraries read while they are loaded."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MOST_BYTES = 2**18
+_READY_SECS, _END_SECS, _THREAD_ENDS_SECS = 600.0, 5.0, 1.0
+_STARTS, _UNFIT = 5, 3
+_UNDERSTOOD = {"cwd", "env", "stdin", "stdout", "stderr", "text", "start_new_session", "encoding", "errors"}
+_prctl = ctypes.CDLL(None).prctl
 
 
-def source_of(module: str, path: Sequence[str]) -> Path | None:
-    """The file that ``python -m`` runs, if it lies in one of these directories; nothing is imported."""
-    for entry in path:
-        base = Path(entry or os.curdir, *module.split("."))
-        for file in (base / "__main__.py", base.with_name(f"{base.name}.py")):
-            if file.is_file():
-                return file
-    return None
+@dataclass(frozen=True)
+class ForkRequest:
+    """A Python program to run: a script and its arguments, or ``-m``, a module and its arguments."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    parent: int
+    session: bool
+    unbuffered: bool
+
+    def command(self) -> list[str]:
+        return [sys.executable, *(["-u"] if self.unbuffered else []), *self.argv]
 
 
-def imports_of(script: Path | None, beside: Path | None = None) -> list[str]:
-    """Installed packages that a script imports at its top level; its own modules are not among them.
+class ForkError(ReftError, RuntimeError):
+    """Nothing was forked: the server has ended, or the request does not fit."""
+
+
+# -- the process that asks -------------------------------------------------------------------------
+
+
+def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int:
+    """Have a server fork a child of this process; returns its process id, or raises ForkError.
 
     Args:
-        script: the file.
-        beside: the directory whose modules come first there; None: the script's.
+        connection: a pair's end of type SOCK_SEQPACKET; the first answer waits for the server's imports.
+        request: what it runs.
+        fds: its standard input, output and error.
     """
-    if script is None or not script.is_file():
-        return []
+    message = json.dumps(asdict(request)).encode()
+    if len(message) > _MOST_BYTES:
+        raise ForkError(f"arguments and environment take {len(message)} bytes, room for {_MOST_BYTES}")
+    read, write = os.pipe()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return []  # the script's own start says it
-    named: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            named += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            named.append(node.module)
-    return [name for name in dict.fromkeys(named) if _is_installed(name, beside or script.parent)]
+        connection.settimeout(_READY_SECS)
+        socket.send_fds(connection, [message], [*fds, read])
+        pid = int(connection.recv(64))
+        # A child whose number did not arrive ends: it reads the pipe's end instead of this.
+        os.write(write, b"g")
+        return pid
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise ForkError("the process that imports ahead has ended: see its messages") from error
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        os.close(read)
+        os.close(write)
 
 
-def _is_installed(name: str, beside: Path) -> bool:
-    top = name.partition(".")[0]
-    # What lies beside the script comes first there, whatever is installed.
-    if top in sys.stdlib_module_names or (beside / top).is_dir() or (beside / f"{top}.py").is_file():
-        return False
-    with suppress(ImportError, ValueError, AttributeError):
-        spec = importlib.util.find_spec(top)
-        origin = (spec.origin or "") if spec is not None else ""
-        return any(part in ("site-packages", "dist-packages") for part in Path(origin).parts)
-    return False
+class ForkingPopen(subprocess.Popen[Any]):
+    """:class:`subprocess.Popen`, which forks Python programs where :meth:`server_for` has a connection."""
 
+    def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+        words = [] if more or isinstance(args, str | bytes) else [os.fspath(word) for word in args]
+        self._unbuffered = words[1:2] == ["-u"]
+        program = words[2:] if self._unbuffered else words[1:]
+        fits = words[:1] == [sys.executable] and set(options) <= _UNDERSTOOD
+        fits = fits and (program[:1] == ["-m"] or not "".join(program[:1]).startswith("-"))
+        self._program = program if fits else []
+        self._session = bool(options.get("start_new_session"))
+        super().__init__(args, *more, **options)
 
-class _Server:
-    """One life of the process that imports ahead; started anew, it is another one.
+    def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
+        """The connection to what forks ``program`` with that environment; None starts it as usual."""
+        raise NotImplementedError
 
-    Args:
-        modules: what is imported.
-        environ: in which.
-    """
+    def failed(self, error: ForkError) -> None:
+        """It could not be forked; the program is started as usual, unless this raises."""
 
-    def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        news, write = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", SERVER, str(theirs.fileno()), str(write), *modules],
-                # Asking CUDA or HIP whether there are devices makes a state that no forked process can use:
-                # so torch asks NVML, or on AMD's devices amdsmi.
-                env=with_room({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ}, ROOM_BYTES),
-                pass_fds=[theirs.fileno(), write],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            os.close(news)
-            raise
-        finally:
-            theirs.close()
-            os.close(write)
-        self.client = ForkClient(ours)
-        self.read: set[str] = set()
-        """Variables that were read while it imported."""
-        self.ready = threading.Event()
-        """It is, or it has ended."""
-        self.usable = False
-        self.overdue = False
-        """It was waited for in vain."""
-        self._news = news
-
-    def run(self) -> int:
-        """Hear from the server what it could not share, and that it is ready; returns how it ended."""
-        with os.fdopen(self._news) as lines:
-            for line in lines:
-                note = json.loads(line)
-                if "left_out" in note:
-                    logger.warning("trainers import %s themselves: it %s", note["left_out"], note["why"])
-                if "read" in note:
-                    self.read, self.usable = set(note["read"]), True
-                    break
-        self.ready.set()
-        code = self._process.wait()
-        self.usable = False
-        return code
-
-    def end(self) -> None:
-        """Trainers stay."""
-        self.client.close()
-        try:
-            self._process.wait(_END_SECS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_END_SECS)
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        cwd, env, pipes = os.fspath(rest[4] or os.getcwd()), rest[5], rest[9:15]
+        env = dict(os.environ) if env is None else {str(k): str(v) for k, v in env.items()}
+        server = self.server_for(self._program, env) if self._program else None
+        if server is not None:
+            unbuffered = self._unbuffered or bool(env.get("PYTHONUNBUFFERED"))
+            request = ForkRequest(self._program, env, cwd, os.getpid(), self._session, unbuffered)
+            ends = enumerate((pipes[0], pipes[3], pipes[5]))
+            try:
+                self.pid = fork(server, request, [number if end == -1 else end for number, end in ends])
+            except ForkError as error:
+                self.failed(error)
+            else:
+                self._child_created = True
+                self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+                return
+        super()._execute_child(args, *rest)  # type: ignore[misc]
 
 
 class WarmTrainers:
-    """Starts the server, and trainers through it once it is ready. One that dies is started again.
+    """Starts the server, and trainers through it. One that has died is started again with the next trainers.
 
     Args:
         modules: what is imported ahead.
@@ -171,51 +158,24 @@ class WarmTrainers:
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         self._modules, self._environ = tuple(modules), dict(environ)
         self._told: set[str] = set()
-        self._ending = threading.Event()
-        self._lock = threading.Lock()
-        self._server = _Server(self._modules, self._environ)
-        # The kernel ends a server with the thread that has started it: this one stays to the end.
-        threading.Thread(target=self._keep, name="reft-warm", daemon=True).start()
+        self._starts = 0
+        self._start()
 
-    def _keep(self) -> None:
-        """Start the server again when it has died."""
-        backoff, died = Backoff(*_BACKOFF_SECS), 0
-        while True:
-            began = time.monotonic()
-            end = WorkerExit(self._server.run(), None)
-            if self._ending.is_set():
-                return
-            if time.monotonic() - began > _STEADY_SECS:
-                backoff.reset()
-                died = 0
-            died += 1
-            if died == _TRIES:
-                logger.warning(
-                    "the process that imports ahead has ended (%s), %d times in a row: it is not started "
-                    "again, and trainers start cold from here on",
-                    *(end, died),
-                )
-                return
-            pause = backoff.failed()
-            logger.warning(
-                "the process that imports ahead has ended (%s); the next one starts in %.0f s (start %d of "
-                "%d)",
-                *(end, pause, died + 1, _TRIES),
+    def _start(self) -> None:
+        self._starts += 1
+        self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Asking CUDA or HIP whether there are devices makes a state that no forked process can use: with
+        # this, torch asks NVML, or on AMD's devices amdsmi.
+        environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ, ENV_ROOM: "x" * 2**14}
+        command = [sys.executable, "-m", "reft.job.warm", str(theirs.fileno()), *self._modules]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
-            if self._ending.wait(pause) or not self._start_again():
-                return
-
-    def _start_again(self) -> bool:
-        with self._lock:
-            if self._ending.is_set():
-                return False
-            self._server.client.close()
-            try:
-                self._server = _Server(self._modules, self._environ)
-            except OSError as error:
-                logger.warning("the process that imports ahead cannot be started: %s", error)
-                return False
-        return True
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -226,11 +186,11 @@ class WarmTrainers:
         outer, original = self, torch_handler.Popen
 
         class TrainerPopen(ForkingPopen):
-            def client_for(self, program: Sequence[str], env: Mapping[str, str]) -> ForkClient | None:
-                return outer.client_for(env)
+            def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
+                return outer._server_for(env)
 
             def failed(self, error: ForkError) -> None:
-                outer.tell(str(error))
+                outer._tell(str(error))
 
         torch_handler.Popen = TrainerPopen
         try:
@@ -238,38 +198,198 @@ class WarmTrainers:
         finally:
             torch_handler.Popen = original
 
-    def client_for(self, env: Mapping[str, str]) -> ForkClient | None:
-        """The client that forks a trainer with that environment; None if it has to start cold."""
-        server = self._server
-        if not server.overdue and not server.ready.wait(_READY_SECS):
-            server.overdue = True
-            self.tell(f"imports are not done after {_READY_SECS:.0f} s")
-        if not server.usable:
-            self.tell("the process that imports ahead is not there: see its messages")
+    def _server_for(self, env: Mapping[str, str]) -> socket.socket | None:
+        code = self._process.poll()
+        if code not in (None, _UNFIT) and self._starts < _STARTS:
+            logger.warning("the process that imports ahead has ended (%s): again", WorkerExit(code, None))
+            self._server.close()
+            self._start()
+        elif code is not None:
+            self._tell("the process that imports ahead is not there: see its messages")
             return None
-        others = differing(self._environ, env, server.read)
-        if others:
-            self.tell(f"{', '.join(others)} differ from the launcher's environment")
+        names = sorted(n for n in {*self._environ, *env} if self._environ.get(n) != env.get(n))
+        if others := [n for n in names if n.startswith(READ_AT_IMPORT)]:
+            self._tell(f"{', '.join(others)} differ from the launcher's environment")
             return None
-        return server.client
+        return self._server
 
-    def tell(self, reason: str) -> None:
-        """Say, once, why trainers start cold."""
+    def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
             logger.warning("trainers start cold: %s", reason)
 
     def close(self) -> None:
         """End the server; trainers stay."""
-        self._ending.set()
-        with self._lock:
-            self._server.end()
+        self._server.close()
+        try:
+            self._process.wait(_END_SECS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_SECS)
 
 
-def trainers_environ() -> dict[str, str]:
-    """The environment that trainers of this process have in common under TorchElastic."""
-    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}
+# -- the server ------------------------------------------------------------------------------------
 
 
-def has_device() -> bool:
-    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd"))
+class ProcEntry:
+    """What /proc shows of this process and its forks as command and environment: the memory into which the
+    kernel wrote both, made larger by ENV_ROOM. Make it before libraries keep pointers into them."""
+
+    def __init__(self) -> None:
+        kept = {name: value for name, value in os.environ.items() if name != ENV_ROOM}
+        os.environ.clear()
+        os.environ.update(kept)
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        self._command, self._command_end, self._environ, self._environ_end = map(int, fields[45:49])
+
+    def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Show these from now on; what does not fit is left out."""
+        _write(self._environ, self._environ_end, [f"{name}={value}" for name, value in environ.items()])
+        _write(self._command, self._command_end, argv)
+
+
+def _write(begin: int, end: int, texts: Sequence[str]) -> None:
+    shown = b""
+    for text in texts:
+        more = os.fsencode(text) + b"\0"
+        shown += more if len(shown) + len(more) <= end - begin else b""
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> ForkRequest:
+    """Fork whenever it is asked for, until the other end is closed, which ends this process.
+
+    Args:
+        connection: the other end of the one that asks.
+        entry: of this process.
+        path: ``sys.path`` without its first entry and without PYTHONPATH's.
+
+    Returns:
+        In forked processes alone: what to run. They are then as if they had been started for it.
+    """
+    gc.collect()
+    gc.freeze()  # its pages stay shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        message, fds, _, _ = socket.recv_fds(connection, _MOST_BYTES, 4)
+        if not message:
+            os._exit(0)
+        request = ForkRequest(**json.loads(message))
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            entry.show(request.command(), request.env)  # before the process exists, which is found by them
+            between, pid = os.getpid(), os.fork()
+            if pid:
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != request.parent or not os.read(fds[3], 1):
+                os._exit(1)  # the process that asked was killed, or does not know of this one
+            for number, fd in enumerate(fds[:3]):
+                os.dup2(fd, number)
+            for fd in (*fds, read, write):
+                os.close(fd)
+            _become(request, path)
+            return request
+        os.close(write)
+        pid_of_child = os.read(read, 64)
+        os.waitpid(between, 0)  # now its child has its new parent
+        for fd in (read, *fds):
+            os.close(fd)
+        connection.send(pid_of_child or b"none")
+
+
+def _become(request: ForkRequest, path: Sequence[str]) -> None:
+    if request.session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.chdir(request.cwd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=request.unbuffered)  # type: ignore[union-attr]
+    tempfile.tempdir = None
+    # Each draws its own numbers, as after a start of its own; `random` sees to it itself.
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].random.default_generator.seed()
+    importlib.invalidate_caches()
+    module = request.argv[0] == "-m"
+    own = [entry for entry in request.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [request.cwd if module else str(Path(request.argv[0]).resolve().parent), *own, *path]
+    sys.argv = ["-m", *request.argv[2:]] if module else list(request.argv)
+
+
+def _unfit() -> str:
+    """Why this process cannot be forked; "" if it can."""
+    if _threads() > 1:
+        # OpenBLAS ends its own before a fork, and starts them again when they are needed.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads
+            if not (pid := os.fork()):
+                os._exit(0)
+        os.waitpid(pid, 0)
+        deadline = time.monotonic() + _THREAD_ENDS_SECS  # the kernel lists a thread a moment longer
+        while _threads() > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    if _threads() > 1:
+        return f"starts {_threads() - 1} threads"
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if (device := os.readlink(f"/proc/self/fd/{fd}")) in ("/dev/kfd", "/dev/nvidia-uvm"):
+                return f"opens {device}"
+    return ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _heed_variables(request: ForkRequest) -> None:
+    """Start this trainer again, cold, where its script sets what a library has read already (P1)."""
+
+    def heed(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
+            return
+        name, value = map(os.fsdecode, arguments)
+        if name.startswith(READ_AT_IMPORT) and os.environ.get(name) != value:
+            sys.stdout.flush()
+            print(
+                f"reft: this trainer starts again, cold: the script sets {name}, which libraries read when "
+                f"they are imported. Set it where `reft launch` is started, or start with --no-warm",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.execve(sys.executable, request.command(), request.env)
+
+    sys.addaudithook(heed)
+
+
+def main(argv: Sequence[str]) -> None:
+    """The server. Returns in trainers, after their script."""
+    script.die_with_launcher()  # also while it imports, when it does not see that the connection is closed
+    connection, entry = socket.socket(fileno=int(argv[0])), ProcEntry()
+    connection.set_inheritable(False)
+    path = sys.path[1 + len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :]
+    # Trainers hook DeepSpeed themselves.
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
+    for name in argv[1:]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # trainers that need it say more
+            print(f"reft: {name} cannot be imported ahead: {error!r}", file=sys.stderr)
+        if why := _unfit():
+            print(
+                f"reft: {name} {why} while it is imported: trainers start cold", file=sys.stderr, flush=True
+            )
+            sys.exit(_UNFIT)
+    with connection:
+        request = serve(connection, entry, path)
+    _heed_variables(request)
+    script.leave(script.main(request.argv[2:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -205,9 +205,6 @@ class Arena:
         """Store bytes in the data region of an arena whose memory is not allocated yet. Through the mapping
         its pages would be zeroed first, and entered there one by one: that takes twice as long.
 
-        Args:
-            offset: from the start of the data region.
-
         Raises:
             OutOfMemoryError: there is no memory left.
             ArenaError: it would lie outside the data region.

@@ -55,11 +55,6 @@ def set_aside(path: Path, local_rank: int, slots: int) -> Path:
 def scan(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, Arena | str]]:
     """Open every arena of a job directory for reading.
 
-    Args:
-        job_dir: the job's directory on this node.
-        secret: the job's secret.
-        job_id: refuse the versions of any other job.
-
     Returns:
         Per arena file, in name order, the open arena or the reason why it cannot be read. The caller
         closes the arenas.

@@ -19,11 +19,6 @@ class ArenaLock:
     (data loader workers) do not keep it. That of a writable arena also holds the directory shared, which is
     how others know that the job is alive.
 
-    Args:
-        path: the arena's file.
-        fd: open on it.
-        writable: whether the arena is open for writing.
-
     Raises:
         ArenaError: the file was replaced meanwhile, or its directory is being removed.
     """

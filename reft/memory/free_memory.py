@@ -76,10 +76,6 @@ def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[B
     """Every limited control group above a process, of either version.
 
     tmpfs counts as memory in use, page cache that the kernel can drop does not.
-
-    Args:
-        process: directory of the process in /proc.
-        root: where the control groups are mounted.
     """
     with suppress(OSError):
         for line in (process / "cgroup").read_text().splitlines():

@@ -52,11 +52,7 @@ class SlotFiles:
         return sum(path.stat().st_size for path in paths if path.exists())
 
     def remove_leftovers(self, unused: Collection[int]) -> None:
-        """Remove the arenas that an earlier incarnation with more slots or more ranks left here.
-
-        Args:
-            unused: slots of which no file is needed.
-        """
+        """Remove the arenas that an earlier incarnation with more slots or more ranks left here."""
         mine = {arena_name(self.local_rank, slot) for slot in {*range(self.count)} - {*unused}}
         ranks = range(self.local_world_size) if self.local_rank == 0 else ()
         others = tuple(_prefix(rank) for rank in ranks if rank != self.local_rank)

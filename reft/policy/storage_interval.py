@@ -19,7 +19,7 @@ from math import ceil, comb, exp, expm1, inf, sqrt
 
 from reft.errors import ConfigError
 from reft.node.history import Round
-from reft.policy.frequency import most_lost_steps
+from reft.policy.rate import most_lost_steps
 
 DAY_SECS = 86400.0
 DEFAULT_NODE_MTBF_DAYS = 150.0
@@ -57,11 +57,6 @@ class NodeLosses:
 def learned_losses(rounds: Iterable[Round], now_unix_secs: float, mtbf_days: float) -> NodeLosses:
     """The rate at which this job loses nodes: what is configured counts as one loss that was seen, so that a
     job without any keeps to it, and one with many to its own.
-
-    Args:
-        rounds: the job's history, in its order.
-        now_unix_secs: until when it is known.
-        mtbf_days: of a node, as configured.
 
     Raises:
         ConfigError: the configured time is not above 0.
@@ -122,12 +117,8 @@ def daly_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """The interval, in seconds of training, that maximises :func:`effective_part`: 1 - t/M = exp(-(t + c)/M).
-
-    Args:
-        cost_secs: c, above 0.
-        mtbf_secs: M, of what needs storage.
-    """
+    """The interval, in seconds of training, with the largest :func:`effective_part`:
+    1 - t/M = exp(-(t + c)/M)."""
     if not cost_secs > 0 or not mtbf_secs > 0:
         raise ConfigError(f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0")
     if cost_secs < _SHORT * mtbf_secs:  # where 1 - t/M has no digits left, Daly's error is beyond a float's

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
+from math import gcd
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from reft.errors import ConfigError
-from reft.protect.gf256 import Row
-from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, PACKETS, needs_packets, packet_program
+from reft.protect.gf256 import Row, bit_matrix
+from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, PACKET_BYTES, PACKETS, needs_packets, packet_program
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +61,6 @@ class Backend(Protocol):
 
 def numpy_backend() -> Backend:
     """The backend of the host."""
-    from reft.protect.xor_numpy import NumpyBackend
 
     return NumpyBackend()
 
@@ -71,8 +78,6 @@ def backend_for(buffer: Buffer) -> Backend:
     if kind == "numpy":
         return numpy_backend()
     if kind == "torch":
-        from reft.protect.xor_torch import TorchBackend
-
         if buffer.device.type != "cuda":
             return TorchBackend()
         if buffer.device not in _tried:
@@ -92,7 +97,6 @@ _tried: dict[Any, Backend] = {}
 
 def _tried_cupy(like: Buffer) -> Backend | None:
     """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is installed."""
-    from reft.protect.xor_torch import TorchBackend
 
     try:
         fused = cupy_backend()
@@ -129,7 +133,6 @@ def cupy_backend() -> Backend:
     Raises:
         ConfigError: where CuPy is not installed or sees no device; says what to install.
     """
-    from reft.protect.xor_cupy import CupyBackend
 
     return CupyBackend()
 
@@ -176,11 +179,6 @@ def combine_ragged(
     """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with zeros.
 
     Only the cell in which a source ends is copied, and only if coefficients above 1 need whole cells.
-
-    Args:
-        rows: as in :meth:`Backend.combine`.
-        sources: buffers of at most the targets' length.
-        targets: buffers of one length.
     """
     nbytes = len(targets[0])
     if any(len(s) > nbytes for s in sources):
@@ -296,3 +294,320 @@ class ChunkedBackend(ABC):
 
     @abstractmethod
     def _copy(self, source: Any, out: Any) -> None: ...
+
+
+THREADS = 256
+"""Threads of a block. With coefficients above 1, a block takes so many columns of a cell.
+
+The kernels say it to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads: 128
+registers for a thread, so that from three targets on accumulators are spilled to memory."""
+
+NAME = "reft_combine"
+
+_WORDS = {
+    16: (
+        "typedef uint4 Word;\n"
+        "static __device__ __forceinline__ Word mix(Word a, Word b) "
+        "{ a.x ^= b.x; a.y ^= b.y; a.z ^= b.z; a.w ^= b.w; return a; }\n"
+        "static __device__ __forceinline__ Word zero() { Word a; a.x = a.y = a.z = a.w = 0; return a; }\n"
+    ),
+    **{
+        width: (
+            f"typedef {name} Word;\n"
+            "static __device__ __forceinline__ Word mix(Word a, Word b) { return a ^ b; }\n"
+            "static __device__ __forceinline__ Word zero() { return 0; }\n"
+        )
+        for width, name in (
+            (8, "unsigned long long"),
+            (4, "unsigned int"),
+            (2, "unsigned short"),
+            (1, "unsigned char"),
+        )
+    },
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a kernel.
+
+    Attributes:
+        items: blocks that have work; fewer blocks may be started, each then takes several.
+        numbers: the two leading arguments (unsigned 64-bit), before the pointers of sources and targets.
+    """
+
+    items: int
+    numbers: tuple[int, int]
+
+
+def launch_of(rows: Sequence[Row], width: int, nbytes: int) -> Launch:
+    """Grid and leading arguments for buffers of ``nbytes`` bytes and words of ``width`` bytes."""
+    words = nbytes // width
+    if not needs_packets(rows):
+        return Launch(max(1, -(-words // THREADS)), (words, nbytes))
+    whole, rest = divmod(words, PACKETS * (PACKET_BYTES // width))
+    return Launch((whole + bool(rest)) * _tiles(width), (whole, rest // PACKETS))
+
+
+def _tiles(width: int) -> int:
+    """Blocks that share a cell."""
+    return PACKET_BYTES // width // THREADS
+
+
+@lru_cache(maxsize=256)
+def kernel_source(rows: tuple[Row, ...], width: int) -> str:
+    """Source of ``reft_combine`` for a coefficient matrix.
+
+    Its arguments are two numbers (see :func:`launch_of`), the sources and the targets as byte pointers.
+
+    Args:
+        rows: coefficients, one row per target; every row has one that is not 0.
+        width: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it.
+    """
+    sources = range(len(rows[0]))
+    pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
+    pointers += [f"unsigned char* __restrict__ t{r}" for r in range(len(rows))]
+    body = _packet_body(rows, width) if needs_packets(rows) else _plain_body(rows)
+    return (
+        "typedef unsigned long long Count;\n"
+        + _WORDS[width]
+        + f'extern "C" __global__ void __launch_bounds__({THREADS}) '
+        + f"{NAME}(Count m, Count n, {', '.join(pointers)}) {{\n{body}}}\n"
+    )
+
+
+def _plain_body(rows: Sequence[Row]) -> str:
+    """m words and n bytes; the bytes after the last word go one by one."""
+
+    def xor(row: Row, pattern: str, joint: str) -> str:
+        terms = [pattern.format(j=j) for j, c in enumerate(row) if c]
+        text = terms[0]
+        for term in terms[1:]:
+            text = joint.format(text, term)
+        return text
+
+    used = [j for j in range(len(rows[0])) if any(row[j] for row in rows)]
+    lines = [
+        "  const Count stride = (Count)gridDim.x * blockDim.x;",
+        "  const Count first = (Count)blockIdx.x * blockDim.x + threadIdx.x;",
+        "  for (Count i = first; i < m; i += stride) {",
+        *(f"    const Word x{j} = ((const Word*)s{j})[i];" for j in used),
+        *(f"    ((Word*)t{r})[i] = {xor(row, 'x{j}', 'mix({}, {})')};" for r, row in enumerate(rows)),
+        "  }",
+        "  for (Count i = m * sizeof(Word) + first; i < n; i += stride) {",
+        *(f"    t{r}[i] = {xor(row, 's{j}[i]', '{} ^ {}')};" for r, row in enumerate(rows)),
+        "  }",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _packet_body(rows: Sequence[Row], width: int) -> str:
+    """m whole cells, then, if n is not 0, one whose packets have n words."""
+    words = PACKET_BYTES // width
+    bits = range(PACKETS)
+    lines = [
+        "  const Count cells = m + (n ? 1 : 0);",
+        f"  for (Count tile = blockIdx.x; tile < cells * {_tiles(width)}; tile += gridDim.x) {{",
+        f"    const Count c = tile / {_tiles(width)};",
+        f"    const Count w = tile % {_tiles(width)} * {THREADS} + threadIdx.x;",
+        f"    const Count words = c < m ? {words} : n;",
+        "    if (w < words) {",
+        f"      const Count at = c * {words * PACKETS} + w;",
+        *(f"      Word a{r}_{i} = zero();" for r in range(len(rows)) for i in bits),
+    ]
+    for j in range(len(rows[0])):
+        if not any(row[j] for row in rows):
+            continue
+        lines.append("      {")
+        lines += [f"        const Word x{i} = ((const Word*)s{j})[at + {i} * words];" for i in bits]
+        for r, row in enumerate(rows):
+            lines += _accumulate(r, row[j])
+        lines.append("      }")
+    lines += [f"      ((Word*)t{r})[at + {i} * words] = a{r}_{i};" for r in range(len(rows)) for i in bits]
+    return "\n".join([*lines, "    }", "  }"]) + "\n"
+
+
+def _accumulate(target: int, coefficient: int) -> list[str]:
+    lines = []
+    for i, factors in enumerate(bit_matrix(coefficient)):
+        text = f"a{target}_{i}"
+        for j in factors:
+            text = f"mix({text}, x{j})"
+        if factors:
+            lines.append(f"        a{target}_{i} = {text};")
+    return lines
+
+
+_BLOCKS_PER_PROCESSOR = 8
+_MOST_SOURCES = 200
+"""Kernel arguments take at most 4 KiB."""
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as e:
+        raise ConfigError(
+            "found no CuPy; expected it for the fused device kernels. Install reft-ckpt[cuda12], "
+            "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch backend: "
+            "it makes the same bytes (CuPy has no package for ROCm 6)"
+        ) from e
+    return cupy
+
+
+@cache
+def _usable_cupy() -> Any:
+    cupy = _import_cupy()
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise ConfigError(
+            f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and that the "
+            f"extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
+        ) from e
+    if not devices:
+        raise ConfigError(
+            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES (on AMD's "
+            f"devices HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES), or use the torch backend"
+        )
+    return cupy
+
+
+class CupyBackend:
+    """See :class:`~reft.protect.backend.Backend`.
+
+    Buffers are ``torch.Tensor`` (CUDA or ROCm) or ``cupy.ndarray``, uint8, all of one device.
+
+    Raises:
+        ConfigError: if CuPy is not installed or sees no device.
+    """
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        self._cupy = _usable_cupy()
+
+    def zeros(self, nbytes: int, like: Buffer) -> Buffer:
+        """A new buffer of zeros, of the class and on the device of ``like``."""
+        if isinstance(like, self._cupy.ndarray):
+            with like.device:
+                return self._cupy.zeros(nbytes, dtype=self._cupy.uint8)
+        return like.new_zeros(nbytes)
+
+    def combine(self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
+        """See :meth:`Backend.combine`; queued on the current stream, the host does not wait."""
+        nbytes = check_combine(rows, sources, targets)
+        if len(sources) + len(targets) > _MOST_SOURCES:
+            raise ValueError(
+                f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at most "
+                f"{_MOST_SOURCES} buffers: use smaller sharding groups"
+            )
+        kept = clear_zero_rows(rows, targets)
+        if not kept or not nbytes:
+            return
+        chosen = tuple(tuple(rows[r]) for r in kept)
+        with self._on_stream_of(targets[0]):
+            arrays = [self._share(b) for b in (*sources, *(targets[r] for r in kept))]
+            width = gcd(16, *(a.data.ptr for a in arrays))
+            launch = launch_of(chosen, width, nbytes)
+            grid = min(launch.items, _processors(self._cupy.cuda.Device().id) * _BLOCKS_PER_PROCESSOR)
+            numbers = [self._cupy.uint64(n) for n in launch.numbers]
+            self._kernel(chosen, width)((grid,), (THREADS,), (*numbers, *arrays))
+
+    def _kernel(self, rows: tuple[Row, ...], width: int) -> Any:
+        return _compiled(rows, width, self._cupy.cuda.Device().id)
+
+    def _share(self, buffer: Buffer) -> Any:
+        return buffer if isinstance(buffer, self._cupy.ndarray) else self._cupy.from_dlpack(buffer)
+
+    @contextmanager
+    def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
+        """CuPy works on the caller's stream: with another one, sharing would make streams wait."""
+        if isinstance(buffer, self._cupy.ndarray):
+            with buffer.device:
+                yield
+            return
+        import torch
+
+        stream = torch.cuda.current_stream(buffer.device)
+        with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):
+            yield
+
+    def _wrapped(self, stream: Any) -> Any:
+        """A torch stream as CuPy's: by the stream protocol where both know it (CuPy 14), else by address."""
+        if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
+            return self._cupy.cuda.Stream.from_external(stream)
+        return self._cupy.cuda.ExternalStream(stream.cuda_stream)
+
+
+@cache
+def _processors(device: int) -> int:
+    """Multiprocessors (AMD: compute units). Not from ``Device.attributes``, which has the numbers of
+    an old HIP, so that on AMD's devices this one is missing (CuPy's issue 7676, open in 2026)."""
+    return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
+
+
+@cache
+def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
+    return _usable_cupy().RawKernel(kernel_source(rows, width), NAME)
+
+
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK_BYTES = 512 * 2**10
+"""The target's chunk stays in the second-level cache; the sources stream past it."""
+
+
+class NumpyBackend(ChunkedBackend):
+    """See :class:`~reft.protect.backend.Backend`. Buffers are ``numpy.ndarray`` of uint8."""
+
+    name = "numpy"
+
+    def zeros(self, nbytes: int, like: Bytes) -> Bytes:
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    def _words(self, buffers: Sequence[Bytes], nbytes: int) -> tuple[int, list[Any]]:
+        # Wider words gain nothing (measured), and unaligned ones go through NumPy's slow buffers.
+        return 1, list(buffers)
+
+    def _chunk_bytes(self, target: Bytes) -> int:
+        return CHUNK_BYTES
+
+    def _xor(self, left: Any, right: Any, out: Any) -> None:
+        np.bitwise_xor(left, right, out=out)
+
+    def _copy(self, source: Any, out: Any) -> None:
+        np.copyto(out, source)
+
+
+_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_HOST_CHUNK_BYTES = 512 * 2**10
+_DEVICE_CHUNK_BYTES = 4 * 2**20
+"""Below the second-level cache of every supported device; long enough to hide a launch."""
+
+
+class TorchBackend(ChunkedBackend):
+    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device."""
+
+    name = "torch"
+
+    def zeros(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
+
+    def _words(self, buffers: Sequence[torch.Tensor], nbytes: int) -> tuple[int, list[Any]]:
+        offsets = (b.storage_offset() for b in buffers)
+        pointers = (b.data_ptr() for b in buffers)
+        width = gcd(8, *offsets, *pointers)
+        if nbytes < width:
+            width = 1
+        whole = nbytes // width * width
+        return width, [b[:whole].view(_DTYPES[width]) for b in buffers]
+
+    def _chunk_bytes(self, target: torch.Tensor) -> int:
+        return _HOST_CHUNK_BYTES if target.device.type == "cpu" else _DEVICE_CHUNK_BYTES
+
+    def _xor(self, left: Any, right: Any, out: Any) -> None:
+        torch.bitwise_xor(left, right, out=out)
+
+    def _copy(self, source: Any, out: Any) -> None:
+        out.copy_(source)

@@ -3,7 +3,7 @@
 Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12 bytes a
 parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the partition
 and makes the same step here. The arithmetic is not written anew: the replica is an optimizer of the
-owner's own class over host memory (apex has none for hosts: its formula, :mod:`reft.protect.apex_adam`),
+owner's own class over host memory (apex has none for hosts: its formula, :mod:`reft.protect.host_adam`),
 stepped with the owner's hyper-parameters of that step. Where owner and replica run the same kernel, as on
 CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam` agrees wherever the owner runs.
 
@@ -13,16 +13,93 @@ then on it refuses to step and to be read, until it is copied anew from the owne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
-from reft.optim import ExactAdam
-from reft.protect.apex_adam import ApexAdam
+from reft.optim import ExactAdam, slices, square_root
+
+
+class ApexAdam(torch.optim.Optimizer):
+    """apex's ``FusedAdam`` over fp32 partitions in host memory.
+
+    Args:
+        params: dicts of groups.
+        adam_w_mode: weight decay on the weights, not on the gradient.
+    """
+
+    def __init__(self, params: Any, *, adam_w_mode: bool) -> None:
+        defaults = {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "bias_correction": True,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step with the gradients in ``grad``; state is ``step``, ``exp_avg`` and ``exp_avg_sq``."""
+        assert closure is None
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] += 1
+                scalars = _scalars(group, int(state["step"]))
+                tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+                for part in slices(*tensors):
+                    _update(part, scalars, adam_w=self.adam_w_mode)
+
+
+def _scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
+    """Of one step: fp32 numbers."""
+    beta1, beta2 = (np.float32(beta) for beta in group["betas"])
+    corrected = group["bias_correction"]
+    exact = {
+        "beta1": beta1,
+        "rest1": np.float32(1) - beta1,
+        "beta2": beta2,
+        "rest2": np.float32(1) - beta2,
+        "correction1": 1 - math.pow(float(beta1), step) if corrected else 1.0,
+        "correction2": 1 - math.pow(float(beta2), step) if corrected else 1.0,
+        "lr": group["lr"],
+        "eps": group["eps"],
+        "decay": group["weight_decay"],
+    }
+    return {name: float(np.float32(value)) for name, value in exact.items()}
+
+
+def _update(tensors: list[torch.Tensor], s: Mapping[str, float], *, adam_w: bool) -> None:
+    """In place, as the module says it: one operation a line, no alpha. The gradient is only read."""
+    p, g, m, v = tensors
+    if not adam_w:
+        g = torch.mul(p, s["decay"]).add_(g)
+    t = torch.mul(g, s["rest1"])
+    m.mul_(s["beta1"])
+    m.add_(t)
+    torch.mul(g, s["rest2"], out=t)
+    t.mul_(g)
+    v.mul_(s["beta2"])
+    v.add_(t)
+    root = torch.div(v, s["correction2"])
+    square_root(root, root)
+    root.add_(s["eps"])
+    torch.div(m, s["correction1"], out=t)
+    t.div_(root)
+    if adam_w:
+        torch.mul(p, s["decay"], out=root)
+        t.add_(root)
+    t.mul_(s["lr"])
+    p.sub_(t)
+
 
 _REPLAY_FAR = 1 << 20
 

@@ -1,4 +1,4 @@
-"""How likely a job survives: formulas, exact counts, Monte Carlo over real placements. Pure.
+"""How likely a job survives: formulas and exact counts. Pure.
 
 A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over independent
 causes (hardware, software). With groups of D nodes that survive any k losses (REFERENCE 1.8):
@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import comb, exp, sqrt
-
-import numpy as np
-import numpy.typing as npt
+from math import comb, exp
 
 from reft.errors import ConfigError
-from reft.grid import Topology
-from reft.protect.codes import Code, Scheme, place_code
+from reft.protect.codes import Code
 from reft.protect.tolerance import survives
 
 _MOST_COUNTED_NODES = 20
 _PRECISION = 1e-9
-_INTERVAL_SIGMAS = 1.96
 
 
 @dataclass(frozen=True)
@@ -76,14 +71,13 @@ def survived_losses(
         holders: sets of members that must not all be lost: who keeps what the code does not protect.
 
     Raises:
-        ValueError: above 20 nodes, where there are too many sets to count; use :func:`simulate`.
+        ValueError: above 20 nodes, where there are too many sets to count.
     """
     where = tuple(nodes) if nodes is not None else tuple(map(str, range(code.size)))
     distinct = sorted(set(where), key=where.index)
     if len(distinct) > _MOST_COUNTED_NODES:
         raise ValueError(
-            f"found a group of {len(distinct)} nodes; counting every loss takes at most "
-            f"{_MOST_COUNTED_NODES}: use the Monte Carlo simulation"
+            f"found a group of {len(distinct)} nodes; counting every loss takes at most {_MOST_COUNTED_NODES}"
         )
     members = [{m for m, node in enumerate(where) if node == name} for name in distinct]
     counts = [0] * (len(distinct) + 1)
@@ -190,71 +184,3 @@ def survival_curve(
             SurvivalPoint(secs, q, protected_survival(q, nodes, survived), unprotected_survival(q, nodes))
         )
     return tuple(made)
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A probability found by Monte Carlo.
-
-    Attributes:
-        probability: part of the trials that survived.
-        low, high: 95 % interval (Wilson's, which holds near 0 and 1).
-        trials: how many were drawn.
-    """
-
-    probability: float
-    low: float
-    high: float
-    trials: int
-
-    def __str__(self) -> str:
-        return f"{self.probability:.5f} [{self.low:.5f}, {self.high:.5f}], {self.trials} trials, simulated"
-
-
-def simulate(
-    topology: Topology, scheme: Scheme, q: float, *, trials: int = 100_000, seed: int = 0
-) -> Simulated:
-    """Draw node losses and ask the rank test whether every sharding group of the job recovers.
-
-    Args:
-        topology: the real placement; groups that share nodes are lost together.
-        scheme: how every group's replicated section is protected.
-        q: survival of a node, all nodes independent.
-        trials: draws.
-        seed: of the generator; the same seed gives the same result.
-
-    Raises:
-        ConfigError: if the groups are too small for the scheme.
-    """
-    names = sorted(set(topology.failure_domains))
-    column = {name: i for i, name in enumerate(names)}
-    lost = np.random.default_rng(seed).random((trials, len(names))) >= q
-    alive = np.ones(trials, dtype=np.bool_)
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
-    for where in sorted({topology.group_nodes(pp, tp) for pp, tp in topology.groups()}):
-        alive &= _alive(place_code(scheme, where), lost[:, [column[n] for n in where]], known)
-    return _interval(int(alive.sum()), trials)
-
-
-def _alive(
-    code: Code,
-    lost: npt.NDArray[np.bool_],
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], bool],
-) -> npt.NDArray[np.bool_]:
-    """Which trials a group survives; ``lost`` has shape (trials, members). Every loss is tested once."""
-    _, first, back = np.unique(np.packbits(lost, axis=1), axis=0, return_index=True, return_inverse=True)
-    fine = np.empty(len(first), dtype=np.bool_)
-    for i, at in enumerate(first):
-        key = (code.ring, tuple(np.flatnonzero(lost[at]).tolist()))
-        if key not in known:
-            known[key] = survives(code, key[1])
-        fine[i] = known[key]
-    result: npt.NDArray[np.bool_] = fine[back.reshape(-1)]
-    return result
-
-
-def _interval(alive: int, trials: int) -> Simulated:
-    z, p = _INTERVAL_SIGMAS, alive / trials
-    middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    return Simulated(p, max(0.0, middle - half), min(1.0, middle + half), trials)

@@ -18,7 +18,7 @@ from reft.blocks import BlockKey
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.gf256 import Row, reduce_rows
 from reft.protect.rs import CELL_BYTES
-from reft.protect.solve_host import solve_ragged
+from reft.protect.solve import solve_ragged
 from reft.recover.parity import LostBlock
 from reft.recover.pool import Bytes, Pool
 

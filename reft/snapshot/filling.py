@@ -15,7 +15,7 @@ from reft.memory.arena import Arena, checksum
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock
-from reft.snapshot.traffic import Kind, Traffic, kind_of
+from reft.snapshot.stats import Kind, Traffic, kind_of
 from reft.state.late import LateBlob
 
 
@@ -176,9 +176,6 @@ class Filling:
 
     def check_received(self, arrived: Mapping[int, torch.Tensor]) -> int:
         """Compare what arrived with the owners' checksums (P5).
-
-        Args:
-            arrived: per member what was :meth:`wanted` of it.
 
         Returns:
             Bytes received.

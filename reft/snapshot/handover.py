@@ -30,7 +30,7 @@ from reft.snapshot.committing.protocol import (
 )
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.version import State, step
-from reft.snapshot.paced import PacedCopier
+from reft.snapshot.copying.copier import PacedCopier
 from reft.snapshot.request import SnapshotRequest
 
 logger = logging.getLogger(__name__)

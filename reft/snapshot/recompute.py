@@ -4,7 +4,7 @@ Version i of a kept partition is version i-1 of it, which lies in this rank's ne
 step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
 the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
 checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.committing.exchange`). A missed gradient or a spoilt replica so costs one transfer, and
+(:mod:`reft.snapshot.committing.sealing`). A missed gradient or a spoilt replica so costs one transfer, and
 nothing else is ever restored (P5).
 
 Where device and host kernels do not agree to the last bit (fused Adam on a GPU; not :mod:`reft.optim`),
@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +26,7 @@ from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import LiveImages
+from reft.snapshot.stats import RecomputeStats
 from reft.state.catalogue import SectionImage, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -67,30 +68,8 @@ class OptimizerStep:
     flush_denormal: bool = False
 
 
-@dataclass
-class RecomputeStats:
-    """Counters of one rank.
-
-    Attributes:
-        versions: partitions recomputed for a version, equal to their owner's or accepted.
-        resynced: partitions of which the owner had to send something, by cause.
-        secs: seconds spent on recomputing, all together.
-        cpu_secs: processor time of that, of the one thread.
-    """
-
-    versions: int = 0
-    resynced: dict[str, int] = field(default_factory=dict)
-    secs: float = 0.0
-    cpu_secs: float = 0.0
-
-
 class PeerOptimizers:
-    """The optimizers of the members whose partitions this rank keeps.
-
-    Args:
-        options: fixed settings.
-        stats: counters to update.
-    """
+    """The optimizers of the members whose partitions this rank keeps."""
 
     def __init__(self, options: RecomputeOptions, stats: RecomputeStats | None = None) -> None:
         self._options = options
@@ -245,14 +224,7 @@ class PeerOptimizers:
             self._give_up(member, filling, type(error).__name__, detail=str(error))
 
     def _give_up(self, member: int, filling: Filling, cause: str, detail: str = "") -> None:
-        """Have the owner send the partition.
-
-        Args:
-            member: whose.
-            filling: the version.
-            cause: one of few, it is counted by.
-            detail: what of it may be another one every time.
-        """
+        """Have the owner send the partition."""
         replica = self.replicas.get(member)
         if replica is not None:
             replica.mark_stale(cause)

@@ -2,13 +2,145 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from reft.snapshot.recompute import RecomputeStats
-from reft.snapshot.scheduling.samples import Samples
-from reft.snapshot.traffic import Traffic
+from reft.blocks import BlockKey, Section
+
+
+class Kind(StrEnum):
+    """What a byte is.
+
+    ``SHARD``: of this rank's own shard of the replicated section. ``COPIES``: of other members' shards, cut
+    from the own replica. ``PARITY``: encoded from it. ``OWNED``: of the ZeRO partition. ``HOST_STATE``: what
+    only the host knows. ``CHECKSUMS``: eight bytes a block, and the length of the host state, with which
+    peers verify. ``GRADIENTS``: of ring peers' partitions, from which these are recomputed. ``MIRROR``:
+    everything once more, under the baseline ``inter_node``.
+    """
+
+    SHARD = "shard"
+    COPIES = "copies"
+    PARITY = "parity"
+    OWNED = "owned"
+    HOST_STATE = "host_state"
+    CHECKSUMS = "checksums"
+    GRADIENTS = "gradients"
+    MIRROR = "mirror"
+
+
+_KINDS = {
+    Section.OWNED: Kind.OWNED,
+    Section.HOST: Kind.HOST_STATE,
+    Section.PARITY: Kind.PARITY,
+    Section.CHECKSUMS: Kind.CHECKSUMS,
+    Section.GRADIENTS: Kind.GRADIENTS,
+}
+
+
+def kind_of(key: BlockKey, member: int) -> Kind:
+    """What a block is to the ``member`` that stores it."""
+    if key.section is Section.REPLICATED:
+        return Kind.SHARD if key.member == member else Kind.COPIES
+    return _KINDS[key.section]
+
+
+@dataclass
+class Traffic:
+    """Bytes of one version, or of several, on one rank.
+
+    Attributes:
+        to_host: copied from the device, or written by the host, to this rank's arena.
+        sent: sent to ranks on other nodes, once for each of them. What goes to another rank of the same node
+            is not counted, nor is the byte a block by which peers say what they lack (AOR).
+    """
+
+    to_host: Counter[Kind] = field(default_factory=Counter)
+    sent: Counter[Kind] = field(default_factory=Counter)
+
+    def add(self, other: Traffic) -> None:
+        """Count another version's bytes too."""
+        self.to_host.update(other.to_host)
+        self.sent.update(other.sent)
+
+    def to_json(self) -> dict[str, Any]:
+        """Kinds of which there was nothing are left out."""
+        return {"to_host": _bytes(self.to_host), "sent": _bytes(self.sent)}
+
+
+def _bytes(counted: Counter[Kind]) -> dict[str, int]:
+    return {kind.value: counted[kind] for kind in Kind if counted[kind]}
+
+
+class Samples:
+    """A sliding window of values in order of arrival, kept sorted beside: the median is asked for with every
+    commit, and to sort thousands of values every time would cost more than the rest of it.
+    """
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._arrived: deque[float] = deque()
+        self.by_size: list[float] = []
+        """The samples kept, the smallest first."""
+
+    def append(self, value: float) -> None:
+        """Add a sample; the oldest one goes if there are too many."""
+        if len(self._arrived) == self._most:
+            self._forget(self._arrived.popleft())
+        self._arrived.append(value)
+        insort(self.by_size, value)
+
+    def add_to_newest(self, value: float) -> None:
+        """More of the newest sample has become known; nothing if there is none."""
+        if self._arrived:
+            newest = self._arrived.pop()
+            self._forget(newest)
+            self._arrived.append(newest + value)
+            insort(self.by_size, newest + value)
+
+    def _forget(self, value: float) -> None:
+        del self.by_size[bisect_left(self.by_size, value)]
+
+    @property
+    def newest(self) -> float | None:
+        return self._arrived[-1] if self._arrived else None
+
+    @property
+    def median(self) -> float | None:
+        """Of the samples kept; None if there are none. Any thread may ask."""
+        values = self.by_size.copy()  # another thread may be adding to the newest one
+        if not values:
+            return None
+        middle = len(values) // 2
+        if len(values) % 2:
+            return values[middle]
+        return (values[middle - 1] + values[middle]) / 2
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._arrived)
+
+
+@dataclass
+class RecomputeStats:
+    """Counters of one rank.
+
+    Attributes:
+        versions: partitions recomputed for a version, equal to their owner's or accepted.
+        resynced: partitions of which the owner had to send something, by cause.
+        secs: seconds spent on recomputing, all together.
+        cpu_secs: processor time of that, of the one thread.
+    """
+
+    versions: int = 0
+    resynced: dict[str, int] = field(default_factory=dict)
+    secs: float = 0.0
+    cpu_secs: float = 0.0
 
 
 @dataclass

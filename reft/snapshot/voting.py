@@ -15,15 +15,7 @@ from reft.snapshot.request import Watchers
 
 
 class Voter:
-    """Votes for one rank. Used by the worker thread.
-
-    Args:
-        votes: casts the ballots.
-        switch: the scheme in force and orders to change it.
-        agreement: the layout.
-        arenas: this rank's memory.
-        watchers: who disturbs versions, and hears complaints.
-    """
+    """Votes for one rank. Used by the worker thread."""
 
     def __init__(
         self,

@@ -40,10 +40,9 @@ from reft.snapshot.committing.protocol import (
 from reft.snapshot.committing.sealing import Sealer
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.votes import Votes
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PacedCopier
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import GroupLayout
-from reft.snapshot.paced import PacedCopier
 from reft.snapshot.rejoining import Rejoiner
 from reft.snapshot.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.taking import Taker

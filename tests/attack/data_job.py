@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from tests.attack.loads_job import Heard
 from tests.engine.ranks import be_a_rank
 

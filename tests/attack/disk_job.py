@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.label import Label
 from reft.storage.assembler import Assembler
 from reft.storage.persist import persist_label

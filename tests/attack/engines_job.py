@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.env import ENV_LAUNCHER_PID
 from reft.memory.joblock import JobLock
 from tests.engine.engine_job import make, train

@@ -17,8 +17,8 @@ import deepspeed
 import torch
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--ckpt", type=Path, required=True)

@@ -19,8 +19,8 @@ from torch import nn
 
 import reft
 from reft.blocks import Section
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaState
 from tests.engine.ranks import be_a_rank

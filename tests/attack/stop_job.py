@@ -11,8 +11,8 @@ import deepspeed
 import torch
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.errors import TransferError
 from tests.engine.traffic_job import make, train
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from reft.control.control import Ballot, ControlGroup
 from reft.control.door import listen, parse_endpoint
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.engine.job import JobRecord
+from reft.engine.memory import JobRecord
 from reft.env import ENV_CLUSTER
 from reft.errors import TransferError
 from reft.grid import Degrees

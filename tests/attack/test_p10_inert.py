@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 SCRIPT = Path(__file__).with_name("inert_script.py")
 LEAST = {
     *("reft", "reft.env", "reft.naming"),
-    *("reft.engine", "reft.engine.install", "reft.engine.marks", "reft.engine.on_import"),
+    *("reft.engine", "reft.engine.install", "reft.engine.on_import", "reft.engine.on_import"),
 }
 """What looks for the block."""
 STARTER = {"reft.job", "reft.job.exits", "reft.refusal"}

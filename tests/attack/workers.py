@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from reft.blocks import Section
 from reft.control.control import ControlGroup
-from reft.engine.job import JobRecord, noted_commit
+from reft.engine.memory import JobRecord, noted_commit
 from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
@@ -30,18 +30,16 @@ from reft.node.protection import OrderWatch, ProtectionRecord, write_order
 from reft.snapshot import handover
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
-from reft.snapshot.committing.exchange import RingExchange
-from reft.snapshot.committing.sealing import Sealer
+from reft.snapshot.committing.sealing import RingExchange, Sealer
 from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.copying import engine
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PacedCopier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
 from reft.snapshot.handover import Handover
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.refusal import EX_REFUSED, is_refusal
 from tests.engine.ranks import be_a_rank
 from tests.unknown_state import Forgetful, Secretive

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.dealt import dealt_by
-from reft.engine.data_degrees import LEFT, move_data
+from reft.data.passes import dealt_by
+from reft.engine.data import LEFT, move_data
 from reft.recover.reshape import Resize
 
 SIZES = (12, 13, 24, 25, 26)

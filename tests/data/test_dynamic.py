@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 import reft
-from reft.data import batches, loading, place
+from reft.data import batches, loading
 from reft.data.order import Order
 from reft.engine.data import DataPosition
 from reft.errors import ConfigError
@@ -35,8 +35,8 @@ class Job:
     def start(self, replicas: int, store: Any = None) -> None:
         self.replicas = replicas
         self.store = HashStore() if store is None else store
-        self._monkeypatch.setattr(place, "store", lambda replicas: self.store)
-        self._monkeypatch.setattr(place, "readers", lambda replicas: replicas)
+        self._monkeypatch.setattr(batches, "job_store", lambda replicas: self.store)
+        self._monkeypatch.setattr(batches, "readers", lambda replicas: replicas)
         self._monkeypatch.setattr(batches, "BEGUN", Counter())
 
     def loader(self, replica: int, size: int = SIZE, step: int = STEP, **options: Any) -> Any:
@@ -90,20 +90,6 @@ def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held
         taken.append(len(mine) // MICRO)
     assert taken[1:] == [held] * 5, "of the first step the workers' share may have been taken in turns"
     assert taken[0] <= held
-
-
-@pytest.mark.process
-def test_a_loader_whose_replicas_hold_a_whole_step_says_so(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.start(3)
-    few = job.loader(0, num_workers=1, prefetch_factor=2)  # 4 held, of 4
-    next(iter(few))
-    assert "a step has 12 for 3 replicas, and each holds 4" in caplog.text
-    caplog.clear()
-    next(iter(job.loader(1, num_workers=1, prefetch_factor=2)))
-    next(iter(job.loader(0, num_workers=1, name="enough")))
-    assert not caplog.records
 
 
 # -- each sample once -----------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 import reft
-from reft.data import place
-from reft.data.batches import SharedBatches
+from reft.data import batches
 from reft.data.order import JobPosition, Order
 from reft.errors import ConfigError
 
@@ -88,40 +87,26 @@ def test_p6_a_replica_without_a_micro_batch_of_a_step_does_not_let_the_others_wa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = HashStore()
-    monkeypatch.setattr(place, "store", lambda replicas: store)
+    monkeypatch.setattr(batches, "job_store", lambda replicas: store)
     options: dict[str, Any] = {"order": "dynamic", "step_samples": 2 * MICRO, "dp_size": 2}
     one = reft.data.loader(Damaged(MICRO), MICRO, name="none left", dp_rank=1, **options)
     with pytest.raises(ConfigError, match="no micro-batch of the step that can be read"):
         next(iter(one))
 
 
-def readers(replicas: int, store: HashStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    monkeypatch.setattr(place, "store", lambda replicas: store)
-    monkeypatch.setattr(place, "readers", lambda replicas: replicas)
-    found = []
-    for replica in range(replicas):
-        order = Order(STEP * STEPS, 0, shuffle=False)
-        made = SharedBatches(order, MICRO, STEP, drop_last=False, name="read")
-        reached = made.begin_at(JobPosition(), (replica, replicas), 0)
-        found.append((iter(made), reached))
-    return found
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("turns", list(itertools.permutations(range(3))))
 def test_p8_replicas_that_do_not_wait_for_each_other_read_every_sample_once(
-    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    turns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an evaluation, where no step keeps them together: one reads to the end before the next begins."""
     store = HashStore()
-    made = readers(3, store, monkeypatch)
-    seen: list[int] = []
-    for replica in order:
-        batches, reached = made[replica]
-        at = JobPosition()
-        for keys in batches:
-            at = reached.behind(at)
-            seen += [sample for _, sample in keys]
-        assert reached.step_end is not None
-        reached.leave(reached.step_end)
+    monkeypatch.setattr(batches, "job_store", lambda replicas: store)
+    monkeypatch.setattr(batches, "readers", lambda replicas: replicas)
+    order = Order(STEP * STEPS, 0, shuffle=False)
+    made = [batches.SharedBatches(order, MICRO, STEP, drop_last=False, name="read") for _ in turns]
+    taken = [one.begin_at(JobPosition(), (replica, 3), 0) for replica, one in enumerate(made)]
+    seen = [sample for replica in turns for keys in made[replica] for _, sample in keys]
+    for one in taken:
+        one.leave(JobPosition(0, STEP * STEPS), 3)
     assert sorted(seen) == list(range(STEP * STEPS))
     assert store.num_keys() <= 1, "lines that nobody reads any more are left"

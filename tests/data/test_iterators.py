@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from reft.data.sampler import ResumableSampler
-from reft.engine.data import DataPosition
-from reft.engine.data_degrees import move_data
+from reft.data.order import ResumableSampler
+from reft.engine.data import DataPosition, move_data
 from reft.env import ENV_NODES
 from reft.recover.reshape import Resize
 from tests.data.test_watch import Pipeline

@@ -7,7 +7,7 @@ import random
 import pytest
 from torch.distributed import HashStore
 
-from reft.data.ledger import SharedLedger
+from reft.data.batches import SharedLedger
 
 
 def test_each_is_handed_out_once_and_ranks_of_one_replica_are_given_the_same() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.data.orders import difference
+from reft.engine.data import difference
 from tests.data.orders_job import CASES
 from tests.engine.ranks import run_ranks
 

@@ -137,7 +137,7 @@ def test_p8_from_any_batch_on_the_pass_and_the_next_are_the_same(name: str) -> N
         seed(99)
         watch, loader = Watch(), LOADERS[name]()
         torch.rand(3)  # the script draws what it likes before it is where it was
-        first = watch.begin_at(loader, Position.decode(decode(position)))
+        first = watch.begin_at(loader, Position(**decode(position)))
         restore_host_rng(rng)
         again = [
             [*numbers(batch), train()]
@@ -152,7 +152,7 @@ def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
     found = undisturbed(name, 24)
     for stop in (*range(0, 20, 2), 5, 11):
         _, encoded, rng = found[stop]
-        position = Position.decode(decode(encoded))
+        position = Position(**decode(encoded))
         if position.length is None:
             continue  # a stream cannot tell that its pass is over
         # At the end of a pass the script may also begin the next one at once.
@@ -174,7 +174,7 @@ def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
 def test_nothing_is_loaded_for_what_was_taken() -> None:
     found = undisturbed("shuffled", 5)
     loader = LOADERS["shuffled"]()
-    next(Watch().begin_at(loader, Position.decode(decode(found[4][1]))))
+    next(Watch().begin_at(loader, Position(**decode(found[4][1]))))
     assert len(loader.dataset.loaded) == SAMPLES - 5 * BATCH  # type: ignore[attr-defined]
 
 

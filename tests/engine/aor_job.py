@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.errors import UnsupportedStateError
 from reft.snapshot.committing.protocol import Cause
 from reft.state.catalogue import SectionImage

@@ -13,8 +13,8 @@ import deepspeed
 import torch
 
 from reft.config_read import parse_block
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
 from tests.engine.traffic_job import make, train
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import nn
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
+from reft.engine.install import avoid_build_at_start
 from tests.engine.ranks import be_a_rank
 
 avoid_build_at_start()

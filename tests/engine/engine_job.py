@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
-from reft.engine.install import install
+from reft.engine.install import avoid_build_at_start, install
 from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
 

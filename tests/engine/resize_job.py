@@ -23,8 +23,8 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.engine.memory_rung import MemoryRung
 from reft.recover.inventory import take_inventory
 from tests.engine.images import images_of

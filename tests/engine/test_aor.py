@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.recomputing import why_inexact
+from reft.engine.engine import why_inexact
 from reft.protect.host_adam import AdamKind, AdamRecipe
 from tests.engine.aor_job import BF16_OPTIMIZER, CASES, EXACT, IMPOSSIBLE, METHODS, SHORT_STEPS, STEPS
 from tests.engine.ranks import run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from reft.engine.device_memory import DeviceMemory
+from reft.engine.session import DeviceMemory
 from reft.node.progress import DeviceUse, ProgressPage, read_pages
 
 

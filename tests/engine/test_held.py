@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from reft.engine.held import Description, check_stages, same_on_stages, splits_of
+from reft.engine.deepspeed_engine import Description, check_stages, same_on_stages, splits_of
 from reft.engine.relayout import Relayout, other_layout
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees

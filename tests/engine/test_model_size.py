@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.engine.model_size import EXPERTS, TokensSeen, flops_per_token, own_flops_per_token
+from reft.engine.deepspeed import EXPERTS, TokensSeen, flops_per_token, own_flops_per_token
 from reft.grid import Coordinate
 from reft.node.progress import ProgressPage, read_pages
 from tests.engine.model_size_job import TOKENS, VOCABULARY, WIDTH

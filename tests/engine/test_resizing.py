@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reft.engine.batch import refusal_of
+from reft.engine.install import refusal_of
 from tests.engine.ranks import run_ranks
 from tests.engine.resize_job import CASES, STEPS
 

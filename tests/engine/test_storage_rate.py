@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reft.config_persist import PersistConfig
-from reft.engine.storage_rate import MemoryLosses, StorageRate
+from reft.engine.rates import MemoryLosses, StorageRate
 from reft.grid import Coordinate, Degrees, Topology
 from reft.label import Label
 from reft.node.history import STARTED, note
@@ -49,11 +49,15 @@ class SimulatedJob:
             clock=lambda: self.now,
         )
         self.overheads: list[float] = []
+        self.evaluation_secs = 0.0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.now += self.slowdown if self.under_way else 1.0
+            secs = self.slowdown if self.under_way else 1.0
+            self.now += secs
+            self.rate.step(self.step, secs + self.evaluation_secs)
+            self.evaluation_secs = 0.0
             if self.step % self.every:
                 continue
             if self.under_way and self.now >= self.under_way[1]:
@@ -174,8 +178,7 @@ def test_an_evaluation_between_two_steps_is_no_cost_of_a_checkpoint() -> None:
     job = SimulatedJob()
     job.slowdown = 1.0
     job.run(51)
-    job.now += 500.0
-    job.write_secs += 500.0
+    job.evaluation_secs = 500.0
     job.run(100)
     assert job.overheads[0] == pytest.approx(0.0)
 
@@ -189,10 +192,13 @@ def test_training_that_becomes_much_slower_for_good_is_measured_anew() -> None:
     )
     now = 0.0
     for step in range(1, 201):
-        now += 1.0 if step <= 40 else 30.0
+        secs = 1.0 if step <= 40 else 30.0
+        now += secs
+        rate.step(step, secs)
         if step % 50 == 10:
             rate.answered({"persisted": [1, step - 10], "failing": False})
         rate.committed(Label(1, step), 50)
+        rate.wish()
     assert told[-1] == 30.0
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from tests.engine.ranks import be_a_rank, mse
 
 avoid_build_at_start()

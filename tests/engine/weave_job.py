@@ -21,8 +21,8 @@ from torch import nn
 
 import reft
 from reft.blocks import Section
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 from reft.engine.weave import SNAPSHOT_INSTRUCTIONS
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan

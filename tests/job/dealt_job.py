@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import reft
-from reft.engine.cpu import avoid_build_at_start
+from reft.engine.install import avoid_build_at_start
 
 avoid_build_at_start()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,7 @@ import pytest
 
 from reft.errors import ConfigError
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.slurm import first_host, read_step
-from reft.job.slurm_settings import SrunOptions, deadly_settings, parse_srun
+from reft.job.slurm import deadly_settings, first_host
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -86,7 +87,7 @@ def test_a_step_of_one_node_needs_no_place_to_meet(task: Any) -> None:
         SLURM_NODEID="0",
     )
     assert parse().config.rdzv_endpoint == "localhost:0"
-    task(SLURM_GPUS_ON_NODE=None)
+    task(SLURM_GPUS_ON_NODE="(null)")
     assert parse().config.nproc_per_node == 1
 
 
@@ -156,32 +157,16 @@ def test_the_first_host_is_slurms(listed: str, tmp_path: Path) -> None:
     assert first_host(listed) == shown.stdout.split()[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "options"),
-    [
-        ("reft launch -K", {}, SrunOptions(None, False, None)),
-        ("-N 4 -k --wait 30 reft", {}, SrunOptions(None, True, 30)),
-        ("--nodes 4 --kill-on-bad-exit reft --no-kill", {}, SrunOptions(True, False, None)),
-        ("-lK0 -n4 -k reft", {"SLURM_KILL_BAD_EXIT": "1"}, SrunOptions(False, True, None)),
-        ("--label reft", {"SLURM_KILL_BAD_EXIT": "1", "SLURM_WAIT": "5"}, SrunOptions(True, False, 5)),
-        ("--no-kill=off -W0 -- reft", {"SLURM_NO_KILL": "1"}, SrunOptions(None, False, 0)),
-    ],
-)
-def test_options_of_srun_are_told_from_those_of_its_program(
-    words: str, environ: dict[str, str], options: SrunOptions
-) -> None:
-    assert parse_srun(words.split(), environ) == options
-
-
 @pytest.fixture
 def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a scontrol of few words."""
 
-    def make(config: str, script: str) -> None:
+    def make(config: str, script: str, srun: int = 0) -> None:
         program = tmp_path / "scontrol"
         program.write_text(
             f"#!/bin/sh\ncase $1-$2 in\nshow-config) cat <<'.'\n{config}\n.\n;;\n"
-            f"write-*) cat <<'.'\n{script}\n.\n;;\n*) exit 1;;\nesac\n"
+            f"write-*) cat <<'.'\n{script}\n.\n;;\n"
+            f"show-step) echo SrunHost:Pid={socket.gethostname()}:{srun};;\n*) exit 1;;\nesac\n"
         )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -212,12 +197,34 @@ def test_p12_settings_that_end_the_survivors_are_named_with_what_to_write(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("words", "environ", "named"),
+    [
+        ("-n4 reft launch -K", {}, ["--no-kill"]),
+        ("-N 4 -k --wait 30 reft", {}, ["--wait=0"]),
+        ("--nodes 4 --kill-on-bad-exit reft --no-kill", {}, ["bad-exit=0", "--no-kill"]),
+        ("-lK0 -n4 -k reft", {"SLURM_KILL_BAD_EXIT": "1"}, []),
+        ("--label -k -- reft", {"SLURM_KILL_BAD_EXIT": "1", "SLURM_WAIT": "5"}, ["bad-exit=0", "--wait=0"]),
+        ("--no-kill=off -W0 -- reft", {"SLURM_WAIT": "5"}, ["--no-kill"]),
+    ],
+)
+def test_p12_options_of_srun_are_told_from_those_of_its_program(
+    words: str, environ: dict[str, str], named: list[str], *, controlled: Any
+) -> None:
+    arguments = ["srun", "-c", "import time; time.sleep(600)", *words.split()]
+    srun = subprocess.Popen(arguments, executable=sys.executable, env=environ)
+    try:
+        controlled("KillOnBadExit = 0", "#SBATCH --no-kill", srun.pid)
+        found = deadly_settings("4711", "0", {})
+    finally:
+        srun.kill()
+        srun.wait()
+    assert [words in warning for warning, words in zip(found, named, strict=True)] == [True] * len(named)
+
+
+@pytest.mark.process
 def test_a_slurm_that_does_not_answer_costs_nothing_but_the_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert deadly_settings("4711", "0", {}) == []
-
-
-def test_a_number_that_is_none_is_taken_for_zero() -> None:
-    assert read_step({**STEP, "SLURM_GPUS_ON_NODE": "(null)"}).gpus == 0

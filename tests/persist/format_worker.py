@@ -22,7 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from reft.blocks import Section
-from reft.engine.cpu import avoid_build_at_start
+from reft.engine.install import avoid_build_at_start
 from reft.grid import Coordinate
 from reft.label import Label
 from reft.state import codec

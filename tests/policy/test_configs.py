@@ -134,7 +134,7 @@ def expected_node_bytes(cluster: str, model: str, degrees: tuple[int, int, int],
     here = largest / tensor
     copies = 1 / (data - 1) if PLANS[cluster, model] == "aec" else 2 / data
     rank = 2 * here * copies + 2 * 12 * here / data  # weights; own partition and a peer's
-    return arenas * CLUSTERS[cluster].machine.devices_per_node * rank
+    return arenas * CLUSTERS[cluster].devices_per_node * rank
 
 
 @job_of_every_kind
@@ -150,7 +150,7 @@ def test_both_files_of_a_job_say_the_same(cluster: str, model: str) -> None:
     found = job(cluster, model)
     deepspeed, megatron = found.deepspeed, found.megatron
     tensor, stages, data = found.degrees
-    assert tensor * stages * data == found.nodes * CLUSTERS[cluster].machine.devices_per_node
+    assert tensor * stages * data == found.nodes * CLUSTERS[cluster].devices_per_node
     assert found.degrees == PUBLISHED_LAYOUTS.get((cluster, model), found.degrees)
     assert megatron["global_batch_size"] == deepspeed["train_batch_size"]
     assert megatron["micro_batch_size"] == deepspeed["train_micro_batch_size_per_gpu"]

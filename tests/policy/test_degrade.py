@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from reft.protect.codes import Scheme, schemes_for
-from reft.protect.degrade import MemoryWatch, ladder
+from reft.protect.placement import MemoryWatch, ladder
 
 
 @pytest.mark.parametrize("members", range(1, 10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.policy.due import Due
+from reft.policy.rate import Due
 
 
 def due_steps(start: int, intervals: dict[int, int], until: int) -> list[int]:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.policy.frequency import (
+from reft.policy.rate import (
     CopyMode,
     Costs,
+    Frequency,
     Observed,
     Rate,
     RateLimits,
@@ -20,12 +21,23 @@ from reft.policy.frequency import (
     adapt,
     cheapest_mode,
     frequency,
-    lost_steps,
     most_lost_steps,
     printed_frequency,
 )
 
 parts = st.floats(0.005, 1.0)
+
+
+def lost_steps(costs: Costs, found: Frequency, failed_secs: float) -> int:
+    """Steps that a failure rolls back, ``failed_secs`` after a checkpoint on storage was resumed from."""
+    k = int(found.interval_steps)
+    cycle = k * costs.step_secs + found.overhead_secs
+    taken, within = divmod(failed_secs, cycle)
+    made = taken * k + min(k, within // costs.step_secs)
+    until_written = costs.host_copy_secs + costs.write_secs - found.overhead_secs
+    return int(made - max(0.0, (failed_secs - until_written) // cycle) * k)
+
+
 times = st.floats(0.0, 1e4)
 
 

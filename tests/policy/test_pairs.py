@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reft.policy.pairs import Pairs
+from reft.policy.rate import Pairs
 
 
 def simulated(

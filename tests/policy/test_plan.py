@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from rich.console import Console
 from reft import cli
 from reft.config_read import load_config
 from reft.errors import ConfigError
-from reft.grid import Degrees, Topology
-from reft.protect.codes import Scheme
-from reft.protect.survival import node_survival, protected_survival, simulate, unprotected_survival
+from reft.protect.survival import node_survival, protected_survival, unprotected_survival
 from reft.tools.planning.cluster import CLUSTERS, load_cluster
 from reft.tools.planning.display import show_plan
-from reft.tools.planning.job import Layouting, plan_job, read_config
+from reft.tools.planning.job import Layouting, plan_job
 from reft.tools.planning.plan import make_plan
 from tests.policy.planning import BF16_ZERO1, EIGHT, FP16, LARGE, QUICK, ROOT, SMALL, Run, gb, write
 
@@ -88,16 +85,12 @@ def test_without_a_nominal_number_every_stage_has_its_own_parameters(run: Run) -
 # ---- what is said ----
 
 
-def test_a_plan_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_people(run: Run) -> None:
     result = run(FP16, *SMALL)
     assert result.code == cli.EXIT_WELL
     for text in ("estimated", "> arc", "GiB", "unprotected", "without", "persist every", "auto would choose"):
         assert text in result.out, text
-    assert "cool-down" not in result.out
-    monkeypatch.setenv("COLUMNS", "140")
-    wide = run(FP16, *SMALL).out
-    for text in ("redundant", "bubbles", "cool-down"):
-        assert text in wide, text
+    assert "warning: nothing is written to storage" in " ".join(result.out.split()), "as config --check"
 
 
 def test_what_a_small_model_moves_is_said_in_its_own_unit(run: Run) -> None:
@@ -112,7 +105,7 @@ def test_what_a_small_model_moves_is_said_in_its_own_unit(run: Run) -> None:
         ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
         ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
         ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_bytes": 3 * 10**9}),
-        ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"recompute": True, "protection": "auto"}),
+        ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
         ("6.7b", "h100", Layouting(4, 4, 256), {"tolerance": 2}),
     ],
     ids=str,
@@ -121,9 +114,9 @@ def test_a_plan_is_read_at_80_columns(
     model: str, cluster: str, layouting: Layouting, wishes: dict[str, Any]
 ) -> None:
     """Nothing is cut off, and a row of a table is one line."""
-    job = plan_job(read_config(Path(BF16_ZERO1)), CLUSTERS[cluster], model, layouting)
+    job = plan_job(json.loads(Path(BF16_ZERO1).read_text()), CLUSTERS[cluster], model, layouting)
     plan = make_plan(job, target=0.999, **wishes)
-    for columns in (80, 120, 200):
+    for columns in (80, 120):
         console = Console(width=columns, file=StringIO(), record=True)
         show_plan(plan, console)
         lines = console.export_text().splitlines()
@@ -139,15 +132,11 @@ def test_a_plan_is_read_at_80_columns(
             assert all(any(map(str.isdigit, row)) for row in rows)
 
 
-@pytest.mark.process
-def test_none_is_possible_and_protects_nothing(run: Run, tmp_path: Path) -> None:
-    figure = tmp_path / "plan.svg"
-    found = run(FP16, *SMALL, *QUICK, "--figure", str(figure)).json["alternatives"]
+def test_none_is_possible_and_protects_nothing(run: Run) -> None:
+    found = run(FP16, *SMALL, *QUICK).json["alternatives"]
     by_name = {a["name"]: (a["possible"], a["reaches_wish"]) for a in found}
     assert by_name["none"] == (True, False)
     assert by_name["arc"] == (True, True)
-    assert "survives fewer than the 1 wished" in figure.read_text()
-    assert "does not fit into the memory" not in figure.read_text()
 
 
 def test_the_plan_is_about_what_the_configuration_asks_for(run: Run, tmp_path: Path) -> None:
@@ -207,11 +196,6 @@ def test_survival_is_that_of_the_formulas_and_of_chance(run: Run) -> None:
     one = (1, 16, *[0] * 15)
     assert day["protected"] == pytest.approx(protected_survival(q, 64, one))
     assert day["unprotected"] == pytest.approx(unprotected_survival(q, 64))
-    # The same placement, drawn: a node for every (pp, dp).
-    degrees = Degrees(4, 16, 8)
-    nodes = tuple(f"{c.pp}.{c.dp}" for c in degrees.coordinates())
-    drawn = simulate(Topology(degrees, degrees.coordinates(), nodes), Scheme(0, 1), q, trials=40_000)
-    assert drawn.low <= day["protected"] <= drawn.high
 
 
 def test_the_advised_interval_meets_the_target(run: Run) -> None:
@@ -219,8 +203,6 @@ def test_the_advised_interval_meets_the_target(run: Run) -> None:
     survival = result["survival"]
     q = node_survival(survival["persist_interval_secs"], [CLUSTERS["h100"].failures[0].weibull])
     assert protected_survival(q, 64, (1, 16, *[0] * 15)) == pytest.approx(0.99, abs=1e-6)
-    secs = survival["persist_interval_steps"] * result["step"]["secs"]
-    assert 0.9 * survival["persist_interval_secs"] < secs <= survival["persist_interval_secs"]
     assert survival["persist_interval_secs_without"] < survival["persist_interval_secs"] / 20
 
 
@@ -279,12 +261,10 @@ def test_how_often_versions_go_to_storage_is_said_with_the_reason(run: Run, tmp_
         shown = run(path, *LARGE, "--cluster", machines, *QUICK[:-1])
         storage: dict[str, Any] = found.json["storage"]
         assert storage["why"] in " ".join(shown.out.split())
-        assert storage["source"] in " ".join(shown.out.split())
         return storage
 
     auto = {"dir": "/x", "interval_steps": "auto"}
     best = plan(**auto)
-    assert best["tolerance"] == 1
     assert best["interval_steps"] == best["auto_steps"] > 1
     assert best["because"].startswith("the best for how often memory fails")
     # Young's formula, near the optimum where a checkpoint costs little
@@ -304,21 +284,13 @@ def test_how_often_versions_go_to_storage_is_said_with_the_reason(run: Run, tmp_
     fixed = plan(dir="/x", interval_steps=500)
     assert fixed["interval_steps"] == 500
     assert f'"auto" would find {best["auto_steps"]:,}' in fixed["why"]
-    assert plan()["configured"] is None
+    assert plan()["interval_steps"] == 0
 
 
 def test_a_model_that_exceeds_the_device_is_not_well(run: Run) -> None:
     result = run(FP16, "--model", "34b", "--cluster", "v100", "--tp", "8", "--nodes", "4", *QUICK)
     assert result.code == cli.EXIT_NOT_WELL
     assert any("exceed the 16 GiB of a device" in problem for problem in result.json["problems"])
-
-
-def test_recomputed_optimizers_are_shown_and_chosen_only_when_allowed(run: Run) -> None:
-    arguments = (BF16_ZERO1, *LARGE, "--protection", "auto", *QUICK)
-    assert run(*arguments).json["protection"]["planned"] == "aec"
-    for asked in (run(*arguments, "--aor"), run(BF16_ZERO1, *LARGE, "--protection", "auto+aor", *QUICK)):
-        assert asked.code == cli.EXIT_WELL
-        assert asked.json["protection"]["planned"] == "aec+aor"
 
 
 def test_p4_who_asks_for_recomputed_optimizers_gets_a_plan_with_them(run: Run) -> None:
@@ -384,7 +356,7 @@ def test_mean_time_between_failures_holds_for_every_shape() -> None:
     from reft.tools.planning.cluster import Failure
 
     for shape in (0.7, 1.0, 2.0):
-        weibull = Failure(100.0, shape).weibull
+        weibull = Failure(mtbf_days=100.0, shape=shape).weibull
         days = (d / 20 for d in range(20 * 3000))
         mean = sum(exp(-((d * 86400 / weibull.scale_secs) ** shape)) for d in days) / 20
         assert mean == pytest.approx(100.0, rel=2e-3)
@@ -396,9 +368,9 @@ def test_mean_time_between_failures_holds_for_every_shape() -> None:
         ("{", "is not JSON"),
         ("[]", "holds a list"),
         ({"like": "v101"}, "\"like\" is 'v101'; known: v100"),
-        ({"devices_per_node": 8}, "lacks peak_flops"),
+        ({"devices_per_node": 8}, "peak_flops: missing"),
         ({"like": "v100", "device_per_node": 8}, 'did you mean "devices_per_node"?'),
-        ({"like": "v100", "devices_per_node": 0}, "greater than or equal to 1 (found 0)"),
+        ({"like": "v100", "devices_per_node": 0}, "greater than 0 (found 0)"),
         ({"like": "v100", "failures": []}, "at least 1 item"),
         ({"like": "v100", "failures": [{"mtbf": 3}]}, 'did you mean "mtbf_days"?'),
         ({"like": "v100", "achieved_flops": 1e15}, "exceed peak_flops"),
@@ -435,7 +407,6 @@ def test_a_wrong_cluster_file_is_explained(run: Run, tmp_path: Path, values: Any
         ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
         ([FP16, *SMALL, "--parameters", "-1"], "write a number such as 1.3e9"),
         ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
-        ([FP16, *SMALL, "--figure", "/proc/no.png"], "cannot draw into /proc/no.png"),
         ([FP16, *SMALL, "--tolerance", "-1"], "--tolerance"),
     ],
 )
@@ -452,7 +423,7 @@ def test_wrong_use_is_explained(run: Run, arguments: list[str], says: str) -> No
         ("[]", "holds a list"),
         ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3'),
         ({"zero_optimization": {"stage": "auto"}}, "\"zero_optimization.stage\" is 'auto'"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offloaded optimizer"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offloaded state"),
         ({"fp16": {"enabled": "auto"}}, "write true or false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
         ({"optimizer": {"type": "SGD"}}, "knows the bytes of Adam"),
@@ -470,27 +441,12 @@ def test_a_wrong_configuration_is_explained(run: Run, tmp_path: Path, config: An
 
 
 def test_what_was_assumed_is_noted(run: Run, tmp_path: Path) -> None:
-    notes = run(write(tmp_path / "ds.json", {}), *SMALL, "--json").json["notes"]
-    assert any("not enabled" in note for note in notes)
+    plan = run(write(tmp_path / "ds.json", {}), *SMALL, "--json").json
+    notes = plan["notes"]
+    assert any("reft has no effect" in warning for warning in plan["warnings"])
     assert any("names no optimizer" in note for note in notes)
     assert any("one micro-batch" in note for note in notes)
     assert any("half precision" in note for note in notes)
-
-
-def test_the_figure_is_drawn(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "plan.svg"
-    assert run(BF16_ZERO1, *LARGE, "--micro-batches", "4", "--figure", str(path)).code == cli.EXIT_WELL
-    assert "<svg" in path.read_text()
-
-
-def test_without_matplotlib_the_plan_is_there_and_the_figure_is_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run(FP16, *SMALL, *QUICK).code == cli.EXIT_WELL
-    refused = run(FP16, *SMALL, "--figure", str(tmp_path / "a.png"))
-    assert refused.code == cli.EXIT_WRONG_USE
-    assert "pip install 'reft-ckpt[plot]'" in refused.err
 
 
 def test_the_examples_of_the_documentation_are_well(run: Run) -> None:

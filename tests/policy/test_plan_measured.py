@@ -15,7 +15,7 @@ from reft import cli
 from reft.profile.activity import Activity
 from reft.profile.result import ProfileResult, Spread
 from reft.tools.planning.cluster import CLUSTERS
-from reft.tools.planning.job import Layouting, plan_job, read_config
+from reft.tools.planning.job import Layouting, plan_job
 from tests.policy.planning import FP16, QUICK, SMALL, Run, write
 from tests.profile.test_simulated import profile as profile_of
 
@@ -26,7 +26,7 @@ STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8
 def profiled() -> ProfileResult:
     """Of that job, as if its simulated step had been run and profiled."""
     layouting = Layouting(pp=4, dp=8, micro_batches=4)
-    training = plan_job(read_config(Path(FP16)), CLUSTERS["v100"], "1.3b", layouting).training
+    training = plan_job(json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting).training
     result = profile_of(simulate_step(one_f_one_b(4, 4), Costs.of(training)))
     return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
 
@@ -85,6 +85,3 @@ def test_a_profile_of_something_else_is_refused(run: Run, tmp_path: Path, profil
         result = run(*arguments)
         assert result.code == cli.EXIT_WRONG_USE
         assert says in result.err
-
-
-# ---- figure ----

@@ -11,9 +11,8 @@ import pytest
 from examples.llama.model_config import load_model
 from reft import cli
 from reft.errors import ConfigError
-from reft.tools.planning.hardware import H100
-from reft.tools.planning.shapes import SHAPES, PlannedShape, load_shape, shape_of
-from reft.tools.planning.training import Training
+from reft.tools.planning.cluster import H100
+from reft.tools.planning.model import SHAPES, PlannedShape, Training, load_shape, shape_of
 
 
 def config(kind: str, **values: Any) -> dict[str, Any]:

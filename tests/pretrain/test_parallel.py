@@ -17,7 +17,7 @@ import torch
 from examples.llama.options import parse
 from examples.llama.samples import open_samples
 from examples.llama.tokenizer import ByteTokenizer
-from reft.data.sampler import ResumableSampler
+from reft.data.order import ResumableSampler
 from tests.pretrain import reference
 from tests.pretrain.conftest import run_bounded
 

@@ -11,7 +11,7 @@ import pytest
 from examples.llama.indexed import IndexedWriter
 from examples.llama.samples import MicroBatchIterator, open_samples
 from examples.llama.tokenizer import ByteTokenizer
-from reft.data.sampler import ResumableSampler
+from reft.data.order import ResumableSampler
 from reft.errors import ConfigError
 from tests.pretrain.conftest import pretrain
 

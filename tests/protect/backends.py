@@ -18,10 +18,18 @@ import pytest
 import torch
 
 from reft.errors import ConfigError
-from reft.protect.backend import Backend, check_combine, cupy_backend, numpy_backend
+from reft.protect.backend import (
+    NAME,
+    THREADS,
+    Backend,
+    TorchBackend,
+    check_combine,
+    cupy_backend,
+    kernel_source,
+    launch_of,
+    numpy_backend,
+)
 from reft.protect.gf256 import Row
-from reft.protect.kernels import NAME, THREADS, kernel_source, launch_of
-from reft.protect.xor_torch import TorchBackend
 
 _SHIM = """
 struct uint4 { unsigned int x, y, z, w; } __attribute__((aligned(16)));

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from reft.engine.recomputing import why_inexact
+from reft.engine.engine import why_inexact
 from reft.errors import UnsupportedStateError
-from reft.protect.apex_adam import ApexAdam
-from reft.protect.host_adam import AdamKind, AdamRecipe, recipe_of
+from reft.protect.host_adam import AdamKind, AdamRecipe, ApexAdam, recipe_of
 from tests.apex_standin import FusedAdam, FusedLAMB, kernel
 from tests.protect.test_host_adam import follow
 

@@ -11,9 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.protect.backend import ChunkedBackend, backend_for, combine_ragged, cupy_backend, numpy_backend
+from reft.protect.backend import (
+    ChunkedBackend,
+    TorchBackend,
+    backend_for,
+    combine_ragged,
+    cupy_backend,
+    numpy_backend,
+)
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, packet_program, parity_rows
-from reft.protect.xor_torch import TorchBackend
 from tests.protect.backends import CASES, Case, case_or_skip, has_cupy
 from tests.protect.reference import slow_combine
 

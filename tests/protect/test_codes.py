@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from reft.blocks import BlockKey
 from reft.errors import ConfigError, UnrecoverableError
 from reft.grid import Degrees, Topology
-from reft.protect.coded_blocks import BlockCode
+from reft.protect.coded_blocks import BlockCode, CodedSection
 from reft.protect.codes import Code, Scheme, make_code, place_code, schemes_for
 from reft.protect.decode import plan_decode, recoverable
 from reft.protect.gf256 import rank
 from reft.protect.placement import group_tolerance, place_group
 from reft.protect.placement import tolerance as job_tolerance
 from reft.protect.rs import parity_rows
-from reft.protect.section import CodedSection
 from reft.protect.tolerance import fatal_loss, survives, tolerance
 from reft.recover.parity import find_lost, stripes_of
 from reft.recover.stripe import Pool, Stripe
-from reft.snapshot.copying.parity import ParityEncoder
+from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
 

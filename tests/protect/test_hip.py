@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import reft
+from reft.protect.backend import NAME, THREADS, kernel_source
 from reft.protect.gf256 import Row
-from reft.protect.kernels import NAME, THREADS, kernel_source
 from reft.protect.rs import parity_rows
 
 ROOT = Path(reft.__file__).parents[1]
@@ -24,7 +24,7 @@ ARCHITECTURE = "gfx90a"
 """MI250X."""
 WAVEFRONT = 64
 WIDTHS = (16, 8, 4, 2, 1)
-KERNEL_FILES = {"reft/protect/kernels.py", "reft/protect/xor_cupy.py"}
+KERNEL_FILES = {"reft/protect/backend.py"}
 DEBIAN = "/usr/lib/x86_64-linux-gnu/amdgcn/bitcode"
 COMPILERS = (
     ("hipcc",),

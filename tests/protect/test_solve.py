@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.protect.gf256 import Row, power, rank
-from reft.protect.packets import compiled_run
 from reft.protect.rs import CELL_BYTES, PACKETS
-from reft.protect.solve import solve_program
-from reft.protect.solve_host import solve_ragged
+from reft.protect.solve import compiled_run, solve_program, solve_ragged
 
 from .reference import slow_combine
 
@@ -27,7 +25,7 @@ def solved(rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: list[np.ndar
     where there is one, and with NumPy."""
     targets, others = (buffers(len(rows), max(map(len, sources)), seed=s) for s in (9, 10))
     solve_ragged(rows, matrix, sources, targets)
-    with mock.patch("reft.protect.solve_host.compiled_run", return_value=None):
+    with mock.patch("reft.protect.solve.compiled_run", return_value=None):
         solve_ragged(rows, matrix, sources, others)
     assert all(np.array_equal(one, other) for one, other in zip(targets, others, strict=True))
     return targets

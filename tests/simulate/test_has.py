@@ -21,10 +21,9 @@ from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simu
 from reft.config import Variant
 from reft.errors import ConfigError
 from reft.policy.loads import Load
-from reft.tools.planning.hardware import A100, H100, MACHINES, MI250X, V100
+from reft.tools.planning.cluster import A100, H100, MACHINES, MI250X, V100
+from reft.tools.planning.model import Training, named_shape
 from reft.tools.planning.pace import PlannedPace
-from reft.tools.planning.shapes import named_shape
-from reft.tools.planning.training import Training
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
 
@@ -272,7 +271,7 @@ def test_a_pipeline_is_printed_and_given_as_json(capsys):
         (["pipeline", "--backward-ms", "-3"], "'--backward-ms': Input should be greater than or equal to 0"),
         (["pipeline", "--schedule", "dualpipe-v", "--micro-batches", "4"], "at least 8"),
         (["pipeline", "--schedule", "interleaved", "--micro-batches", "6"], "multiple of 4"),
-        (["has", "--model", "34b", "--pp", "1000"], "1000 stages for the 48 layers"),
+        (["has", "--model", "34b", "--pp", "1000"], "48 layers, but --pp 1000"),
         (["has", "--micro-batches", "0"], "'--micro-batches'"),
         (["pipeline", "--stages", "0"], "'--stages'"),
         (["pipeline", "--forward-ms", "inf"], "write a number of milliseconds"),
@@ -289,5 +288,5 @@ def test_wrong_use_is_explained(capsys, arguments, says):
 def test_protection_needs_peers():
     with pytest.raises(ConfigError, match="at least two"):
         footprint(1e9, 1, 1, 1)
-    with pytest.raises(ConfigError, match="stages for the 12 layers"):
+    with pytest.raises(ConfigError, match="has 12 layers"):
         Training("125m", V100, 1, 16, 2, 4)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from reft.snapshot.copying.engine import CopyEngine, copy_engine_for
+from reft.snapshot.copying.cuda import copy_engine_for
+from reft.snapshot.copying.engine import CopyEngine
 from tests.snapshot.simulated_cuda import SimulatedCuda, SimulatedCudaEngine
 
 WAIT_SECS = 60

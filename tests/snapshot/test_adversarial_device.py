@@ -16,8 +16,8 @@ import torch
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.placement import place_group
 from reft.snapshot.copying import cuda as copy_cuda
+from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
-from reft.snapshot.copying.parity import ParityEncoder
 from reft.snapshot.plan import MemberPlan, SectionSizes, ShardPlan, make_shard_plan
 from reft.state import catalogue
 from reft.state.catalogue import SectionImage

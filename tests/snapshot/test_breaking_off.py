@@ -42,9 +42,8 @@ from reft.snapshot.committing.protocol import (
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import State, step
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PacedCopier
 from reft.snapshot.copying.cpu import CpuCopyEngine
-from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions

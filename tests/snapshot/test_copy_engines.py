@@ -20,8 +20,8 @@ import torch
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
 from reft.memory.arena import Arena
 from reft.snapshot.copying import cuda as copy_cuda
-from reft.snapshot.copying.cuda import CudaCopyEngine, Driver
-from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece, copy_engine_for
+from reft.snapshot.copying.cuda import CudaCopyEngine, Driver, copy_engine_for
+from reft.snapshot.copying.engine import CallOrder, CopyEngine, Mark, Piece
 from reft.state.catalogue import SectionImage
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 from tests.snapshot.simulated_cuda import SimulatedCudaEngine
@@ -385,7 +385,7 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(
 
 EXIT_SCRIPT = """
 import mmap, sys, torch
-from reft.snapshot.copying.engine import copy_engine_for
+from reft.snapshot.copying.cuda import copy_engine_for
 engine = copy_engine_for(sys.argv[1])
 memory = memoryview(mmap.mmap(-1, 1 << 20))
 engine.register(memory)

@@ -28,11 +28,10 @@ from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.copying import cuda as copy_cuda
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PacedCopier
 from reft.snapshot.copying.gate import UNLIMITED, Permit, StreamGate
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.paced import PacedCopier
 from reft.snapshot.scheduling.has import Limits, Overflow
 from reft.snapshot.scheduling.pacing import SETTLED_STEPS, PaceOptions, Pacer
 from reft.snapshot.stats import SnapshotStats

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reft.protect.backend import combine_ragged, numpy_backend
 from reft.protect.placement import place_group
-from reft.snapshot.copying.parity import ParityEncoder
+from reft.snapshot.copying.chunks import ParityEncoder
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 

@@ -23,11 +23,10 @@ from reft.memory.slot_files import SlotFiles
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.switching import SchemeSwitch
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copying.copier import Copier, PacedCopier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.paced import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions
 from reft.state.catalogue import SectionImage

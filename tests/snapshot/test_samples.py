@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.snapshot.scheduling.samples import Samples
+from reft.snapshot.stats import Samples
 
 
 @given(st.lists(st.floats(0, 100), max_size=40), st.integers(1, 9))

@@ -14,7 +14,7 @@ from reft.snapshot.copying.chunks import Chunk
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.copying.staging import StagingArea
 from reft.snapshot.plan import Block, PlacedBlock
-from reft.snapshot.traffic import Kind
+from reft.snapshot.stats import Kind
 from tests.snapshot.devices import WAIT_SECS, Cpu, Simulated, host_memory, random_bytes
 
 # --- the contract of every engine --------------------------------------------------------------------

@@ -21,9 +21,9 @@ import pytest
 
 from reft.memory.header import ArenaState
 from reft.protect.codes import Scheme
-from reft.protect.degrade import Rung
-from reft.snapshot.committing.in_force import InForce
+from reft.protect.placement import Rung
 from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.switching import InForce
 from tests.snapshot import stop_model
 from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer

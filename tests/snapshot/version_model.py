@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from reft.label import Label
 from reft.memory.commit import preferred_label
 from reft.memory.header import ArenaState
-from reft.protect.degrade import Rung
+from reft.protect.placement import Rung
 from reft.snapshot.committing import version
-from reft.snapshot.committing.in_force import InForce
 from reft.snapshot.committing.protocol import (
     Begin,
     Broke,
@@ -53,6 +52,7 @@ from reft.snapshot.committing.protocol import (
     Voted,
 )
 from reft.snapshot.committing.slots import Slots
+from reft.snapshot.committing.switching import InForce
 from reft.snapshot.committing.version import Next, State
 
 SOME = Cause("some")

@@ -28,7 +28,7 @@ from reft.label import Label
 from reft.memory.header import ArenaState
 from reft.protect.placement import place_group
 from reft.snapshot.committing.protocol import NONE_YET, Met, Task, Voted
-from reft.snapshot.committing.resuming import Standing, resume_from
+from reft.snapshot.rejoining import Standing, resume_from
 from tests.snapshot.switch_model import SwitchingRank
 from tests.snapshot.version_model import NOBODY, Choose, OneRank, PromiseError, Rank, Rules, say
 

@@ -22,7 +22,7 @@ from engine_cases import CASES
 from engine_refusals import refusals
 from engine_runs import run
 
-from reft.engine.cpu import avoid_build_at_start
+from reft.engine.install import avoid_build_at_start
 
 
 def main(out: Path, names: list[str]) -> None:

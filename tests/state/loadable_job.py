@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.cpu import avoid_build_at_start
+from reft.engine.install import avoid_build_at_start
 from reft.state.loadable import why_not_loadable
 
 ACCUMULATES_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}

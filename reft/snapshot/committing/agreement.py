@@ -31,16 +31,7 @@ class LayoutUser(Protocol):
 
 
 class LayoutAgreement:
-    """The layout of one rank's versions. Used by the worker thread.
-
-    Args:
-        control: to agree by.
-        topology: placement of this incarnation.
-        options: fixed settings.
-        arenas: this rank's memory.
-        switch: the scheme in force and orders to change it.
-        user: whose layout it is.
-    """
+    """The layout of one rank's versions. Used by the worker thread."""
 
     def __init__(
         self,

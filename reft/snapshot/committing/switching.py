@@ -2,9 +2,9 @@
 memory.
 
 An order (:mod:`reft.node.protection`) on any node travels in the votes of the versions, and so does how far
-each rank would go down the ladder (:mod:`reft.protect.degrade`) for the memory its node has left; every rank
-hears the newest order and the lowest rung from the same vote. Once that version is through the protocol the
-worker threads, and only they,
+each rank would go down the ladder (:mod:`reft.protect.placement`) for the memory its node has left; every
+rank hears the newest order and the lowest rung from the same vote. Once that version is through the
+protocol the worker threads, and only they,
 
 1. agree on the order's text and check that the scheme suits the group and that its arenas fit on every node;
 2. reserve arenas of the new size in every slot but that of the newest committed version, which stays as it
@@ -21,12 +21,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from reft.control.control import WorkerControl
+from reft.control.control import ControlGroup, WorkerControl
 from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.label import Label
@@ -39,14 +39,161 @@ from reft.node.protection import (
     Refusal,
     parse_order,
 )
-from reft.protect.degrade import CALM_SECS, MemoryWatch, Rung, ladder
-from reft.protect.placement import tolerance
+from reft.protect.placement import CALM_SECS, MemoryWatch, Rung, ladder, tolerance
 from reft.snapshot.committing.arenas import ArenaSet
-from reft.snapshot.committing.in_force import InForce
-from reft.snapshot.committing.room import Room, agree_on_room
 from reft.snapshot.layout import GroupLayout, layout_under
 
 logger = logging.getLogger(__name__)
+
+_NO_LIMIT = -1
+_NEVER = 2**62
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one rank under a layout, in bytes.
+
+    Attributes:
+        needed: for all its arenas.
+        held: by those it has now.
+        free: on its node, not taken by anybody.
+        limit: most that this rank's arenas may take; negative: no limit.
+        margin: that must stay free on its node if more is taken.
+    """
+
+    needed: int
+    held: int
+    free: int
+    limit: int
+    margin: int
+
+    @classmethod
+    def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
+        """What ``count`` arenas of a layout would take."""
+        limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
+        needed = arenas.needed_bytes(layout, count)
+        return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
+
+    @classmethod
+    def told(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
+        """The same, for peers that wait for it: where the memory cannot be looked at, there is none."""
+        try:
+            return cls.of(arenas, layout, count, margin_bytes)
+        except OSError as error:
+            logger.warning("the node's memory cannot be looked at: %s", error)
+            return cls(arenas.needed_bytes(layout, count), 0, 0, _NO_LIMIT, margin_bytes)
+
+    @property
+    def over_limit(self) -> bool:
+        return 0 <= self.limit < self.needed
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the node's memory; negative where the limit has been lowered below what is needed."""
+        return self.limit - self.needed if self.over_limit else self.free
+
+    @property
+    def growth_bytes(self) -> int:
+        """More than now; more than any node has where the limit forbids it."""
+        return _NEVER if self.over_limit else self.needed - self.held
+
+
+def agree_on_room(control: ControlGroup, topology: Topology, room: Room) -> str | None:
+    """Whether every rank and every node has room. Collective; the answer is the same on all ranks.
+
+    Args:
+        control: to agree by.
+        topology: which ranks share a node's memory.
+        room: of this rank; nodes may differ in what must stay free.
+
+    Returns:
+        What is missing on the first rank or node that lacks it, in words; None where all have enough.
+    """
+    rooms = [Room(*values) for values in control.gather_ints(astuple(room))]
+    for rank, found in enumerate(rooms):
+        if found.over_limit:
+            return (
+                f"needs {_mib(found.needed)} for the arenas of rank {rank}, but reft.memory_limit_bytes "
+                f"leaves it {_mib(found.limit)}"
+            )
+    for node in dict.fromkeys(topology.nodes):
+        there = [r for r, at in zip(rooms, topology.nodes, strict=True) if at == node]
+        more = sum(r.needed - r.held for r in there)
+        free, margin = min(r.free for r in there), max(r.margin for r in there)
+        if more > 0 and more > free - margin:
+            return (
+                f"needs {_mib(more)} more than now on node {node}, where {_mib(free)} are free, of which "
+                f"reft.memory_margin_bytes keeps {_mib(margin)}"
+            )
+    return None
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class InForce:
+    """The protection of one rank.
+
+    Attributes:
+        order: number of the last order that was carried out or refused.
+        rung: how far down the ladder what is in force is; 0 is what is wanted.
+        heard_order: number of the newest order that a vote named.
+        heard_rung: the rung that the last vote named.
+    """
+
+    order: int = 0
+    rung: int = 0
+    heard_order: int = 0
+    heard_rung: int = 0
+
+    @classmethod
+    def at_start(cls, order: int) -> InForce:
+        """On the first rung, with no vote yet."""
+        return cls(order=order, heard_order=order)
+
+    def heard(self, order: int, rung: int) -> InForce:
+        """A vote named this order and this rung, on all ranks the same."""
+        return replace(self, heard_order=max(self.heard_order, order), heard_rung=rung)
+
+    def would_change(self, order: int, rung: int) -> bool:
+        """Whether a vote with this order and rung has a change follow."""
+        return order > self.order or rung != self.rung
+
+    @property
+    def due(self) -> bool:
+        """Whether something is to be changed now; all ranks say the same after the same vote."""
+        return self.would_change(self.heard_order, self.heard_rung)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what is due is an order: it goes before a rung."""
+        return self.heard_order > self.order
+
+    def targets(self, rungs: int) -> Sequence[int]:
+        """Rungs to try, until all ranks move: up one alone, down past those that cannot be reserved."""
+        return (self.heard_rung,) if self.heard_rung < self.rung else range(self.heard_rung, rungs)
+
+    def moves(self, failed: Sequence[bool]) -> bool:
+        """Whether the ranks use what they have tried: all of them do, or none.
+
+        Args:
+            failed: of every rank, whether it could not reserve its arenas.
+        """
+        return not any(failed)
+
+    def followed(self, order: int) -> InForce:
+        """An order was carried out, or refused."""
+        return replace(self, order=order, heard_order=order)
+
+    def now_on(self, rung: int) -> InForce:
+        """All ranks are on this rung."""
+        return replace(self, rung=rung, heard_rung=rung)
+
+    def resync(self, order: int, rungs: int) -> InForce:
+        """The ranks have come together again. How far down the ladder is found out anew with the layout."""
+        return self.followed(order).now_on(min(self.rung, rungs - 1))
 
 
 @dataclass(frozen=True)

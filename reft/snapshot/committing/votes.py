@@ -10,10 +10,34 @@ import msgpack
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import TransferError
 from reft.label import Label
-from reft.snapshot.committing.stop import may_lag, named_step
 from reft.snapshot.complaints import Complaints, say
 
 logger = logging.getLogger(__name__)
+
+
+def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
+    """The step to stop after that a rank names in the vote on the version of ``step``: one that no rank has
+    passed when it hears of it.
+
+    Args:
+        proposal: the step after which it would stop; 0: it would not.
+        step: whose version is voted on.
+        newest_step: the last one whose version was handed over here.
+        late: votes may lag behind training, as the ranks agreed in the last one.
+    """
+    if proposal and (late or step < newest_step):
+        return max(proposal, newest_step + 2)
+    return proposal
+
+
+def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
+    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind training.
+
+    Args:
+        holds_up: before the next vote, it has more to do than seal the version.
+        step, newest_step, late: as for :func:`named_step`.
+    """
+    return holds_up or (late and step < newest_step)
 
 
 class Votes:

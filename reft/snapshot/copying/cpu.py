@@ -126,12 +126,6 @@ class CpuCopyEngine:
         """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since ``close`` and
         ``fence`` wait for its end.
 
-        Args:
-            cut: of one block.
-            chunks: ``[first, stop)`` of it.
-            hasher: of the block.
-            until: see :meth:`HashingCopier.copy_chunks`.
-
         Returns:
             How many of the chunks were copied, at least one.
 

@@ -46,7 +46,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
+from reft.errors import CopyError, CopyOrderError
 
 logger = logging.getLogger(__name__)
 
@@ -232,26 +232,6 @@ class CopyEngine(ComputeClock, Protocol):
     def close(self) -> None:
         """Wait for copies in flight, unregister all memory. May be called again, from any thread. Where a
         call does not return in :data:`STUCK_SECS`, the memory stays registered: it is still written to."""
-
-
-def copy_engine_for(device: torch.device | str) -> CopyEngine:
-    """The engine for tensors on ``device``.
-
-    Raises:
-        UnsupportedStateError: there is none for this type of device.
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        from reft.snapshot.copying.cpu import CpuCopyEngine
-
-        return CpuCopyEngine()
-    if device.type == "cuda":  # torch's name for ROCm devices too
-        from reft.snapshot.copying.cuda import CudaCopyEngine
-
-        return CudaCopyEngine(device)
-    raise UnsupportedStateError(
-        f"no copy engine for tensors on {device}; expected a CPU, CUDA or ROCm device: disable reft"
-    )
 
 
 # --- shared by the engines -------------------------------------------------------------------------

@@ -44,11 +44,7 @@ class StagedChunk:
 
 
 class StagingArea:
-    """Used by the copying thread only.
-
-    Args:
-        engine: whose memory is taken.
-    """
+    """Used by the copying thread only."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from reft.data.sampler import ResumableSampler
-from reft.engine.cpu import avoid_build_at_start
+from reft.data.order import ResumableSampler
+from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
 from reft.events import EventLog
 from reft.tools.demo.options import LAYERS

@@ -1,28 +1,100 @@
-"""Clusters to plan for: a machine, its host memory, and how often its nodes fail. Nothing was fitted."""
+"""Clusters to plan for, by published figures: a node from the view of one device, and how often nodes fail.
+
+Nothing was fitted to a result of reft or of its papers. Where a figure is an assumption, its line says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from math import gamma
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from reft.errors import ConfigError
 from reft.json_file import read_object
 from reft.protect.survival import Weibull
-from reft.tools.planning.hardware import A100, GIB, H100, MI250X, V100, Machine
 
+GB = 1e9
+GIB = 2**30
+GBIT = 1e9 / 8
 DAY_SECS = 86400.0
+
+PCIE_3_X16 = 15.75 * GB  # PCI-SIG: 8 GT/s, 128b/130b
+PCIE_4_X16 = 31.5 * GB
+PCIE_5_X16 = 63.0 * GB
+LINK_EFFICIENCY = 0.8
+"""Part of a link's line rate that large pinned copies reach: packet headers and flow control leave 80 to
+85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
+PAGEABLE_SHARE = 0.39
+"""Bandwidth of a copy into memory that is not pinned against one that is: 2.3 against 5.9 GB/s in NVIDIA's
+"How to Optimize Data Transfers in CUDA C/C++" (developer blog, 2012)."""
 MEMORY_SHARE = 0.5
 """Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm hold."""
 
 
-@dataclass(frozen=True)
-class Failure:
+class Machine(BaseModel):
+    """A node, from the view of one of its devices.
+
+    Attributes:
+        name: of the device.
+        devices_per_node: GPUs (on MI250X: GCDs).
+        peak_flops: half precision with matrix units, dense. achieved_flops: in published LLM training.
+        memory_bytes: device memory. memory_bytes_per_sec: its bandwidth.
+        host_link_bytes_per_sec: line rate of the link to the host, one direction.
+        devices_per_host_link: devices that share it when all copy at once.
+        network_bytes_per_sec: of the whole node, one direction.
+        network_over_host_link: traffic of the network takes the device's host link.
+        network_through_host: and is staged in host memory, so it takes the shared part too.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    devices_per_node: PositiveInt
+    peak_flops: PositiveFloat
+    achieved_flops: PositiveFloat
+    memory_bytes: PositiveInt
+    memory_bytes_per_sec: PositiveFloat
+    host_link_bytes_per_sec: PositiveFloat
+    devices_per_host_link: PositiveInt
+    network_bytes_per_sec: PositiveFloat
+    network_over_host_link: bool = True
+    network_through_host: bool = False
+
+    @property
+    def copy_bytes_per_sec(self) -> float:
+        """Device to pinned host memory, all devices at once: D2H in the tables."""
+        return LINK_EFFICIENCY * self.host_link_bytes_per_sec / self.devices_per_host_link
+
+    @property
+    def network_share_bytes_per_sec(self) -> float:
+        """One device's share of the node's network."""
+        return self.network_bytes_per_sec / self.devices_per_node
+
+    def compute_slowdown(self, copy_bytes_per_sec: float) -> float:
+        """How many times longer a computation takes during a copy.
+
+        The copy takes its part of the memory's bandwidth; a computation bound by memory loses all of
+        that part, so this is an upper bound for the others. Nothing else is shared: copy engines
+        use no compute units.
+        """
+        return 1.0 + copy_bytes_per_sec / self.memory_bytes_per_sec
+
+    def link_slowdown(self, copy_bytes_per_sec: float) -> float:
+        """How many times longer transfers and copies take at the same time.
+
+        On a link that both need and that cannot carry both, each is slowed alike.
+        """
+        if not self.network_over_host_link:
+            return 1.0
+        sharing = self.devices_per_host_link if self.network_through_host else 1
+        link = LINK_EFFICIENCY * self.host_link_bytes_per_sec / sharing
+        return max(1.0, (copy_bytes_per_sec + self.network_share_bytes_per_sec) / link)
+
+
+class Failure(BaseModel):
     """One cause by which nodes fail.
 
     Attributes:
@@ -31,8 +103,10 @@ class Failure:
         source: where that comes from.
     """
 
-    mtbf_days: float
-    shape: float = 1.0
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mtbf_days: PositiveFloat
+    shape: PositiveFloat = 1.0
     source: str = ""
 
     @property
@@ -40,87 +114,101 @@ class Failure:
         return Weibull(self.mtbf_days * DAY_SECS / gamma(1 + 1 / self.shape), self.shape)
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Machine):
     """What a job runs on.
 
     Attributes:
-        name: for people. machine: a node, from the view of one device.
         host_memory_bytes: of a node. failures: why nodes fail.
         storage_bytes_per_sec: at which a node writes while all do; None: not known.
     """
 
-    name: str
-    machine: Machine
-    host_memory_bytes: int
-    failures: tuple[Failure, ...]
-    storage_bytes_per_sec: float | None = None
+    host_memory_bytes: PositiveInt
+    failures: tuple[Failure, ...] = Field(min_length=1)
+    storage_bytes_per_sec: PositiveFloat | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What :func:`load_cluster` reads."""
-        return {
-            "name": self.name,
-            **{key: value for key, value in asdict(self.machine).items() if key != "name"},
-            "host_memory_bytes": self.host_memory_bytes,
-            "failures": [asdict(failure) for failure in self.failures],
-            **({"storage_bytes_per_sec": speed} if (speed := self.storage_bytes_per_sec) else {}),
-        }
+        return self.model_dump(mode="json", exclude_none=True)
 
+
+V100 = Machine(
+    name="V100",
+    devices_per_node=4,  # REFT: each GPU is linked by NVLink to three others
+    peak_flops=125e12,  # NVIDIA V100 datasheet, SXM2
+    achieved_flops=39e12,  # Shoeybi et al. 2019 (Megatron-LM), 1.2B parameters on one V100
+    memory_bytes=16 * GIB,
+    memory_bytes_per_sec=900 * GB,  # datasheet
+    host_link_bytes_per_sec=PCIE_3_X16,
+    devices_per_host_link=2,  # assumed, as in DGX-1: four switches for eight GPUs
+    network_bytes_per_sec=100 * GBIT,  # REFT: 100 Gbps between nodes
+    network_through_host=True,  # assumed: no GPUDirect on the testbed's network
+)
+MI250X = Machine(
+    name="MI250X",
+    devices_per_node=8,  # Frontier user guide: four MI250X, eight GCDs
+    peak_flops=191.5e12,  # AMD: 383 for the two GCDs
+    achieved_flops=0.384 * 191.5e12,  # Dash et al. 2023, 22B parameters on Frontier: 38.4 %
+    memory_bytes=64 * GIB,
+    memory_bytes_per_sec=1.6e12,  # AMD, per GCD
+    host_link_bytes_per_sec=36 * GB,  # Frontier user guide: Infinity Fabric, per GCD
+    devices_per_host_link=1,
+    network_bytes_per_sec=4 * 200 * GBIT,  # Frontier user guide: four Slingshot interfaces
+    network_over_host_link=False,  # Frontier user guide: the interfaces hang on the GPUs
+)
+A100 = Machine(
+    name="A100",
+    devices_per_node=8,
+    peak_flops=312e12,  # NVIDIA A100 datasheet
+    achieved_flops=138e12,  # Narayanan et al. 2021: 137 to 163 for 1.7B to 1T parameters
+    memory_bytes=80 * 10**9,
+    memory_bytes_per_sec=2.039e12,  # datasheet, 80 GB SXM
+    host_link_bytes_per_sec=PCIE_4_X16,
+    devices_per_host_link=2,  # DGX A100 system architecture
+    network_bytes_per_sec=8 * 200 * GBIT,  # DGX A100: eight HDR interfaces
+)
+H100 = Machine(
+    name="H100",
+    devices_per_node=8,
+    peak_flops=989e12,  # NVIDIA H100 datasheet, SXM, dense
+    achieved_flops=400e12,  # The Llama 3 Herd of Models: 16,384 GPUs, 41 %
+    memory_bytes=80 * 10**9,
+    memory_bytes_per_sec=3.35e12,  # datasheet
+    host_link_bytes_per_sec=PCIE_5_X16,
+    devices_per_host_link=2,  # assumed, as in DGX A100
+    network_bytes_per_sec=8 * 400 * GBIT,  # DGX H100: eight NDR interfaces
+)
+MACHINES = {machine.name.lower(): machine for machine in (V100, MI250X, A100, H100)}
 
 _A100_FAILURES = Failure(
-    1000 / 6.5, source="Kokolis et al. 2025: 6.5 failures in 1,000 node-days of a cluster of A100"
+    mtbf_days=1000 / 6.5, source="Kokolis et al. 2025: 6.5 failures in 1,000 node-days of a cluster of A100"
 )
 _H100_FAILURES = Failure(
-    54 * 2048 / 419,
+    mtbf_days=54 * 2048 / 419,
     source="The Llama 3 Herd of Models: 419 unexpected interruptions of 2,048 nodes in 54 days",
 )
-_ASSUMED = replace(_A100_FAILURES, source=f"assumed, none is published; {_A100_FAILURES.source}")
+_ASSUMED = Failure(
+    mtbf_days=_A100_FAILURES.mtbf_days, source=f"assumed, none is published; {_A100_FAILURES.source}"
+)
+
+
+def _cluster(name: str, machine: Machine, host_memory_bytes: int, failure: Failure) -> Cluster:
+    own = {"name": name, "host_memory_bytes": host_memory_bytes, "failures": (failure,)}
+    return Cluster(**machine.model_dump() | own)
+
 
 CLUSTERS: dict[str, Cluster] = {
-    "v100": Cluster("v100", V100, 256 * GIB, (_ASSUMED,)),  # assumed: as much per GPU as in DGX-1
-    "frontier": Cluster("frontier", MI250X, 512 * GIB, (_ASSUMED,)),  # Frontier user guide
-    "a100": Cluster("a100", A100, 2048 * GIB, (_A100_FAILURES,)),  # DGX A100 640GB datasheet
-    "h100": Cluster("h100", H100, 2048 * GIB, (_H100_FAILURES,)),  # DGX H100 datasheet
+    "v100": _cluster("v100", V100, 256 * GIB, _ASSUMED),  # assumed: as much per GPU as in DGX-1
+    "frontier": _cluster("frontier", MI250X, 512 * GIB, _ASSUMED),  # Frontier user guide
+    "a100": _cluster("a100", A100, 2048 * GIB, _A100_FAILURES),  # DGX A100 640GB datasheet
+    "h100": _cluster("h100", H100, 2048 * GIB, _H100_FAILURES),  # DGX H100 datasheet
 }
-
-
-class _Failure(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mtbf_days: float = Field(gt=0)
-    shape: float = Field(1.0, gt=0)
-    source: str = ""
-
-
-class _File(BaseModel):
-    """A cluster as people write it. With ``like`` only what differs is needed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    like: str | None = None
-    name: str | None = None
-    devices_per_node: int | None = Field(None, ge=1)
-    peak_flops: float | None = Field(None, gt=0)
-    achieved_flops: float | None = Field(None, gt=0)
-    memory_bytes: int | None = Field(None, gt=0)
-    memory_bytes_per_sec: float | None = Field(None, gt=0)
-    host_link_bytes_per_sec: float | None = Field(None, gt=0)
-    devices_per_host_link: int | None = Field(None, ge=1)
-    network_bytes_per_sec: float | None = Field(None, gt=0)
-    network_over_host_link: bool | None = None
-    network_through_host: bool | None = None
-    host_memory_bytes: int | None = Field(None, gt=0)
-    failures: tuple[_Failure, ...] | None = Field(None, min_length=1)
-    storage_bytes_per_sec: float | None = Field(None, gt=0)
-
-
 _EXAMPLE = (
     '{"like": "h100", "devices_per_node": 4, "host_memory_bytes": 1e12, "failures": [{"mtbf_days": 200}]}'
 )
 
 
 def load_cluster(name: str) -> Cluster:
-    """A known cluster, or one from a JSON file.
+    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it differs from.
 
     Raises:
         ConfigError: unknown, unreadable or incomplete; says what to write.
@@ -135,46 +223,22 @@ def load_cluster(name: str) -> Cluster:
             f"no cluster named {name!r}; {hint}known: {', '.join(CLUSTERS)}, or the path of a .json file "
             f"such as {_EXAMPLE}"
         )
-    return _from_file(path, read_object(path, "the cluster file", f"an object such as {_EXAMPLE}"))
-
-
-def _from_file(path: Path, values: Mapping[str, Any]) -> Cluster:
+    given = dict(read_object(path, "the cluster file", f"an object such as {_EXAMPLE}"))
+    base: dict[str, Any] = {}
+    if (like := given.pop("like", None)) is not None:
+        if str(like).lower() not in CLUSTERS:
+            raise ConfigError(f'the cluster file {path}: "like" is {like!r}; known: {", ".join(CLUSTERS)}')
+        base = CLUSTERS[like.lower()].to_json()
     try:
-        file = _File.model_validate(values)
+        found = Cluster.model_validate({**base, "name": path.stem, **given})
     except ValidationError as error:
         raise ConfigError(_explain(path, error)) from error
-    base = None
-    if file.like is not None:
-        base = CLUSTERS.get(file.like.lower())
-        if base is None:
-            raise ConfigError(
-                f'the cluster file {path}: "like" is {file.like!r}; known: {", ".join(CLUSTERS)}'
-            )
-    given = {key: value for key, value in file.model_dump().items() if value is not None}
-    start = (
-        base.to_json()
-        if base is not None
-        else {"network_over_host_link": True, "network_through_host": False}
-    )
-    merged = {**start, **given, "name": file.name or path.stem}
-    wanted = (*(field.name for field in fields(Machine)), "host_memory_bytes", "failures")
-    if missing := [key for key in wanted if key not in merged]:
+    if found.achieved_flops > found.peak_flops:
         raise ConfigError(
-            f"the cluster file {path} lacks {', '.join(missing)}; write them, or begin with a known cluster "
-            f"and change what differs: {_EXAMPLE}. 'reft plan --print-cluster h100' prints a whole one"
+            f"the cluster file {path}: achieved_flops {found.achieved_flops:.3g} exceed peak_flops "
+            f"{found.peak_flops:.3g}; write what training really reaches, usually 0.3 to 0.5 of the peak"
         )
-    if merged["achieved_flops"] > merged["peak_flops"]:
-        raise ConfigError(
-            f"the cluster file {path}: achieved_flops {merged['achieved_flops']:.3g} exceed peak_flops "
-            f"{merged['peak_flops']:.3g}; write what training really reaches, usually 0.3 to 0.5 of the peak"
-        )
-    return Cluster(
-        name=merged["name"],
-        machine=Machine(**{field.name: merged[field.name] for field in fields(Machine)}),
-        host_memory_bytes=merged["host_memory_bytes"],
-        failures=tuple(Failure(**failure) for failure in merged["failures"]),
-        storage_bytes_per_sec=merged.get("storage_bytes_per_sec"),
-    )
+    return found
 
 
 def _explain(path: Path, error: ValidationError) -> str:
@@ -182,11 +246,13 @@ def _explain(path: Path, error: ValidationError) -> str:
     for item in error.errors():
         where = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            known = list((_Failure if "failures" in item["loc"] else _File).model_fields)
+            known = list((Failure if "failures" in item["loc"] else Cluster).model_fields)
             near = get_close_matches(str(item["loc"][-1]), known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(known)}"
+            hint = f'did you mean "{near[0]}"?' if near else f"known: like, {', '.join(known)}"
             lines.append(f"  {where}: unknown key; {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"  {where}: missing; write it, or begin with a known cluster")
         else:
             lines.append(f"  {where}: {item['msg']} (found {item['input']!r})")
-    lines.append(f"  an example: {_EXAMPLE}")
+    lines.append(f"  an example: {_EXAMPLE}; 'reft plan --print-cluster h100' prints a whole one")
     return "\n".join(lines)

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from reft.config import ReftConfig, Variant
 from reft.config_read import parse_block
+from reft.engine.findings import engine_findings, part_of
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
-from reft.json_file import read_object
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.cluster import Cluster
 from reft.tools.planning.layout import AXES, Layout, choose_order, parse_order
-from reft.tools.planning.shapes import PlannedShape, check_shape, load_shape, shape_of
-from reft.tools.planning.training import Training
+from reft.tools.planning.model import PlannedShape, Training, load_shape, shape_of
 
-_ADAM = ("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "fusedlamb")
+_ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
 
 
@@ -67,7 +65,7 @@ class PlannedJob:
     @cached_property
     def topology(self) -> Topology:
         """Ranks fill nodes in order, as launchers number them."""
-        degrees, per_node = self.layout.degrees, self.cluster.machine.devices_per_node
+        degrees, per_node = self.layout.degrees, self.cluster.devices_per_node
         ranks = range(degrees.world_size)
         return Topology(
             degrees,
@@ -103,15 +101,6 @@ class PlannedJob:
         return RankSections(round((model + optimizer) * here), 0, host)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed JSON.
-
-    Raises:
-        ConfigError: it cannot be read or is none.
-    """
-    return read_object(path, "the DeepSpeed configuration", "an object")
-
-
 def plan_job(
     config: Mapping[str, Any],
     cluster: Cluster,
@@ -126,7 +115,7 @@ def plan_job(
     Args:
         config: the DeepSpeed JSON.
         cluster: what it shall run on.
-        model: see :func:`reft.tools.planning.shapes.load_shape`; None: one with that many parameters.
+        model: see :func:`reft.tools.planning.model.load_shape`; None: one with that many parameters.
         layouting: degrees and placement.
         parameters: nominal number, to count bytes as publications do.
         seq_length: tokens of a sample, instead of the model's.
@@ -134,20 +123,11 @@ def plan_job(
     Raises:
         ConfigError: what the configuration asks for cannot be planned; says what to write.
     """
-    notes: list[str] = []
-    block = parse_block(_object(config, BLOCK_NAME))
+    block = parse_block(dict(part_of(config, BLOCK_NAME)))
     if block.variant is Variant.NONE:
         raise ConfigError('"variant": "none" takes no snapshots: there is nothing to plan')
-    if not block.enabled:
-        notes.append(f'"{BLOCK_NAME}" is not enabled in the configuration; planned as if it were')
-    half, bf16 = _number_format(config)
-    zero = _zero_stage(config)
-    _check_optimizer(config, notes)
-    owned = zero == 1 or (bf16 and layouting.pp > 1)
-    if owned and zero == 0:
-        notes.append("in bf16 with a pipeline DeepSpeed partitions the optimizer at ZeRO stage 0 too")
-    if not half:
-        notes.append("computing times are those of half precision; fp32 takes longer, so snapshots cost less")
+    notes: list[str] = []
+    half, owned = _bytes_of(config, layouting.pp, notes)
     if parameters is not None and not 0 < parameters < 1e15:
         raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
     shape, assumed = _shape(model, parameters, seq_length, layouting.tp)
@@ -155,23 +135,18 @@ def plan_job(
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
     dp = _data_parallel(config, cluster, layouting, samples)
     micro_batches = _micro_batches(config, layouting, samples, dp, notes)
+    if shape.heads % layouting.tp:
+        raise ConfigError(
+            f"model {shape.name} has {shape.heads} heads, not divisible by --tp {layouting.tp}; change --tp"
+        )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
-    check_shape(shape, degrees)
     training = Training(
-        *(shape.name, cluster.machine, layouting.tp, layouting.pp, dp, micro_batches, samples),
+        *(shape.name, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
         given=shape,
     )
-    return PlannedJob(
-        training,
-        cluster,
-        block,
-        half,
-        owned,
-        _layout(degrees, cluster, layouting.order),
-        parameters,
-        tuple(notes),
-    )
+    layout = _layout(degrees, cluster, layouting.order)
+    return PlannedJob(training, cluster, block, half, owned, layout, parameters, tuple(notes))
 
 
 def _shape(
@@ -190,46 +165,22 @@ def _shape(
 def _layout(degrees: Degrees, cluster: Cluster, order: str) -> Layout:
     if order != "auto":
         return Layout(degrees, parse_order(order))
-    nodes = [rank // cluster.machine.devices_per_node for rank in range(degrees.world_size)]
+    nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     return Layout(degrees, choose_order(degrees, nodes))
 
 
-def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = config.get(key, {})
-    if not isinstance(value, Mapping):
-        raise ConfigError(f'"{key}" is {value!r}; expected an object')
-    return dict(value)
-
-
-def _number_format(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether weights have 16 bits, and whether these are bf16."""
-    enabled = {key: _object(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")}
+def _bytes_of(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
+    """Whether weights have 16 bits, and whether the optimizer is partitioned over replicas."""
+    for finding in engine_findings(config):
+        raise ConfigError(str(finding))
+    enabled = {key: part_of(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")}
     for key, value in enabled.items():
         if not isinstance(value, bool):
             raise ConfigError(f'"{key}.enabled" is {value!r}; write true or false: it decides the bytes')
     bf16 = enabled["bf16"] or enabled["bfloat16"]
     if bf16 and enabled["fp16"]:
         raise ConfigError('"fp16" and "bf16" are both enabled; DeepSpeed takes one of them')
-    return bf16 or enabled["fp16"], bf16
-
-
-def _zero_stage(config: Mapping[str, Any]) -> int:
-    zero = _object(config, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1) or isinstance(stage, bool):
-        raise ConfigError(
-            f'"zero_optimization.stage" is {stage!r}; reft protects stages 0 and 1, the ones that go with '
-            f"DeepSpeed's pipelines: write 0 or 1"
-        )
-    if _object(zero, "offload_optimizer").get("device", "none") != "none":
-        raise ConfigError(
-            "reft does not protect an offloaded optimizer; remove zero_optimization.offload_optimizer"
-        )
-    return int(stage)
-
-
-def _check_optimizer(config: Mapping[str, Any], notes: list[str]) -> None:
-    kind = _object(config, "optimizer").get("type")
+    kind = part_of(config, "optimizer").get("type")
     if kind is None:
         notes.append(
             "the configuration names no optimizer; planned with Adam, 8 bytes of moments a parameter"
@@ -239,6 +190,14 @@ def _check_optimizer(config: Mapping[str, Any], notes: list[str]) -> None:
             f'"optimizer.type" is {kind!r}; reft plan knows the bytes of Adam and Lamb and their kin '
             f"({', '.join(_ADAM[:3])}, ...)"
         )
+    partitions = part_of(config, "zero_optimization").get("stage", 0) == 1
+    if bf16 and pp > 1 and not partitions:
+        partitions = True
+        notes.append("in bf16 with a pipeline DeepSpeed partitions the optimizer at ZeRO stage 0 too")
+    half = bf16 or enabled["fp16"]
+    if not half:
+        notes.append("computing times are those of half precision; fp32 takes longer, so snapshots cost less")
+    return half, partitions
 
 
 def _count(config: Mapping[str, Any], key: str) -> int | None:
@@ -255,7 +214,7 @@ def _data_parallel(config: Mapping[str, Any], cluster: Cluster, layouting: Layou
     if layouting.dp is not None:
         return layouting.dp
     if layouting.nodes is not None:
-        devices = layouting.nodes * cluster.machine.devices_per_node
+        devices = layouting.nodes * cluster.devices_per_node
         if devices % replica:
             raise ConfigError(
                 f"{layouting.nodes} nodes have {devices} devices, not a multiple of --pp {layouting.pp} x "

@@ -11,8 +11,8 @@ from reft.policy.loads import Load
 from reft.policy.pace import Fit, StageWindows, WindowPace
 from reft.snapshot.scheduling.has import Bandwidth, Interval, Limits
 from reft.snapshot.scheduling.windows import AnalyticEstimator
-from reft.tools.planning.hardware import PAGEABLE_SHARE
-from reft.tools.planning.training import Training
+from reft.tools.planning.cluster import PAGEABLE_SHARE
+from reft.tools.planning.model import Training
 
 ESTIMATED = "estimated"
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from reft.config import AOR, ReftConfig, Variant
 from reft.config_persist import AUTO
+from reft.engine.findings import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
-from reft.policy.frequency import Costs, Frequency, frequency, most_lost_steps
 from reft.policy.loads import Load
 from reft.policy.pace import WindowPace, measured_pace
+from reft.policy.rate import Costs, Frequency, frequency, most_lost_steps
 from reft.profile.result import ProfileResult
 from reft.protect.codes import Scheme
 from reft.snapshot.scheduling.windows import Window
 from reft.tools.planning.cluster import MEMORY_SHARE
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, PlannedPace
-from reft.tools.planning.storage import StoragePlan, plan_storage
-from reft.tools.planning.survival import HOUR, Survival, survival_of
+from reft.tools.planning.survival import StoragePlan, Survival, plan_storage, survival_of
 
 IN_VAIN = (
     f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '
@@ -118,7 +118,6 @@ class JobPlan:
             job.block.persist,
             job.cluster,
             self.survival,
-            tolerance=self.planned.tolerance,
             step_secs=self.pace.step_secs * (1 + self.overhead),
             node_bytes=state / self.survival.nodes,
             version_steps=self.version_steps,
@@ -144,43 +143,52 @@ class JobPlan:
         """Where the step, its windows and what copies cost come from. Transfers to peers are estimated."""
         return self.pace.windows.estimator
 
+    @property
+    def warnings(self) -> list[Finding]:
+        """What the block makes a recovery lack, as ``reft config --check`` says it."""
+        return block_findings(self.job.block)
+
     @cached_property
-    def problems(self) -> tuple[str, ...]:
+    def problems(self) -> list[Finding]:
         """What the plan does not satisfy; empty if it satisfies all."""
         found = []
         if why := self.planned.why_not(self.choice.wished):
-            found.append(f"{self.planned.name}: {why}")
-            if self.planned is not self.choice.chosen and self.choice.reached:
-                found.append(f'"protection": "{self.choice.chosen.name}" would do')
-            found.extend(self.choice.needed)
+            better = self.planned is not self.choice.chosen and self.choice.reached
+            does = [f'write "protection": "{self.choice.chosen.name}", which would do'] if better else []
+            found.append((f"{self.planned.name}: {why}", "; ".join([*does, *self.choice.needed])))
         if not self.job.training.fits_device:
-            device = self.job.cluster.machine.memory_bytes / GIB
+            device = self.job.cluster.memory_bytes / GIB
             found.append(
-                f"model, optimizer and gradients exceed the {device:.0f} GiB of a device; raise --pp or --tp"
+                (
+                    f"model, optimizer and gradients exceed the {device:.0f} GiB of a device",
+                    "raise --pp or --tp",
+                )
             )
         if self.overhead > self.max_overhead:
             found.append(
-                f"snapshots would cost {self.overhead:.1%} of the training time, more than "
-                f'{self.max_overhead:.1%}: take them less often ("interval_steps"), or allow more'
+                (
+                    f"snapshots would cost {self.overhead:.1%} of the training time, more than "
+                    f"{self.max_overhead:.1%}",
+                    'take them less often ("interval_steps"), or allow more',
+                )
             )
-        return tuple(found)
+        return [Finding(Severity.REFUSED, *texts) for texts in found]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, labelled as estimated."""
-        job, training = self.job, self.job.training
+        job, training, seen = self.job, self.job.training, self.survival
         return {
             ESTIMATED: True,
             "well": not self.problems,
-            "problems": list(self.problems),
+            "problems": list(map(str, self.problems)),
+            "warnings": list(map(str, self.warnings)),
             "notes": list(job.notes),
             "job": {
                 "model": training.model,
                 "cluster": job.cluster.name,
-                "nodes": self.survival.nodes,
+                "nodes": seen.nodes,
                 "devices": training.devices,
-                "pp": training.stages,
-                "dp": training.data,
-                "tp": training.tensor,
+                **asdict(job.layout.degrees),
                 "rank_order": "-".join(job.layout.order),
                 "micro_batches": training.micro_batches,
                 "samples": training.samples,
@@ -226,7 +234,15 @@ class JobPlan:
                 }
                 for s in self.stages
             ],
-            "survival": self._survival_json(),
+            "survival": {
+                "failures": [failure.model_dump() for failure in job.cluster.failures],
+                "exact": seen.exact,
+                "first_failure_secs": seen.job_failure_secs,
+                "target": seen.target,
+                "persist_interval_secs": seen.persist_secs,
+                "persist_interval_secs_without": seen.unprotected_secs,
+                "curve": [asdict(point) for point in seen.curve()],
+            },
         }
 
     def _alternative_json(self, alternative: Alternative) -> dict[str, Any]:
@@ -250,26 +266,6 @@ class JobPlan:
             "fits_before_optimizer": fit.fits,
         }
 
-    def _survival_json(self) -> dict[str, Any]:
-        seen = self.survival
-        return {
-            "failures": [asdict(f) for f in self.job.cluster.failures],
-            "exact": seen.exact,
-            "first_failure_secs": seen.job_failure_secs,
-            "target": seen.target,
-            "persist_interval_secs": seen.persist_secs,
-            "persist_interval_steps": self.persist_steps,
-            "persist_interval_secs_without": seen.unprotected_secs,
-            "curve": [asdict(point) for point in seen.curve()],
-        }
-
-    @property
-    def persist_steps(self) -> int:
-        """Steps between two checkpoints on storage: a multiple of the snapshots', as the block wants it."""
-        every = self.version_steps
-        step_secs = self.pace.step_secs * (1 + self.overhead)
-        return max(1, int(self.survival.persist_secs / step_secs / every)) * every
-
 
 def make_plan(
     job: PlannedJob,
@@ -279,7 +275,6 @@ def make_plan(
     protection: str | None = None,
     memory_bytes: int | None = None,
     max_overhead: float | None = None,
-    recompute: bool = False,
     profile: ProfileResult | None = None,
 ) -> JobPlan:
     """Plan a job.
@@ -291,7 +286,6 @@ def make_plan(
         protection: instead of the block's; ``auto`` takes the choice.
         memory_bytes: that reft may reserve on a node; by default the block's limit, or half of the memory.
         max_overhead: instead of the block's.
-        recompute: ``auto`` recomputes partitions, as ``auto+aor`` does.
         profile: measured windows, instead of estimated ones.
 
     Raises:
@@ -306,7 +300,7 @@ def make_plan(
         recomputed = False
         job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
     exact = block.aor.drift_ulps > 0  # all clusters have GPUs
-    if job.owned and (recomputed or recompute):
+    if recomputed:
         job = replace(job, notes=(*job.notes, NEAR_ONLY if exact else IN_VAIN))
     choice = choose(
         Situation(
@@ -319,7 +313,7 @@ def make_plan(
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,
-        recompute=recompute or recomputed,
+        recompute=recomputed,
         also=() if configured is None else (configured,),
         beyond=1,
     )
@@ -361,11 +355,3 @@ def _configured(block: ReftConfig, protection: str | None) -> tuple[Scheme | Non
             f"found protection {protection!r}; the block takes no naive schemes: leave 'naive:' out"
         )
     return scheme, text != protection
-
-
-def duration(secs: float) -> str:
-    """A length of time for people."""
-    for unit, scale in (("days", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
-        if secs >= 2 * scale:
-            return f"{secs / scale:.1f} {unit}"
-    return f"{secs:.3g} s"

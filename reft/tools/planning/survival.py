@@ -1,4 +1,5 @@
-"""How long a job lives on memory alone, from its real placement (REFERENCE 1.8). Pure.
+"""How long a job lives on memory alone, from its real placement (REFERENCE 1.8), and its interval on storage.
+Pure.
 
 The nodes of a job fall into *domains* that share no sharding group; each lives or dies by itself. Where all
 groups of every domain lie on the same nodes in the same order (the usual placement: tensor-parallel ranks
@@ -9,12 +10,23 @@ tolerance count as survived, which is a lower bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp
+from dataclasses import asdict, dataclass
+from math import exp, inf
+from typing import Any
 
+from reft.config_persist import PersistConfig
 from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.policy.choose import Alternative
+from reft.policy.storage_interval import (
+    REPAIR_SECS,
+    StorageCosts,
+    StorageInterval,
+    Wishes,
+    memory_losses_per_sec,
+    storage_interval,
+    whole_interval,
+)
 from reft.protect.codes import Scheme
 from reft.protect.placement import group_patterns, place_group
 from reft.protect.survival import (
@@ -25,12 +37,15 @@ from reft.protect.survival import (
     survival_curve,
     survived_losses,
 )
+from reft.tools.planning.cluster import Cluster
 
 HOUR = 3600.0
 DAY = 24 * HOUR
 TIMES_SECS = (HOUR, 6 * HOUR, DAY, 3 * DAY, 7 * DAY, 30 * DAY)
 _MOST_COUNTED_NODES = 16
-_CURVE_POINTS = 60
+COST_PART = 0.05
+"""Of the time that writing takes: by which a version on its way makes training longer. Assumed."""
+_ASSUMED_BYTES_PER_SEC = 1e9
 
 
 @dataclass(frozen=True)
@@ -62,12 +77,6 @@ class Survival:
     def curve(self, times_secs: Sequence[float] = TIMES_SECS) -> tuple[SurvivalPoint, ...]:
         """Survival with and without protection."""
         return survival_curve(times_secs, self.causes, self.nodes, self.survived)
-
-    def dense_curve(self) -> tuple[SurvivalPoint, ...]:
-        """The same for drawing: logarithmic in time, from where all is well to where nothing is left."""
-        first, last = self.unprotected_secs / 3, max(30 * DAY, 3 * self.persist_secs)
-        ratio = (last / first) ** (1 / (_CURVE_POINTS - 1))
-        return self.curve([first * ratio**i for i in range(_CURVE_POINTS)])
 
 
 def survival_of(
@@ -133,3 +142,115 @@ def _same_inside(topology: Topology, domains: Sequence[set[str]]) -> bool:
     """Whether all groups of a domain lie on the same nodes in the same order, and all domains look alike."""
     placements = {topology.group_nodes(*group) for group in topology.groups()}
     return len(placements) == len(domains) and len(group_patterns(topology)) == 1
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """How often versions would go to storage.
+
+    Attributes:
+        config: what the interval keeps to.
+        auto_steps: as ``auto`` would find it. found: the same, before it is made a multiple of versions.
+        costs: that it follows from.
+        node_mtbf_days: mean time between failures of one node.
+        memory_mtbf_secs: mean time until more nodes are lost than memory survives; infinite if never.
+        speed: of storage, for people.
+    """
+
+    config: PersistConfig
+    auto_steps: int
+    found: StorageInterval
+    costs: StorageCosts
+    node_mtbf_days: float
+    memory_mtbf_secs: float
+    speed: str
+
+    @property
+    def interval_steps(self) -> int:
+        """Of the block, or as ``auto`` finds it; 0: only when the job is told to stop, or nothing at all."""
+        if self.config.dir is None:
+            return 0
+        return self.auto_steps if self.config.adapts else self.config.fixed_steps
+
+    @property
+    def why(self) -> str:
+        """What it follows from, for people."""
+        auto, config = f"{self.auto_steps:,} step(s)", self.config
+        if config.dir is None:
+            said = f'none, as "persist" names no "dir"; "auto" would find every {auto}'
+        elif config.adapts:
+            said = f"every {auto}"
+        elif config.fixed_steps:
+            said = f'every {config.fixed_steps:,} step(s), as the block says; "auto" would find {auto}'
+        else:
+            said = f'only when told to stop, as the block says; "auto" would find every {auto}'
+        return (
+            f"{said}: {self.found.because} ({self.found.overhead:.2%} of the training time of at most "
+            f"{config.max_overhead:.1%}; at most {2 * self.auto_steps:,} steps made again when memory "
+            f"fails). A node fails once in {duration(self.node_mtbf_days * DAY)} and memory once in "
+            f"{duration(self.memory_mtbf_secs)}; writing takes {duration(self.costs.write_secs)} at "
+            f"{self.speed}, and holds up training for {COST_PART:.0%} of that (assumed)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; null for what never happens."""
+        return {
+            "interval_steps": self.interval_steps,
+            "auto_steps": self.auto_steps,
+            "because": str(self.found.because),
+            "overhead": self.costs.cost_secs / (self.interval_steps * self.costs.step_secs)
+            if self.interval_steps
+            else 0.0,
+            "memory_mtbf_secs": None if self.memory_mtbf_secs == inf else self.memory_mtbf_secs,
+            "costs": asdict(self.costs),
+            "why": self.why,
+        }
+
+
+def plan_storage(
+    config: PersistConfig,
+    cluster: Cluster,
+    survival: Survival,
+    *,
+    step_secs: float,
+    node_bytes: float,
+    version_steps: int,
+) -> StoragePlan:
+    """Plan how often versions go to storage.
+
+    Args:
+        config: what the interval keeps to.
+        cluster: how often its nodes fail, and how fast they write.
+        survival: of the job under the planned protection.
+        step_secs: of a step, with what snapshots cost.
+        node_bytes: of a version that a node writes.
+        version_steps: steps between two versions in memory.
+    """
+    per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
+    if "node_mtbf_days" in config.model_fields_set:
+        per_day = 1 / config.node_mtbf_days
+    rate = memory_losses_per_sec(per_day / DAY, survival.nodes, survival.survived, REPAIR_SECS)
+    mtbf = 1 / rate if rate else inf
+    carried = inf
+    if config.survival is not None:
+        carried = persist_interval_secs(config.survival, survival.causes, survival.nodes, survival.survived)
+    speed = cluster.storage_bytes_per_sec or _ASSUMED_BYTES_PER_SEC
+    assumed = " (assumed; the cluster file may say storage_bytes_per_sec)"
+    write_secs = node_bytes / speed
+    costs = StorageCosts(step_secs, COST_PART * write_secs, write_secs)
+    found = storage_interval(costs, mtbf, Wishes(config.max_overhead, carried, config.max_lost_steps))
+    auto_steps = whole_interval(found.steps, version_steps)
+    if (most := config.max_lost_steps) is not None:
+        auto_steps = min(auto_steps, max(1, most // 2 // version_steps) * version_steps)
+    said = f"{speed / 1e9:.3g} GB/s a node{'' if cluster.storage_bytes_per_sec else assumed}"
+    return StoragePlan(config, auto_steps, found, costs, 1 / per_day, mtbf, said)
+
+
+def duration(secs: float) -> str:
+    """A length of time for people."""
+    if secs == inf:
+        return "all time"
+    for unit, scale in (("years", 365 * DAY), ("days", DAY), ("h", HOUR), ("min", 60.0)):
+        if secs >= 2 * scale:
+            return f"{secs / scale:,.1f} {unit}"
+    return f"{secs:.3g} s" if secs >= 0.1 else "less than 0.1 s"

@@ -10,8 +10,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.cpu import avoid_build_at_start
 from reft.engine.deepspeed import session_of
+from reft.engine.install import avoid_build_at_start
 
 STEPS = 8
 

@@ -1,4 +1,4 @@
-"""The schemes side by side: what a member stores, what the group survives. ``python -m reft.protect.table``.
+"""The schemes side by side: what a member stores, what the group survives.
 
 Tolerances are computed by rank for one member per node, bytes counted piece by piece.
 """
@@ -36,7 +36,7 @@ def _cell(scheme: Scheme, size: int) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m reft.protect.table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/schemes_table.py", description=__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=list(MEMBERS), help="group sizes D")
     parser.add_argument("--schemes", nargs="+", default=list(NAMES), help="such as aec, rs:2, arc:2+aec")
     options = parser.parse_args()

@@ -1,16 +1,21 @@
-"""Models to plan for: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone."""
+"""What a job trains, and what its pipeline costs, from shapes and published figures.
+
+Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from reft.errors import ConfigError
-from reft.grid import Degrees
 from reft.json_file import read_object
+from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
+from reft.tools.planning.cluster import Machine
 
 SEQ_LENGTH = 4096
 """Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""
@@ -80,23 +85,6 @@ def named_shape(name: str) -> PlannedShape:
         f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
         f"config.json"
     )
-
-
-def check_shape(shape: PlannedShape, degrees: Degrees) -> None:
-    """Refuse a model that cannot be cut into ``degrees``.
-
-    Raises:
-        ConfigError: says which number does not divide and what to change.
-    """
-    if shape.layers < degrees.pp:
-        raise ConfigError(
-            f"model {shape.name} has {shape.layers} layers, but --pp {degrees.pp} needs at least one per "
-            f"stage; lower --pp"
-        )
-    if shape.heads % degrees.tp:
-        raise ConfigError(
-            f"model {shape.name} has {shape.heads} heads, not divisible by --tp {degrees.tp}; change --tp"
-        )
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, tuple[str, ...]]:
@@ -188,3 +176,125 @@ def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[Pl
         f"no model is given: computing time as of {layers} layers of width {hidden:,} and samples of "
         f"{shape.seq_length:,} tokens",
     )
+
+
+HALF_BYTES = 2
+OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
+"""Adam, per parameter: read the gradient, read and write master and moments, write the model."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor).
+
+    Attributes:
+        model: name of a shape of :data:`SHAPES`, or of ``given``.
+        machine: what it runs on.
+        tensor, stages, data: parallel degrees.
+        micro_batches: m, per pipeline and step.
+        samples: per micro-batch, of the model's full sequence length.
+        zero_1: every rank makes the optimizer's step of its partition only. Scattering gradients and
+            gathering weights move together what reducing gradients does.
+        given: a shape, where it is none of them.
+    """
+
+    model: str
+    machine: Machine
+    tensor: int
+    stages: int
+    data: int
+    micro_batches: int
+    samples: int = 1
+    zero_1: bool = False
+    given: PlannedShape | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
+            raise ConfigError(f"parallel degrees and micro-batches are at least 1; got {self.name}")
+        if self.stages > self.shape.layers:
+            raise ConfigError(
+                f"model {self.model} has {self.shape.layers} layers, but --pp {self.stages} needs at least "
+                f"one per stage; lower --pp"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.stages * self.data
+
+    @property
+    def name(self) -> str:
+        degrees = f"TP{self.tensor} PP{self.stages} DP{self.data}"
+        return f"{self.model} {degrees} m{self.micro_batches} on {self.devices:,} {self.machine.name}"
+
+    @cached_property
+    def shape(self) -> PlannedShape:
+        return self.given or named_shape(self.model)
+
+    def stage_parameters(self, stage_id: int) -> float:
+        """Of one device: its part of the stage's blocks, embedding and head."""
+        outer = self.shape.vocab_size * self.shape.hidden_size
+        own = self._layers(stage_id) * self.shape.block_parameters
+        own += outer if stage_id == 0 else 0
+        if stage_id == self.stages - 1:
+            # A tied head on another stage than the embedding is a second copy of it.
+            own += self.shape.hidden_size + (0 if self.shape.tied and stage_id == 0 else outer)
+        return own / self.tensor
+
+    def state_bytes(self, stage_id: int) -> float:
+        """Model and optimizer of one device, nothing sharded."""
+        return (MODEL_BYTES + OPTIMIZER_BYTES) * self.stage_parameters(stage_id)
+
+    @property
+    def fits_device(self) -> bool:
+        """Model, optimizer (of ZeRO-1 this rank's part) and half-precision gradients fit; activations are not
+        counted."""
+        largest = max(self.stage_parameters(p) for p in range(self.stages))
+        per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
+        return largest * per_parameter <= self.machine.memory_bytes
+
+    @property
+    def forward_secs(self) -> tuple[float, ...]:
+        """Per stage, of a micro-batch; backward takes twice that.
+
+        2 operations per parameter and token, and attention.
+        """
+        return tuple(self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages))
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, between two stages."""
+        return HALF_BYTES * self._tokens * self.shape.hidden_size
+
+    @property
+    def reduce_secs(self) -> tuple[float, ...]:
+        """Per stage: a ring per tensor-parallel rank; the rings of a node share its network."""
+        ring = 2 * (self.data - 1) / self.data * HALF_BYTES
+        rings = min(self.tensor, self.machine.devices_per_node)
+        ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
+        return tuple(ring * self.stage_parameters(p) / ring_bytes_per_sec for p in range(self.stages))
+
+    @property
+    def optimizer_secs(self) -> tuple[float, ...]:
+        """Per stage: reads and writes of device memory."""
+        nbytes = OPTIMIZER_TRAFFIC_BYTES / self._optimizer_shares
+        rate = self.machine.memory_bytes_per_sec
+        return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))
+
+    @property
+    def _optimizer_shares(self) -> int:
+        return self.data if self.zero_1 else 1
+
+    @property
+    def _tokens(self) -> int:
+        return self.samples * self.shape.seq_length
+
+    def _layers(self, stage_id: int) -> int:
+        each, more = divmod(self.shape.layers, self.stages)
+        return each + (stage_id < more)
+
+    def _forward_flops(self, stage_id: int) -> float:
+        shape, layers = self.shape, self._layers(stage_id)
+        head = shape.vocab_size * shape.hidden_size if stage_id == self.stages - 1 else 0
+        products = 2 * (layers * shape.block_parameters + head) * self._tokens
+        attention = 4 * layers * shape.hidden_size * shape.seq_length * self._tokens
+        return (products + attention) / self.tensor

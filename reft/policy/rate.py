@@ -1,15 +1,18 @@
-"""How often a checkpoint is worth its cost: CheckFreq's Algorithm 1, and a rate that follows what it costs.
+"""How often a version is worth its cost: CheckFreq's Algorithm 1, a rate that follows what versions are seen
+to cost, and which steps are due by it. Pure.
 
-Pure. Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tg copy
+Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tg copy
 within the device, Tc copy to the host, Ts write to storage, To overhead of a checkpoint, p allowed overhead,
 k steps between two checkpoints.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import ceil
+from math import ceil, inf, sqrt
+from statistics import fmean, median, pstdev
 
 from reft.errors import ConfigError
 
@@ -114,19 +117,6 @@ def frequency(costs: Costs, max_overhead: float) -> Frequency:
 def most_lost_steps(interval_steps: int) -> int:
     """2 k: the newest checkpoint may not be on storage yet, then the one before is what is left."""
     return 2 * interval_steps
-
-
-def lost_steps(costs: Costs, found: Frequency, failed_secs: float) -> int:
-    """Steps that a failure rolls back, ``failed_secs`` after a checkpoint on storage was resumed from."""
-    if found.interval_steps < 1:
-        raise ConfigError(f"found an interval of {found.interval_steps} steps; expected at least 1")
-    k = int(found.interval_steps)
-    cycle = k * costs.step_secs + found.overhead_secs
-    taken, within = divmod(failed_secs, cycle)
-    made = taken * k + min(k, within // costs.step_secs)
-    until_written = costs.host_copy_secs + costs.write_secs - found.overhead_secs
-    kept = max(0.0, (failed_secs - until_written) // cycle) * k
-    return int(made - kept)
 
 
 # -- a rate that follows what is observed ---------------------------------------------------------------
@@ -264,3 +254,168 @@ def _check_part(max_overhead: float) -> None:
         raise ConfigError(
             f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, such as 0.035"
         )
+
+
+# -- what a checkpoint costs: steps beside it against steps around it, as machines are noisy -----------------
+
+_AROUND = 4
+"""Plain steps on either side of a checkpoint that it is held against: near ones, as machines drift."""
+_MOST_PAIRS = 64
+_LEFT_OUT = 8
+"""One in so many differences at either end is left out of the mean: an evaluation, a hiccup of the host."""
+_PAUSE, _MOST_PAUSES = 20, 4
+"""Times the median: so long is no step, but an evaluation or whatever the script does between two. More of
+them in a row are steps: training has become as slow."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a checkpoint costs, as pairs tell.
+
+    Attributes:
+        secs: by which one makes training longer; below 0 where noise outweighs it.
+        error_secs: standard error of that.
+        plain_secs: of a step without one.
+        pairs: that it was found from.
+    """
+
+    secs: float
+    error_secs: float
+    plain_secs: float
+    pairs: int
+
+
+class Pauses:
+    """Tells what lies between two steps from the steps."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def has(self, secs: float, plain: deque[float]) -> bool:
+        """Whether so long is no step.
+
+        Args:
+            secs: of the next one.
+            plain: seconds of steps; forgotten where steps are of another length from now on.
+        """
+        if not plain or secs <= _PAUSE * median(plain):
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        if self._in_a_row > _MOST_PAUSES:
+            self._in_a_row = 0
+            plain.clear()
+        return True
+
+
+class Pairs:
+    """Steps with and without a checkpoint beside them, in the order in which they were made.
+
+    A checkpoint whose steps touch those of another one, with none between, tells nothing.
+
+    Args:
+        most_beside: a checkpoint of more steps than that cannot be told from their drift.
+    """
+
+    def __init__(self, most_beside: int = 64) -> None:
+        self._most_beside = most_beside
+        self._plain: deque[float] = deque(maxlen=_MOST_PAIRS)
+        self._pauses = Pauses()
+        self._before: list[float] = []
+        self._beside: list[float] = []
+        self._after: list[float] = []
+        self._checkpoints = 0
+        self._differences: deque[float] = deque(maxlen=_MOST_PAIRS)
+
+    def step(self, secs: float, *, begins: bool, beside: bool) -> None:
+        """One more step."""
+        if self._pauses.has(secs, self._plain):
+            self.leave_out()
+            return
+        if not beside:
+            self._plain.append(secs)
+            if self._beside:
+                self._after.append(secs)
+            else:
+                self._before = [*self._before, secs][-_AROUND:]
+            if len(self._after) == _AROUND:
+                self._finish()
+            return
+        if begins and self._after:
+            self._finish()
+        if len(self._beside) == self._most_beside:
+            self._beside.clear()
+            self._checkpoints += 1
+        self._checkpoints += begins
+        self._beside.append(secs)
+
+    def _finish(self) -> None:
+        around = [*self._before, *self._after]
+        if self._checkpoints == 1 and self._before:
+            self._differences.append(sum(self._beside) - len(self._beside) * fmean(around))
+        self._before, self._beside, self._after, self._checkpoints = self._after, [], [], 0
+
+    def leave_out(self) -> None:
+        """What is under way tells nothing, nor do the steps before it."""
+        self._before, self._beside, self._after, self._checkpoints = [], [], [], 0
+
+    @property
+    def count(self) -> int:
+        """Pairs since :meth:`forget`, at most 64."""
+        return len(self._differences)
+
+    def plain_secs(self) -> float | None:
+        """Median of the last plain steps; None before there was one."""
+        return median(self._plain) if self._plain else None
+
+    def cost(self) -> Cost | None:
+        """What the pairs tell; None without any."""
+        plain = self.plain_secs()
+        if plain is None or not self._differences:
+            return None
+        ordered = sorted(self._differences)
+        out = len(ordered) // _LEFT_OUT
+        kept = ordered[out : len(ordered) - out]
+        error = pstdev(kept) / sqrt(len(kept)) if len(kept) > 1 else inf
+        return Cost(fmean(kept), error, plain, len(ordered))
+
+    def forget(self) -> None:
+        """The differences were used: those to come are of another window."""
+        self._differences.clear()
+
+
+# -- which steps are due -------------------------------------------------------------------------------------
+
+
+class Due:
+    """No more steps lie between two that are due than the interval was when the first of them was.
+
+    Multiples of the interval are always due: ranks that have heard of a change at different steps agree again
+    at the next one. After a change this costs one version more at most.
+
+    Args:
+        start_step: counts as due: the step that the job begins or goes on with, the same on every rank.
+    """
+
+    def __init__(self, start_step: int) -> None:
+        self._last = start_step
+        self._latest: int | None = None
+
+    def is_due(self, step: int, interval_steps: int, *, ahead_steps: int = 1, given_up: int = -1) -> bool:
+        """Whether ``step`` is due. Ask about every step that may be, in order.
+
+        Args:
+            step: above the ones asked about before.
+            interval_steps: that holds now. A shorter one counts at once, a longer one from the next due
+                step on.
+            ahead_steps: until the next step that may be due, at most.
+            given_up: the newest step that came to nothing, though it may have been due. If it is the last due
+                one, there is none since the one before: ``step`` takes its place.
+        """
+        latest = self._last + interval_steps
+        self._latest = latest if self._latest is None else min(self._latest, latest)
+        late = step + ahead_steps > self._latest or given_up >= self._last
+        due = late or step % interval_steps == 0
+        if due:
+            self._last, self._latest = step, step + interval_steps
+        return due
