@@ -18,7 +18,7 @@ from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.accounts import Counts
 from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row
-from reft.storage.status import NodeStatus
+from reft.node.status import NodeStatus
 from tests.machine import can_give_away
 
 

@@ -25,8 +25,8 @@ from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.metrics import METRICS, MetricsServer, values
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row, Shard, Signal
+from reft.node.status import NodeStatus
 from reft.node.stragglers import Kind, RankSpeed, Straggler
-from reft.storage.status import NodeStatus
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def status(job: JobDir) -> NodeStatus:
     for rank in range(2):
         stats = {"copy_secs_median": 0.25, "stall_secs_median": 0.001, "traffic": traffic}
         status.trainer(rank, stats=stats)
-    status.update_persist(dir="/disk", last=Label(1, 5), lag_steps=2)
+    status.persist.update(dir="/disk", last=Label(1, 5), lag_steps=2)
     return status
 
 

@@ -14,7 +14,7 @@ from reft.node.history import RESUMED, STARTED, note
 from reft.node.observe import Doing, NodeObserver, Speed
 from reft.node.progress import Phase, ProgressPage, Seen
 from reft.node.report import Signal
-from reft.storage.status import NodeStatus
+from reft.node.status import NodeStatus
 from tests.memory.arena_tools import SECRET, make, write_version
 
 
