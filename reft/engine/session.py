@@ -102,9 +102,6 @@ class DeviceMemory:
             total=self._total,
             allocated=allocated["current"],
             peak_allocated=allocated["peak"],
-            reserved=reserved["current"],
-            peak_reserved=reserved["peak"],
-            retries=stats["num_alloc_retries"],
         )
 
 

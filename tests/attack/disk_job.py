@@ -24,7 +24,7 @@ import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.install import avoid_build_at_start
 from reft.naming import Label
-from reft.storage.assembler import Assembler
+from reft.storage.assemble import Assembler
 from reft.storage.persist import persist_label
 
 avoid_build_at_start()

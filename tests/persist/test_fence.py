@@ -120,7 +120,6 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
 ) -> None:
     """Start 1 has written step ``first``, start 2 is stopped while it writes step 8; start 3 claims the
     directory, and may write step ``newer``. Start 2 goes on."""
-    monkeypatch.setattr("reft.storage.publish.LOCK_SECS", 0.01)
     if not case.exchange:
         monkeypatch.setattr("reft.storage.publish.exchange", lambda a, b: False)
     wrong = []

@@ -42,7 +42,7 @@ from reft.memory.scale_orders import (
     write_order,
 )
 from reft.node.protection import read_record
-from reft.node.signals import Board
+from reft.node.report import Board
 from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)
