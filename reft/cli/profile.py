@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from reft.arguments import Parser
 from reft.config import ProfileConfig
 from reft.env import ENV_JOB_ID, ENV_PROFILE
 from reft.errors import ConfigError
+from reft.refusal import Parser
 
 if TYPE_CHECKING:
     from reft.profile.result import ProfileResult

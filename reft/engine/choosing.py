@@ -8,8 +8,8 @@ from pathlib import Path
 
 from reft.config import AOR, ReftConfig
 from reft.control.control import ControlGroup
-from reft.events import EventLog
 from reft.grid import Topology
+from reft.log import EventLog
 from reft.memory.free_memory import default_margin_bytes, free_bytes
 from reft.policy.choose import Choice, Situation, choose
 from reft.policy.loads import RankSections

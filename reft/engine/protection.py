@@ -7,12 +7,11 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from reft.config import ReftConfig
-from reft.config_persist import AUTO
+from reft.config import AUTO, ReftConfig
 from reft.control.control import ControlGroup, WorkerControl
 from reft.engine.identity import local_rank
-from reft.events import EventLog
 from reft.grid import Topology
+from reft.log import EventLog
 from reft.memory.free_memory import default_margin_bytes
 from reft.node.protection import (
     OrderWatch,

@@ -7,9 +7,9 @@ from typing import Any
 
 from reft.engine.memory import CommitNotes, JobRecord
 from reft.engine.rates import Rates
-from reft.events import EventLog
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.log import EventLog
+from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.stats import SnapshotStats

@@ -24,10 +24,10 @@ from reft.engine.reports import Reports
 from reft.engine.start_checks import check_start, warn
 from reft.engine.stopping import Preemption, Stopping
 from reft.engine.watching import open_page
-from reft.events import EventLog
 from reft.faults import FaultPlan, kill_this_node
-from reft.label import Label
+from reft.log import EventLog
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.client import DaemonClient
 from reft.node.progress import DeviceUse, ProgressPage
 from reft.protect.backend import backend_for
@@ -102,9 +102,6 @@ class DeviceMemory:
             total=self._total,
             allocated=allocated["current"],
             peak_allocated=allocated["peak"],
-            reserved=reserved["current"],
-            peak_reserved=reserved["peak"],
-            retries=stats["num_alloc_retries"],
         )
 
 

@@ -19,12 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from reft.arguments import Parser
 from reft.config_read import parse_block
 from reft.env import ENV_EVENTS
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 from reft.node.history import describe_parts
+from reft.refusal import Parser
 from reft.tools.demo.cluster import KillKind, LocalCluster
 from reft.tools.demo.history import History
 from reft.tools.demo.job import Job, Kill

@@ -22,7 +22,7 @@ from torch.nn import functional
 from reft.data.order import ResumableSampler
 from reft.engine.install import avoid_build_at_start
 from reft.errors import ConfigError
-from reft.events import EventLog
+from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
 _CORPUS_BYTES = 2**20
