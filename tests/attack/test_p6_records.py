@@ -18,7 +18,7 @@ import pytest
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.engine.memory import JobRecord
-from reft.engine.reports import Reports
+from reft.engine.session import Reports
 from reft.env import ENV_EVENTS
 from reft.errors import TransferError
 from reft.grid import Coordinate
