@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,20 +92,6 @@ def test_what_fits_the_idle_time_is_free(drawn, fill):
 def one_stage(copy):
     """A device that never waits: four micro-batches of 1 s and 2 s."""
     return simulate(one_f_one_b(1, 4), Costs.equal(1, 1.0, 2.0), [copy]).stages[0]
-
-
-def test_what_is_left_at_the_optimizer_is_waited_for():
-    stage = one_stage(Copying(5 * MB, MB))
-    assert (stage.end_secs, stage.fence_secs) == (17.0, 5.0)
-
-
-def test_a_transfer_beside_a_copy_is_slower():
-    costs = dataclasses.replace(Costs.equal(2, 1.0, 2.0), link_latency_secs=1.0)
-    busy = [Copying(100 * MB, MB, communicating=Beside(0.5, 0.5)), Copying(0, MB)]
-    first, second = simulate(one_f_one_b(2, 1), costs, busy).stages
-    assert second.windows[0].length_secs == 1.0
-    assert second.intervals[-4].begin_secs >= 1.0 + 2.0  # one second of transfer takes two
-    assert first.fence_secs > 0
 
 
 def test_pieces_are_recorded_as_chunks():

@@ -20,7 +20,7 @@ from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simu
 from reft.config import Variant
 from reft.policy.loads import Load
 from reft.tools.planning.cluster import A100, H100, MACHINES, MI250X, V100
-from reft.tools.planning.model import Training, named_shape
+from reft.tools.planning.model import Training
 from reft.tools.planning.pace import PlannedPace
 
 EQUAL_BYTES = (Variant.BLOCKING, Variant.HOST, Variant.HOST_DEVICE)
@@ -53,14 +53,6 @@ def test_bytes_of_the_protections_agree_with_the_footprint():
         assert part(16) * sizes.full == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model", ["1.3b", "2.7b", "6.7b", "34b"])
-@pytest.mark.parametrize("stages", [1, 4, 7])
-def test_stages_hold_the_whole_model(model, stages):
-    training = Training(model, V100, 4, stages, 2, 8)
-    held = sum(training.stage_parameters(p) for p in range(stages)) * training.tensor
-    assert held == pytest.approx(named_shape(model).parameters)
-
-
 @settings(max_examples=60, deadline=None)
 @given(trainings(), st.sampled_from(sorted(PROTECTIONS)))
 def test_has_costs_no_more_than_the_others_with_equal_bytes(training, protection):
@@ -89,12 +81,6 @@ def test_has_is_free_where_the_planner_says_that_everything_fits_the_bubbles(tra
         assert any(not plan.fits_bubbles for plan in plans)
 
 
-def test_with_separate_links_has_copies_beside_communication_too():
-    """Little computation and much state, on Frontier, whose network is not on the host link."""
-    training = Training("6.7b", MI250X, 1, 1, 2, 1)
-    assert predict(training).of(Variant.HAS).copied_bytes[Tier.COMMUNICATING] > 0
-
-
 def test_copies_share_links_as_the_machine_is_built():
     assert MI250X.link_slowdown(MI250X.copy_bytes_per_sec) == 1.0
     for machine in (V100, A100, H100):
@@ -102,16 +88,6 @@ def test_copies_share_links_as_the_machine_is_built():
     for machine in MACHINES.values():
         assert 0.1 < machine.achieved_flops / machine.peak_flops < 0.6
         assert 1.0 < machine.compute_slowdown(machine.copy_bytes_per_sec) < 1.02
-
-
-def test_the_papers_settings_are_there():
-    papers, weak, frontier, larger = experiments()
-    assert [t.model for t in papers.trainings] == ["1.3b", "2.7b", "6.7b", "34b"]
-    assert {t.devices for t in papers.trainings} == {512}
-    assert [t.devices for t in weak.trainings] == [64, 128, 256, 512]
-    assert {t.machine.name for t in frontier.trainings} == {"MI250X"}
-    assert [t.devices for t in larger.trainings] == [4096, 16384]
-    assert all(t.fits_device for e in (papers, weak, frontier, larger) for t in e.trainings)
 
 
 def test_the_6_63_is_communication_over_iteration_time():

@@ -26,7 +26,6 @@ from benchmarks.simulator.schedules import (
     SCHEDULES,
     TAIL,
     Schedule,
-    dual_pipe_v,
     from_deepspeed,
     gpipe,
     interleaved,
@@ -147,13 +146,6 @@ def test_deepspeeds_schedule_and_megatrons_form_of_1f1b_run_alike(stages, micro_
         ]
 
 
-def test_positions_are_deepspeeds_own():
-    cls = deepspeed_schedules.TrainSchedule
-    for stage_id, stream in enumerate(train_schedule(4, 8).streams):
-        theirs = [i.name for step in cls(8, 4, stage_id).steps() for i in step]
-        assert [i.name for i in stream] == theirs
-
-
 # ---- bubbles ----
 
 
@@ -187,27 +179,7 @@ def test_zero_bubble_h1_is_less_idle_than_1f1b(stages, groups, t_f, t_b):
     assert {s.idle_secs for s in even.stages} == {(stages - 1) * t_f}
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_dual_pipe_v_is_less_idle_than_zero_bubble_h1(stages):
-    costs = Costs.equal(stages, 1.0, 2.0)
-    dual, h1 = (simulate(make(stages, 4 * stages), costs) for make in (dual_pipe_v, zero_bubble_h1))
-    assert dual.makespan_secs < h1.makespan_secs
-    if hasattr(deepspeed_schedules, "DualPipeVSchedule"):  # without split backwards
-        assert dual.makespan_secs < simulate(deepspeed_dual_pipe_v(stages, 4 * stages), costs).makespan_secs
-
-
 # ---- unequal stages, links, reductions ----
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 12), whole_secs, whole_secs, st.integers(1, 500))
-def test_waiting_senders_are_never_faster(stages, micro_batches, t_f, t_b, transfer):
-    free = Costs.equal(stages, t_f, t_b)
-    overlapped = dataclasses.replace(free, activation_bytes=transfer, link_bytes_per_sec=1.0)
-    blocking = dataclasses.replace(overlapped, blocking_sends=True)
-    schedule = train_schedule(stages, micro_batches)
-    spans = [simulate(schedule, costs).makespan_secs for costs in (free, overlapped, blocking)]
-    assert spans[0] < spans[1] <= spans[2]
 
 
 def test_transfers_are_not_idle_time():
@@ -223,25 +195,6 @@ def test_transfers_are_not_idle_time():
     assert second.other_secs == 3.5
     assert [(w.start_secs, w.stop_secs) for w in first.windows] == [(1.0, 7.5)]
     assert first.end_secs == 13.0
-
-
-def test_a_reduction_fills_the_drain_and_a_tied_weight_waits_for_its_other_stage():
-    plain = Costs.equal(4, 1.0, 2.0)
-    last = simulate(train_schedule(4, 8), dataclasses.replace(plain, reduce_secs=(2.0,) * 4)).stages[3]
-    assert last.windows[-1].length_secs == pytest.approx(6.0)  # every stage reduces 2 s
-    assert last.windows[-1].start_secs == 33.0 - 6.0 + 2.0
-    tied = dataclasses.replace(plain, tied_stages=(0, 3), tied_secs=1.0)
-    simulation = simulate(train_schedule(4, 8), tied)
-    assert simulation.stages[3].windows[-1].stop_secs == 33.0
-    assert simulation.makespan_secs == 34.0
-
-
-def test_the_optimizer_begins_when_all_are_there():
-    costs = dataclasses.replace(Costs.equal(3, 1.0, 2.0), optimizer_secs=(1.0, 5.0, 2.0))
-    simulation = simulate(one_f_one_b(3, 4), costs)
-    begins = {s.intervals[-1].begin_secs for s in simulation.stages}
-    assert begins == {18.0}
-    assert simulation.makespan_secs == 23.0
 
 
 # ---- schedules that cannot work ----
