@@ -195,7 +195,6 @@ def choose(
     """Evaluate every alternative and choose one. Deterministic.
 
     Args:
-        situation: the job.
         wished: node losses that every sharding group should survive.
         pace: predicts the step, if windows and bandwidth are known.
         recompute: partitions are to be recomputed by ring peers (AOR), as ``auto+aor`` asks; the other way is

@@ -14,16 +14,7 @@ _FILE = re.compile(r"(?:reft|rank)-(-?\d+)-(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class Event:
-    """One line of an event file.
-
-    Attributes:
-        kind: ``attached``, ``ready``, ``step``, ``commit``, ``skip``, ``restored``, ``recovered``,
-            ``closed``; of launchers ``launcher`` and ``round``.
-        time: Unix seconds.
-        rank: global rank; -1: a launcher.
-        pid: of the process that wrote it.
-        fields: the rest.
-    """
+    """One line of an event file: at a Unix time, by a process of a global rank (-1: a launcher)."""
 
     kind: str
     time: float
