@@ -139,7 +139,7 @@ class Profiler:
             offset=wire.ClockOffset(),
             snapshot_bytes=self._facts.snapshot_bytes(),
             complete=complete,
-            traces=tuple(t if complete else wire.only_group_calls(t) for t in wire.settled(traces)),
+            traces=tuple(t if complete else wire.only_group_calls(t) for t in wire.assign_chunks(traces)),
         )
 
 

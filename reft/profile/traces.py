@@ -94,7 +94,7 @@ def _shifted(trace: StepTrace, secs: float) -> StepTrace:
     return moved_trace
 
 
-def settled(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
+def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     """All but the last trace, with every chunk in the step during which it was copied.
 
     A device reports its copies late: they may come with the trace of the step after.

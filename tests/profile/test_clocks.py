@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
-from reft.profile.traces import ClockOffset, estimate, settled
+from reft.profile.traces import ClockOffset, estimate, assign_chunks
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
@@ -96,7 +96,7 @@ def test_chunks_that_were_reported_late_belong_to_the_step_they_ran_in():
 
     reported = deque([(chunk(0.5),), (chunk(1.2),), (chunk(2.4), chunk(2.2), chunk(1.9)), (chunk(3.1),)])
     traces = [a_trace(step, reported.popleft()) for step in (1, 2, 3, 4)]
-    steps = settled(traces)
+    steps = assign_chunks(traces)
     assert [t.step for t in steps] == [1, 2, 3]
     # What began before the first step is not this profile's.
     assert [[c.begin_secs for c in t.chunks] for t in steps] == [[1.2, 1.9], [2.2, 2.4], [3.1]]
