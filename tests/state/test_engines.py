@@ -25,37 +25,25 @@ WORLD = 4
 SCRIPT = Path(__file__).with_name("engine_job.py")
 LIMIT_SECS = 500  # for a crowded machine; an idle one needs a tenth
 
-ADAPTERS = {
-    "fp32_z0_torch_adam": ("PlainAdapter", "AdamW"),
-    "fp32_z0_client_adamw": ("PlainAdapter", "AdamW"),
-    "fp32_z0_client_sgd": ("PlainAdapter", "SGD"),
-    "fp32_z0_before_first_step": ("PlainAdapter", "SGD"),
-    "fp16_z0_unfused": ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer"),
-    "fp16_z0_unfused_static": ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer"),
-    "fp16_z0_fused": ("FP16Adapter", "FP16_Optimizer"),
-    "bf16_z0_unfused": ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer"),
-    "fp32_z1": ("ZeroAdapter", "DeepSpeedZeroOptimizer"),
-    "fp16_z1": ("ZeroAdapter", "DeepSpeedZeroOptimizer"),
-    "bf16_z1_fp32_accumulation": ("BF16Adapter", "BF16_Optimizer"),
-    "bf16_z1_bf16_accumulation": ("ZeroAdapter", "DeepSpeedZeroOptimizer"),
-    "bf16_z1_before_first_step": ("BF16Adapter", "BF16_Optimizer"),
-    "disk_fp32_z0": ("PlainAdapter", "AdamW"),
-    "disk_fp16_z0_fused": ("FP16Adapter", "FP16_Optimizer"),
-    "disk_bf16_z1": ("BF16Adapter", "BF16_Optimizer"),
-    "pipe_fp32_z0": ("PlainAdapter", "AdamW"),
-    "pipe_fp32_z1": ("ZeroAdapter", "DeepSpeedZeroOptimizer"),
-    "pipe_fp16_z0_unfused": ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer"),
-    "pipe_fp16_z1": ("ZeroAdapter", "DeepSpeedZeroOptimizer"),
-    "pipe_bf16_z0": ("BF16Adapter", "BF16_Optimizer"),
-    "pipe_bf16_z1_fp32_accumulation": ("BF16Adapter", "BF16_Optimizer"),
-    "pipe_bf16_z1_bf16_accumulation": ("ZeroAdapter", "DeepSpeedZeroOptimizer"),
+_WRAPPERS = {
+    "PlainAdapter AdamW": "fp32_z0_torch_adam fp32_z0_client_adamw disk_fp32_z0 pipe_fp32_z0",
+    "PlainAdapter SGD": "fp32_z0_client_sgd fp32_z0_before_first_step",
+    "PlainAdapter FusedAdam": "apex_fp32_z0",
+    "FP16UnfusedAdapter FP16_UnfusedOptimizer": "fp16_z0_unfused fp16_z0_unfused_static bf16_z0_unfused "
+    "pipe_fp16_z0_unfused",
+    "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
+    "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
+    "pipe_bf16_z1_bf16_accumulation",
+    "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
+    "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
 }
-
+ADAPTERS = {name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()}
 
 if VERSION < (0, 18, 6):
     del ADAPTERS["bf16_z0_unfused"]  # refused: these keep gradients over steps
 if BF16_OPTIMIZER_IS_NEVER_MADE:
-    del ADAPTERS["pipe_bf16_z0"], ADAPTERS["bf16_z1_before_first_step"], ADAPTERS["disk_bf16_z1"]
+    for never in ("pipe_bf16_z0", "bf16_z1_before_first_step", "disk_bf16_z1", "apex_bf16_z1"):
+        del ADAPTERS[never]
     for changed in [name for name, found in ADAPTERS.items() if found[0] == "BF16Adapter"]:
         ADAPTERS[changed] = ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer")
 
@@ -68,7 +56,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Per case, what every rank reports."""
     out = tmp_path_factory.mktemp("cases")
     # Pipelines last: DeepSpeed keeps their grid for every later engine of the process.
-    names = ["refusals", *(n for n in ADAPTERS if "fp16" not in n or not FP16_MISSING)]
+    run = sorted(ADAPTERS, key=lambda name: name.startswith("pipe"))
+    names = ["refusals", *(n for n in run if "fp16" not in n or not FP16_MISSING)]
     launch(out, names)
     found = {}
     for name in names:
