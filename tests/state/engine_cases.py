@@ -1,10 +1,13 @@
-"""Every optimizer wrapper that reft supports, with what has ever been easy to get wrong about it."""
+"""Every optimizer wrapper that reft supports, with what has ever been easy to get wrong about it, and the adapter and
+wrapper that each case is of."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from engine_optimizers import PythonFusedAdam, adamw, apex_adam, cosine, groups, lambda_lr, momentum
+
+from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 5}}
@@ -79,3 +82,25 @@ CASES: dict[str, Case] = {
     "pipe_bf16_z1_fp32_accumulation": {"pipe": True, "config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO1)},
     "pipe_bf16_z1_bf16_accumulation": {"pipe": True, "config": bf16("bf16", optimizer=TORCH_ADAM, **ZERO1)},
 }
+
+_WRAPPERS = {
+    "PlainAdapter AdamW": "fp32_z0_torch_adam fp32_z0_client_adamw disk_fp32_z0 pipe_fp32_z0",
+    "PlainAdapter SGD": "fp32_z0_client_sgd fp32_z0_before_first_step",
+    "PlainAdapter FusedAdam": "apex_fp32_z0",
+    "FP16UnfusedAdapter FP16_UnfusedOptimizer": "fp16_z0_unfused fp16_z0_unfused_static bf16_z0_unfused "
+    "pipe_fp16_z0_unfused",
+    "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
+    "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
+    "pipe_bf16_z1_bf16_accumulation",
+    "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
+    "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
+}
+ADAPTERS = {name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()}
+
+if VERSION < (0, 18, 6):
+    del ADAPTERS["bf16_z0_unfused"]  # refused: these keep gradients over steps
+if BF16_OPTIMIZER_IS_NEVER_MADE:
+    for never in ("pipe_bf16_z0", "bf16_z1_before_first_step", "disk_bf16_z1", "apex_bf16_z1"):
+        del ADAPTERS[never]
+    for changed in [name for name, found in ADAPTERS.items() if found[0] == "BF16Adapter"]:
+        ADAPTERS[changed] = ("FP16UnfusedAdapter", "FP16_UnfusedOptimizer")
