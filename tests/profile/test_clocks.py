@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
-from reft.profile.traces import ClockOffset, estimate, assign_chunks
+from reft.profile.traces import ClockOffset, assign_chunks, estimate
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
