@@ -21,9 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reft.control.overlay import SocketCarrier, shared_secret
-from reft.control.silence import OnSilence
-from reft.control.transport import Buffers, Bytes, Carrier, Inflow, Transport, no_silence
+from reft.control.overlay import carrier, shared_secret
+from reft.control.transport import Buffers, Bytes, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.label import Label
 from reft.mac import authenticate, check_authentic
@@ -105,18 +104,18 @@ class ControlGroup:
         self._secret = secret or shared_secret(
             self._store, f"{self._prefix}/secret", lambda: secrets.token_bytes(32)
         )
-        self.on_silence: OnSilence = no_silence
+        self.on_silence: OnSilence = lambda missing, secs: None
         self._kind = transport
-        self._carrier = self._make_carrier()
+        self._open = self._make_carrier()
         self._transport: Transport | None = None
         self._connect(lambda: True)
 
-    def _make_carrier(self) -> Carrier:
+    def _make_carrier(self) -> Open:
         if self._kind == MPI:
-            from reft.control.mpi import MpiCarrier  # mpi4py starts MPI when it is imported
+            from reft.control.mpi_transport import mpi_carrier  # mpi4py starts MPI when it is imported
 
-            return MpiCarrier(self.rank, self.world_size, self._node, self.timeout_secs)
-        return SocketCarrier(
+            return mpi_carrier(self.rank, self.world_size, self._node, self.timeout_secs)
+        return carrier(
             self._store,
             self._prefix,
             rank=self.rank,
@@ -126,16 +125,16 @@ class ControlGroup:
         )
 
     def _connect(self, go_on: Callable[[], bool]) -> None:
-        self._transport = self._carrier.open(self.timeout_secs, go_on, self._silent)
+        def silent(missing: list[str], secs: float) -> None:
+            self.on_silence(missing, secs)  # which may be set later
 
-    def _silent(self, missing: list[str], secs: float) -> None:
-        self.on_silence(missing, secs)
+        self._transport = self._open(self.timeout_secs, go_on, silent)
 
     @property
     def _connections(self) -> Transport:
         if self._transport is None:
             raise TransferError("this rank has left the control plane, or its job is closed")
-        self._transport.timeout_secs = self.timeout_secs
+        self._transport.limits.timeout_secs = self.timeout_secs
         return self._transport
 
     @property

@@ -120,7 +120,7 @@ class Launcher(Observer):
         self._memory.make_again(self._secret)
         os.environ.update(
             {
-                ENV_STORE: self._rendezvous.store_endpoint(),
+                ENV_STORE: self._rendezvous.place.trainers_endpoint(),
                 ENV_ROUND: str(agreement.round),
                 ENV_INCARNATION: str(agreement.incarnation),
                 ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
@@ -239,7 +239,7 @@ class Launcher(Observer):
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            if self._agent is not None and self._rendezvous.serves:
+            if self._agent is not None and self._rendezvous.place.serves:
                 self._agent.wait_for_peers()
             return 128 + int(stop.sigval)
         except FencedError as error:
@@ -317,7 +317,7 @@ class Launcher(Observer):
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
                 f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
-                f"{self._rendezvous.reopens}"
+                f"{self._rendezvous.place.reopens}"
             ) from error
         except RendezvousGracefulExitError:
             return 0

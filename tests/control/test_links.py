@@ -20,6 +20,7 @@ from reft.control.door import Door, knock, listen_locally
 from reft.control.links import Endpoint, Reception
 from reft.control.overlay import Overlay
 from reft.control.peers import Peers
+from reft.control.transport import Limits
 from reft.control.tree import Tree
 from reft.env import ENV_INTERFACE
 from reft.errors import AuthenticationError
@@ -138,8 +139,10 @@ def test_p6_a_forked_child_does_not_answer_calls_to_a_rank_that_is_gone() -> Non
     rank = os.fork()
     if not rank:
         reception = Reception(0, "a", SECRET)
-        tree = Tree(0, 1, None, (), DEADLINE_SECS)
-        overlay = Overlay(tree, Peers(reception, lambda _: reception.endpoint, lambda: (), 1.0), reception)
+        tree = Tree(0, 1, None, (), Limits(DEADLINE_SECS))
+        overlay = Overlay(
+            tree, Peers(reception, lambda _: reception.endpoint, lambda: (), tree.limits), reception
+        )
         child = os.fork()
         if child:
             assert overlay.tree is tree

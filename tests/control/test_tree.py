@@ -9,6 +9,7 @@ import pytest
 
 from reft.control import tree
 from reft.control.overlay import Overlay
+from reft.control.transport import Limits
 from reft.control.tree import FANOUT, Tree, children_of, parent_of
 
 from .ranks import DEADLINE_SECS, failure_of, on_all, per_node
@@ -71,7 +72,7 @@ def test_p6_a_rank_that_leaves_is_heard_by_all_that_wait_for_a_vote(
 
 
 def test_a_tree_of_one_rank_has_nobody_to_ask() -> None:
-    alone = Tree(0, 1, None, (), DEADLINE_SECS)
+    alone = Tree(0, 1, None, (), Limits(DEADLINE_SECS))
     assert alone.reduce_min([3, 4]) == [3, 4]
     assert alone.gather(b"x") == [b"x"]
     assert alone.links == ()

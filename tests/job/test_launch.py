@@ -136,7 +136,7 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
     rendezvous = RendezvousClient(options, secret)
     rendezvous.connect()
-    assert rendezvous.store_endpoint() == endpoint
+    assert rendezvous.place.trainers_endpoint() == endpoint
     rendezvous.close("node a gave up: local rank 0: ValueError")
     late = RendezvousClient(options, secret)
     late.connect()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.config_persist import AUTO
 from reft.control.rendezvous_store import StoreError
@@ -28,7 +27,7 @@ from reft.job.board import StatusBoard
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
-from reft.job.rendezvous.state import Scaling, leaving_of, member_of, scaling_of, sizes_of
+from reft.job.rendezvous.state import JobState, Scaling, member_of
 from reft.job.stop_signals import StopSignals
 from reft.memory.scale_orders import (
     ORDER_FILE,
@@ -122,13 +121,13 @@ class Scaler:
 
     def _sizes_of_this_round(self) -> Sizes | None:
         state = self._handler.state
-        sizes, ranks = sizes_of(state), state.participants
+        sizes, ranks = state.sizes, state.participants
         here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
         return sizes if sizes is not None and sizes.members == here else None
 
     def _note_sizes(self, agreement: Agreement) -> None:
         """Have all nodes know with how many the job can train, by its newest version."""
-        if self._board.board is self._noted and sizes_of(self._handler.state) is not None:
+        if self._board.board is self._noted and self._handler.state.sizes is not None:
             return
         self._noted, holders, now = self._board.board, self._board.holders, self._situation(agreement)
         if now.tolerance is None or now.degrees is None:
@@ -160,7 +159,7 @@ class Scaler:
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
             self._handler.scale(lambda state: asked(order, running, state))
-            granted = scaling_of(self._handler.state)
+            granted = self._handler.state.scaling
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
             if granted.number > order.number:
@@ -196,8 +195,8 @@ class Scaler:
     def _name_leavers(self, agreement: Agreement) -> None:
         """Tell the next nodes to leave, where there are more than were asked for."""
         running = len(agreement.nodes)
-        scaling = scaling_of(self._handler.state)
-        if scaling is None or leaving_of(self._handler.state):
+        scaling = self._handler.state.scaling
+        if scaling is None or self._handler.state.leaving:
             return
         if scaling.replaces:
             self._name_replaced(agreement, scaling)
@@ -208,7 +207,7 @@ class Scaler:
         if not ranks:  # not yet
             return
         self._handler.scale(lambda state: told(ranks, running, state))
-        if leaving_of(self._handler.state):  # else the round is over
+        if self._handler.state.leaving:  # else the round is over
             logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
 
     def _name_replaced(self, agreement: Agreement, scaling: Scaling) -> None:
@@ -218,14 +217,14 @@ class Scaler:
         if scaling.round != -1 or not ranks or survived is None or survived < len(ranks):
             return
         self._handler.scale(lambda state: told(ranks, len(agreement.nodes), state))
-        if leaving_of(self._handler.state):  # else the round is over
+        if self._handler.state.leaving:  # else the round is over
             logger.warning(
                 "told to leave, for a node that waits: %s", ", ".join(agreement.nodes[rank] for rank in ranks)
             )
 
     def _tell_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)
-        if order is None or leaving_of(self._handler.state):
+        if order is None or self._handler.state.leaving:
             return
         if running != order.nodes:
             self._end_half_way(order, agreement)
@@ -252,7 +251,7 @@ class Scaler:
     def _was_told_before(self, agreement: Agreement) -> bool:
         """Whether nodes were told to leave in a round before this one."""
         state = self._handler.state
-        scaling = scaling_of(state)
+        scaling = state.scaling
         return scaling is not None and scaling.round not in (-1, state.round)
 
     def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
@@ -272,11 +271,11 @@ class Scaler:
         return info.st_mtime_ns, info.st_ino
 
 
-def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+def asked(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
     """The order in the shared state. More nodes may join now; fewer leave when they are told."""
     if not state.complete or state.closed:
         return None
-    before = scaling_of(state)
+    before = state.scaling
     if before is not None and before.number >= order.number:
         return None
     replaced = bool(order.without) and order.nodes == running
@@ -284,27 +283,27 @@ def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling |
     return Scaling(order.number, order.nodes, most, order.without, replaces=replaced)
 
 
-def stays(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+def stays(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
     """The number of nodes that the job has, in the place of an order that went half way; None where another
     was given."""
-    scaling = scaling_of(state)
+    scaling = state.scaling
     if scaling is None or scaling.number != order.number or len(state.participants) != running:
         return None
     return replace(scaling, nodes=running, limit=running)
 
 
-def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
+def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | None:
     """Nodes that leave, in the shared state; None where the round is over already, or the
     others could not go on."""
-    scaling = scaling_of(state)
+    scaling = state.scaling
     whole = state.complete and len(state.participants) == running
     if scaling is None or scaling.round == state.round or not whole or state.closed:
         return None
     stay = tuple(member_of(node) for node, rank in state.participants.items() if rank not in ranks)
-    sizes = sizes_of(state)
+    sizes = state.sizes
     if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
         return None  # no number of those that stay fits, or could recover the version
-    leaving_of(state).update(node for node, rank in state.participants.items() if rank in ranks)
+    state.leaving.update(node for node, rank in state.participants.items() if rank in ranks)
     limit = running if scaling.replaces else running - len(ranks)
     return replace(scaling, limit=limit, round=state.round)
 
