@@ -19,7 +19,7 @@ from reft.job.rendezvous.state import (
     JobState,
     Scaling,
 )
-from tests.job.store_nodes import WAIT_SECS, beat, client, go_on, rewrite, shared, wait_until
+from tests.job.store_nodes import WAIT_SECS, client, go_on, rewrite, shared, wait_until
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 
@@ -120,30 +120,6 @@ def test_p3_a_node_that_leaves_takes_the_place_of_one_that_is_lost_meanwhile(
     assert said == ["a round of 2"]
     assert not shared(port).leaving
     three[2]._stop_heartbeats()
-
-
-def test_p3_a_node_that_is_too_many_waits_where_the_store_forgot_that_it_was_told_to_leave(
-    three: list[StoreRendezvous], port: int
-) -> None:
-    """Nobody is kept from training by a node that there is no place for."""
-    for handler in three:
-        beat(handler)
-    client(port).delete("rendezvous/job")
-    for handler in three:
-        beat(handler)
-    assert not shared(port).leaving
-    threads = [leave(handler) for handler in three]
-    wait_until(lambda: sorted(said[0] for _, said in threads if said) == ["a round of 2"] * 2)
-    wait_until(lambda: len(shared(port).redundancy_list) == 1)
-    handlers = [h for h, (_, said) in zip(three, threads, strict=True) if said]
-    for handler in handlers:
-        handler._stop_heartbeats()
-        beat(handler)
-    assert not shared(port).wait_list
-    assert [h.num_nodes_waiting() for h in handlers] == [0, 0]
-    handlers[0].shutdown()
-    for thread, _ in threads:
-        thread.join(WAIT_SECS)
 
 
 def replaced_by_a_spare(state: JobState) -> Scaling:
