@@ -47,7 +47,7 @@ from reft.env import (
 )
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.events import EventLog
-from reft.job.agent import JobEndedError, ReftAgent, new_agent_id
+from reft.job.agent import ReftAgent, new_agent_id
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
 from reft.job.exits import EX_FENCED, Cause, Failure
@@ -56,7 +56,7 @@ from reft.job.hung import Hangs
 from reft.job.node import DaemonKeeper, NodeMemory
 from reft.job.observer import Observer
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous.client import RendezvousClient
+from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import Scaler
 from reft.job.stop_signals import StopSignals
@@ -291,7 +291,6 @@ class Launcher(Observer):
             turn=options.rank_turn,
         )
         agent = self._agent = self._make_agent(handler, info)
-        agent.incarnations = self._rendezvous.incarnations
         if isinstance(handler, StoreRendezvous):
             self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
         self._signals.agent = agent
@@ -379,13 +378,11 @@ class Launcher(Observer):
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
         return ReftAgent(
             spec,
-            reconnect=self._rendezvous.reconnect,
+            options,
+            client=self._rendezvous,
             info=info,
             secret=self._secret,
             observer=self,
-            free_restarts=options.free_restarts,
-            renews=options.restarts_renew,
-            stop_secs=options.stop_secs,
             exits_dir=self._memory.path,
             grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
             **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},

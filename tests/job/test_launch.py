@@ -17,11 +17,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
-from reft.job.agent import JobEndedError, Trainers
+from reft.job.agent import Trainers
 from reft.job.agreement import Agreement
 from reft.job.launch import Launcher, main
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous.client import RendezvousClient
+from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 

@@ -20,8 +20,7 @@ from reft.control.door import format_endpoint, is_loopback, listen, parse_endpoi
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import ENV_ETCD_PASSWORD
-from reft.errors import ConfigError
-from reft.job.agent import JobEndedError
+from reft.errors import ConfigError, ReftError
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
 from reft.job.rendezvous.handler import StoreRendezvous
@@ -37,6 +36,10 @@ _FIRST_CONTACT_SECS = 120.0
 _PROBE_SECS = 2.0
 _LOOK_SECS = 0.5
 _LOOPBACK = "127.0.0.1"
+
+
+class JobEndedError(ReftError, RuntimeError):
+    """The job cannot go on; the message says why and what was kept."""
 
 
 class ServedPlace:
