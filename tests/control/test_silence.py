@@ -10,16 +10,7 @@ import pytest
 from reft.control.overlay import Overlay
 from reft.control.transport import Buffers
 
-from .ranks import DEADLINE_SECS, failure_of, on_all, per_node
-
-
-@pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
-def test_p6_a_silent_rank_is_waited_for_only_so_long(overlays: list[Overlay]) -> None:
-    overlays[0].tree.limits.timeout_secs = 0.05
-    assert "silent" in failure_of(lambda: overlays[0].tree.reduce_min([1]))
-    overlays[1].peers.limits.timeout_secs = 0.05
-    with pytest.raises((OSError, EOFError)):
-        overlays[1].peers.stream({}, {0: Buffers([memoryview(bytearray(1))])})
+from .ranks import DEADLINE_SECS, on_all, per_node
 
 
 @pytest.mark.parametrize("overlays", [per_node(3, 2), per_node(20, 2)], indirect=True, ids=["3x2", "20x2"])
