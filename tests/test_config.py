@@ -7,8 +7,7 @@ import json
 import pytest
 
 from reft.cli import main
-from reft.config_keys import explain
-from reft.config_read import load_config, parse_block
+from reft.config_read import explain, load_config, parse_block
 from reft.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reft.arguments import Parser
 from reft.job.usage import DESCRIPTION, add_own_options
+from reft.refusal import Parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from reft.control.overlay import carrier, shared_secret
 from reft.control.transport import Buffers, Bytes, Inflow, OnSilence, Open, Transport
 from reft.errors import AuthenticationError, PeerLostError, TransferError
-from reft.label import Label
 from reft.mac import authenticate, check_authentic
+from reft.naming import Label
 
 SOCKETS, MPI = "sockets", "mpi"
 """What can carry the control plane: ``transport`` of the block."""

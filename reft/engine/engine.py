@@ -11,15 +11,15 @@ import torch
 from reft.config import ReftConfig, Variant
 from reft.errors import ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.protect.codes import Scheme
 from reft.protect.host_adam import AdamRecipe
 from reft.protect.placement import place_group
 from reft.recover.reshape import Piece, Resize
 from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.committing.request import SnapshotRequest
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.recompute import OptimizerStep
-from reft.snapshot.request import SnapshotRequest
 from reft.state.adapters import StateAdapter
 from reft.state.blob import DecodedBlob, HostBlob
 from reft.state.catalogue import Adapter, SectionImage

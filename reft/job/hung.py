@@ -138,7 +138,7 @@ def _patience_for_the_silent(known: Sequence[Waiting]) -> float:
 
 
 def stacks(job_dir: Path, waiting: Waiting) -> str:
-    """Where a trainer's threads are: by itself if it runs, and what the kernel tells."""
+    """Where a trainer's threads are, by itself if it runs; and what the kernel tells."""
     seen = waiting.seen
     told = [_of_kernel(seen.pid)]
     if seen.state == STOPPED:

@@ -46,7 +46,6 @@ from reft.env import (
     ENV_STORE,
 )
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
-from reft.events import EventLog
 from reft.job.agent import ReftAgent, new_agent_id
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
@@ -61,6 +60,7 @@ from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import Scaler
 from reft.job.stop_signals import StopSignals
 from reft.job.warm import WarmTrainers
+from reft.log import EventLog
 from reft.memory.jobdir import read_json
 from reft.memory.user_secret import user_secret
 from reft.node import history

@@ -25,7 +25,6 @@ import msgpack
 import psutil
 
 from reft import log
-from reft.arguments import Parser
 from reft.config_read import parse_block
 from reft.control.door import format_endpoint
 from reft.control.links import listen_remotely
@@ -50,6 +49,7 @@ from reft.memory.jobdir import JobDir
 from reft.memory.user_secret import user_secret
 from reft.naming import is_name, own_name
 from reft.node.client import request
+from reft.refusal import Parser
 
 logger = logging.getLogger("reft.job.mpi_run")
 

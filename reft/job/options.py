@@ -20,7 +20,6 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.arguments import Parser
 from reft.config_read import parse_block, read_block
 from reft.control.door import format_endpoint
 from reft.errors import ConfigError
@@ -32,6 +31,7 @@ from reft.job.slurm import apply_slurm
 from reft.job.usage import DESCRIPTION, RESTARTS, add_own_options
 from reft.job.warm import DEFAULT_MODULES
 from reft.naming import is_name, own_name, safe_name
+from reft.refusal import Parser
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import msgpack
 
 from reft.blocks import BlockKey
 from reft.grid import Coordinate, Topology
-from reft.label import Label
 from reft.memory.commit import preferred_label
+from reft.naming import Label
 from reft.recover.inventory import ArenaRecord, Inventory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.reshape import NOTHING_WANTED, Resize, Wanted, needed_by

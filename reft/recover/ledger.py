@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgpack
 
 from reft.blocks import BlockKey, Section
-from reft.label import Label
+from reft.naming import Label
 from reft.recover.exchange import Exchange
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 

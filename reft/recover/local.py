@@ -15,9 +15,9 @@ from pathlib import Path
 
 from reft.errors import ArenaError, LayoutError
 from reft.grid import Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
+from reft.naming import Label
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import Inventory
 from reft.recover.plan import BlockSource, Fetch, NotRecoverable, RecoveryPlan

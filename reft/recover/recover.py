@@ -21,7 +21,7 @@ import msgpack
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.recover.complete import Completing, Completion, plan_kept
 from reft.recover.courier import Courier, Prepare
 from reft.recover.decide import (

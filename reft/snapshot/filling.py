@@ -10,8 +10,8 @@ import torch
 
 from reft.blocks import Section
 from reft.errors import ArenaError, TransferError
-from reft.label import Label
 from reft.memory.arena import Arena, checksum
+from reft.naming import Label
 from reft.protect.coded_blocks import pack_checksums
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.plan import PlacedBlock

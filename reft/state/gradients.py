@@ -89,10 +89,7 @@ class GradientCapture:
         return True
 
     def take(self, number: int) -> tuple[StepRecord, int | None] | None:
-        """What is known of the step that was just made; afterwards nothing is.
-
-        Args:
-            number: the engine's count of steps.
+        """What is known of the step that was just made, the engine's ``number``-th; afterwards nothing is.
 
         Returns:
             Its record, and the t of Adam if the host knows it; None if the optimizer stepped in a way
@@ -110,7 +107,8 @@ class GradientCapture:
     # -- what every wrapper needs ------------------------------------------------------------------
 
     def _make_staging(self, member: int) -> dict[str, torch.Tensor]:
-        dtype, made = self._gradient_dtype(), dict[str, torch.Tensor]()
+        bf16, made = isinstance(self._adapter, BF16Adapter), dict[str, torch.Tensor]()
+        dtype = self._wrapper.grad_acc_dtype if bf16 else self._wrapper.gradient_accumulation_dtype
         for g, partitions in enumerate(self._weights):
             weights = partitions[member]
             made[f"gradient.{g}"] = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
@@ -120,17 +118,9 @@ class GradientCapture:
 
     def _partitioned_weights(self) -> list[list[torch.Tensor]]:
         """Per group and member: the model's own weights of that partition, flat."""
-        if isinstance(self._adapter, BF16Adapter):
-            return [list(group) for group in self._wrapper.bf16_partitioned_groups]
-        return [list(group) for group in self._wrapper.parallel_partitioned_bit16_groups]
-
-    def _gradient_dtype(self) -> torch.dtype:
-        if isinstance(self._adapter, BF16Adapter):
-            dtype = self._wrapper.grad_acc_dtype
-        else:
-            dtype = self._wrapper.gradient_accumulation_dtype
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        bf16 = isinstance(self._adapter, BF16Adapter)
+        name = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
+        return [list(group) for group in getattr(self._wrapper, name)]
 
     def _install(self) -> None:
         if isinstance(self._adapter, BF16Adapter):
@@ -240,11 +230,8 @@ def _offsets(wrapper: Any, group: int) -> list[int]:
 
 
 def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], None]:
-    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only.
-
-    Returns:
-        What puts the method back as it was, unless somebody has replaced it once more since.
-    """
+    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only. Returns what
+    puts the method back as it was, unless somebody has replaced it once more since."""
     original, own = getattr(wrapper, name), vars(wrapper).get(name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -73,10 +73,8 @@ class OptimizerState:
         """Address and size of every parameter and state tensor; changes when any appears or moves."""
         found: list[tuple[int, int]] = []
         for _, _, p in self.params():
-            found.append((p.data_ptr(), p.numel()))
-            for _, value in self._entries(p):
-                if isinstance(value, torch.Tensor) and _kind(value, p) != _HOST:
-                    found.append((value.data_ptr(), value.numel()))
+            tensors = (value for _, value in self._entries(p) if _kind(value, p) != _HOST)
+            found += ((tensor.data_ptr(), tensor.numel()) for tensor in (p, *tensors))
         return tuple(found)
 
     def ready(self) -> bool:
@@ -96,25 +94,29 @@ class OptimizerState:
 
     def layout(self) -> list[list[ParamLayout]]:
         """What state every parameter has; depends on the layout only, not on the step."""
-        found: list[list[ParamLayout]] = [[] for _ in self.optimizer.param_groups]
-        for g, _, p in self.params():
-            entries = self.optimizer.state.get(p)
-            found[g].append(None if entries is None else [[k, _kind(v, p)] for k, v in entries.items()])
-        return found
+        state = self.optimizer.state
+        return [
+            [
+                None if p not in state else [[k, _kind(v, p)] for k, v in self._entries(p)]
+                for p in group["params"]
+            ]
+            for group in self.optimizer.param_groups
+        ]
 
     def values(self) -> list[list[dict[str, Any]]]:
         """Host values per group and parameter (no tensor of it aliases a live one)."""
-        found: list[list[dict[str, Any]]] = [[] for _ in self.optimizer.param_groups]
-        for g, i, p in self.params():
-            found[g].append(
+        return [
+            [
                 {
                     # Nearly always one counter per parameter: no path is made up for it.
                     k: v.detach().clone() if type(v) is torch.Tensor else _copied(v, _name(g, i, k))
                     for k, v in self._entries(p)
                     if _kind(v, p) == _HOST
                 }
-            )
-        return found
+                for i, p in enumerate(group["params"])
+            ]
+            for g, group in enumerate(self.optimizer.param_groups)
+        ]
 
     def extra(self) -> dict[str, Any]:
         """State that belongs to no parameter: the entries whose key is a string."""

@@ -11,7 +11,7 @@ import pytest
 
 from reft import __version__, cli
 from reft.cli import COMMANDS
-from reft.config_keys import explain
+from reft.config_read import explain
 
 HEAVY = ("torch", "deepspeed", "matplotlib", "numpy", "pydantic", "rich", "psutil")
 COUNT = f"""

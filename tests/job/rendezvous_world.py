@@ -30,8 +30,8 @@ from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import asked, leavers, told
 from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import IncarnationRecord, decode_state
-from reft.label import committed_key
 from reft.memory.scale_orders import ScaleOrder
+from reft.naming import committed_key
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()

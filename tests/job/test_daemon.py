@@ -19,10 +19,10 @@ from reft.config_read import parse_block
 from reft.control.wire import SOCKET_NAME, Channel, ShortPath, connect
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.arena import ArenaState
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.client import DaemonClient, DaemonError, request
 from reft.node.daemon import END_SIGNAL
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig, ReftConfig
 from reft.config_read import parse_block
 from reft.errors import OvertakenError, PersistError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.client import DaemonClient, request
 from reft.storage import fence
 from reft.storage.persister import committed_labels

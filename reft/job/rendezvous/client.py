@@ -26,8 +26,8 @@ from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, Etc
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.server import is_reachable, is_served_by_reft
 from reft.job.rendezvous.state import IncarnationRecord
-from reft.label import committed_key
 from reft.memory.jobdir import read_json
+from reft.naming import committed_key
 from reft.node.daemon import CONFIG_FILE
 
 logger = logging.getLogger(__name__)

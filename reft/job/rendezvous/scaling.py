@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from reft.config_persist import AUTO
+from reft.config import AUTO
 from reft.control.rendezvous_store import StoreError
 from reft.errors import AuthenticationError
 from reft.grid import Degrees
@@ -41,7 +41,7 @@ from reft.memory.scale_orders import (
     write_order,
 )
 from reft.node.protection import read_record
-from reft.node.signals import Board
+from reft.node.report import Board
 from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.job.rendezvous.sizes import Member, Sizes
-from reft.label import committed_key
+from reft.naming import committed_key
 
 _GRACE_SECS = 0.5
 """In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AOR, ReftConfig, Variant
-from reft.config_persist import AUTO
+from reft.config import AOR, AUTO, ReftConfig, Variant
 from reft.engine.findings import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose

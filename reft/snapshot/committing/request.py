@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from reft.config import Variant
 from reft.faults import FaultPlan
-from reft.label import Label
+from reft.naming import Label
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot.committing.protocol import Cause, Stage, Version
 from reft.snapshot.complaints import Complaints

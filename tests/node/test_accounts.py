@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from reft.job import accounts
-from reft.job.accounts import Accounts
 from reft.memory.jobdir import write_json
+from reft.node import accounts
+from reft.node.accounts import Accounts, Counts
 from reft.node.history import RESUMED, STARTED, note
 from reft.node.progress import ProgressPage
-from reft.speed.effective import Counts, counted, went_back
-
-NOTHING: dict[str, Any] = {
-    **{"elapsed_secs": 1.0, "step": None, "training": False, "step_secs": 0.5},
-    **{"samples_per_step": 8, "stall_secs": 0.0, "straggler_secs": 0.0},
-}
 
 
 def test_every_second_that_is_lost_has_its_cause() -> None:
     counts = Counts(began_unix_secs=5.0)
     assert counts.effective_ratio is None
-    for _ in range(10):
-        counts = counted(counts, **NOTHING)
-    trains = NOTHING | {"training": True, "flops_per_sample": 1000}
+    counts = counts.waited(10.0)
+    of_step = {"samples": 8, "flops": 8000.0}
     for step in range(1, 62, 2):
-        counts = counted(counts, **trains | {"step": step, "stall_secs": 0.1, "straggler_secs": 0.05})
-    for _ in range(5):
-        counts = counted(counts, **NOTHING)
-    counts = went_back(counts, resumed_step=51, step_secs=0.5)
+        counts = counts.trained(1.0, step, stall_secs=0.1, straggler_secs=0.05, **of_step)
+    counts = counts.waited(5.0).went_back(51, step_secs=0.5)
     for step in range(52, 72, 2):
-        counts = counted(counts, **trains | {"step": step})
+        counts = counts.trained(1.0, step, **of_step)
     assert (counts.first_step, counts.newest_step, counts.repeated_steps) == (1, 70, 10)
     assert counts.samples == 69 * 8, "a step that is made twice counts once"
     assert counts.flops == 69 * 8 * 1000
@@ -46,22 +36,11 @@ def test_every_second_that_is_lost_has_its_cause() -> None:
 
 def test_a_second_rollback_counts_from_the_last_step_made() -> None:
     """Resumed at 90 from 100, killed at 95, resumed at 94: 91 to 95 and 95 to 100 are made again."""
-    trains = NOTHING | {"training": True}
-    counts = Counts(began_unix_secs=5.0)
-    for step in (1, 100):
-        counts = counted(counts, **trains | {"step": step})
-    counts = went_back(counts, resumed_step=90, step_secs=0.5)
-    counts = counted(counts, **trains | {"step": 95})
-    counts = went_back(counts, resumed_step=94, step_secs=0.5)
-    counts = counted(counts, **trains | {"step": 100})
+    counts = Counts(began_unix_secs=5.0).trained(1.0, 1).trained(1.0, 100)
+    counts = counts.went_back(90, step_secs=0.5)
+    assert counts.went_back(90, step_secs=0.5).repeated_steps == 10, "killed before its first step"
+    counts = counts.trained(1.0, 95).went_back(94, step_secs=0.5).trained(1.0, 100)
     assert (counts.newest_step, counts.repeated_steps, counts.repeated_secs) == (100, 11, 5.5)
-
-
-def test_a_trainer_killed_before_its_first_step_repeats_nothing_more() -> None:
-    counts = counted(Counts(began_unix_secs=5.0), **NOTHING | {"training": True, "step": 100})
-    for _ in range(2):
-        counts = went_back(counts, resumed_step=90, step_secs=0.5)
-    assert counts.repeated_steps == 10
 
 
 class Clock:

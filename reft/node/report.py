@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.jobdir import read_json
+from reft.naming import Label
+from reft.node.accounts import Counts
+from reft.node.history import Round
+from reft.node.memory_watch import MemoryUse, RunsOut
+from reft.node.progress import RankSteps
+from reft.node.stragglers import RankSpeed, Straggler
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, tolerance_left
-from reft.speed.effective import Counts
-from reft.speed.memory import MemoryUse, RunsOut
-from reft.speed.reports import RankSpeed, Straggler
 
 BOARD_FILE = "board.json"
 MOST_CHARACTERS = 200
 """Of a text in a report; longer ones are cut."""
 MOST_WARNINGS = 6
-MOST_MEMORIES, MOST_RUNNING_OUT = 24, 3
-_MOST_BOARD_BYTES = 64 * 2**20
-"""Of a board, once it is unpacked: 65,536 nodes."""
+_MOST_BYTES = 64 * 2**20
+"""Of a report or board, once it is unpacked: 65,536 nodes."""
 
 
 class Signal(StrEnum):
@@ -54,16 +56,33 @@ class Signal(StrEnum):
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
+    def pack(self) -> bytes:
+        return zlib.compress(self.model_dump_json().encode(), 1)
 
-def _cut(value: Any) -> Any:
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Raises ValueError if it is none, or too much."""
+        unpacking = zlib.decompressobj()
+        try:
+            text = unpacking.decompress(data, _MOST_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        if unpacking.unconsumed_tail:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        return cls.model_validate_json(text)
+
+
+def cut(value: Any) -> Any:
+    """A text, no longer than a report may have it."""
     return value[:MOST_CHARACTERS] if isinstance(value, str) else value
 
 
-Text = Annotated[str, BeforeValidator(_cut)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(lambda texts: tuple(texts)[:MOST_WARNINGS])]
+_Text = Annotated[str, BeforeValidator(cut)]
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)[:MOST_WARNINGS])]
 
 
-class Shard(_Message):
+@dataclass(frozen=True)
+class Shard:
     """A whole version of one rank in a node's memory.
 
     Attributes:
@@ -78,22 +97,9 @@ class Shard(_Message):
     at: tuple[int, int, int]
     degrees: tuple[int, int, int]
     label: tuple[int, int]
-    scheme: Text = ""
+    scheme: str = ""
     sealed_unix_secs: float = 0.0
     committed: bool = False
-
-
-class Recovery(_Message):
-    """The last restart that followed a failure, as :class:`reft.node.history.Round` tells of it."""
-
-    round: int
-    unix_secs: float
-    failures: Texts = ()
-    lost: Texts = ()
-    resumed_from: Text | None = None
-    resumed_step: int | None = None
-    newest_step: int = -1
-    secs: dict[str, float] = Field(default_factory=dict)
 
 
 class NodeReport(_Message):
@@ -113,12 +119,12 @@ class NodeReport(_Message):
         trainers: that run.
         tolerance: node losses that the job's protection survives where all nodes are there; None: not known.
         restarts: after failures.
-        recovery: the last of them.
+        recovery: the last of them, without the names of those that were there.
         warnings: for people.
-        flops_per_token, tokens_per_sample: as the trainers' pages have them.
         memory: that limits its trainers, and how much of it is in use.
         runs_out: which of it will be full, the soonest first.
         counts: the job's, as this node has counted them; None: not yet.
+        ranks: the last steps of its trainers; for who keeps the board, on which they are not.
         left: it has ended, and says so.
     """
 
@@ -128,31 +134,22 @@ class NodeReport(_Message):
     round: int = 0
     spare: bool = False
     signal: Signal = Signal.HEALTHY
-    times: dict[Signal, float] = Field(default_factory=dict)
-    doing: Text = ""
-    why: Text = ""
+    times: dict[Signal, float] = {}
+    doing: _Text = ""
+    why: _Text = ""
     step: int | None = None
     steps_per_sec: float | None = None
     shards: tuple[Shard, ...] = ()
     trainers: int = 0
     tolerance: int | None = None
     restarts: int = 0
-    recovery: Recovery | None = None
-    warnings: Texts = ()
-    flops_per_token: int = 0
-    tokens_per_sample: int = 0
+    recovery: Round | None = None
+    warnings: _Texts = ()
     memory: tuple[MemoryUse, ...] = ()
     runs_out: tuple[RunsOut, ...] = ()
     counts: Counts | None = None
+    ranks: tuple[RankSteps, ...] = ()
     left: bool = False
-
-    def pack(self) -> bytes:
-        return zlib.compress(self.model_dump_json().encode(), 1)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> NodeReport:
-        """Raises ValueError if it is none."""
-        return cls.model_validate_json(_inflated(data))
 
 
 class Row(_Message):
@@ -171,6 +168,12 @@ class Row(_Message):
     @property
     def signal(self) -> Signal:
         return self.report.signal if self.offline_unix_secs is None else Signal.OFFLINE
+
+    def why_offline(self) -> str:
+        """For people."""
+        if self.report.left:
+            return f"its launcher has ended: {self.report.why or self.report.doing}"
+        return "nothing is heard of its launcher"
 
 
 class Board(_Message):
@@ -198,29 +201,24 @@ class Board(_Message):
     written_unix_secs: float = 0.0
     store_lost_unix_secs: float | None = None
 
-    def pack(self) -> bytes:
-        return zlib.compress(self.model_dump_json().encode(), 1)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Board:
-        """Raises ValueError if it is none."""
-        return cls.model_validate_json(_inflated(data))
-
     def row(self, node: str) -> Row | None:
         """Of one node."""
         return next((r for r in self.rows if r.report.node == node), None)
 
 
-def _inflated(data: bytes) -> bytes:
-    """Raises ValueError if it is not compressed, or too much."""
-    unpacking = zlib.decompressobj()
+def read_board(path: Path) -> Board | None:
+    """The copy in a job's memory on a node; None if there is none that can be read."""
+    fields = read_json(path / BOARD_FILE)
     try:
-        text = unpacking.decompress(data, _MOST_BOARD_BYTES)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if unpacking.unconsumed_tail:
-        raise ValueError(f"more than {_MOST_BOARD_BYTES} bytes")
-    return text
+        return None if fields is None else Board.model_validate(fields)
+    except (ValueError, RecursionError):
+        return None
+
+
+def newest_board(paths: Iterable[Path]) -> Board | None:
+    """The newest of several nodes' copies."""
+    boards = [board for path in paths if (board := read_board(path)) is not None]
+    return max(boards, key=lambda board: board.written_unix_secs, default=None)
 
 
 def updated_row(
@@ -242,6 +240,9 @@ def updated_row(
         known = before.offline_unix_secs if before is not None else None
         offline = known if known is not None and not heard else now - silent
     return Row(report=report, silent_secs=silent, offline_unix_secs=offline)
+
+
+# -- the placement ---------------------------------------------------------------------------------------
 
 
 def place(rows: Iterable[Row]) -> tuple[Degrees | None, dict[Coordinate, Row]]:
@@ -292,7 +293,7 @@ def tolerance_now(rows: Iterable[Row]) -> int | None:
     for pp in range(degrees.pp):
         for tp in range(degrees.tp):
             held = [holders.get(Coordinate(pp, dp, tp)) for dp in range(degrees.dp)]
-            # A rank that nobody has told of is lost, alone.
+            # P4: a rank that nobody has told of counts as lost, alone.
             nodes = tuple(f"?{dp}" if r is None else r.report.domain for dp, r in enumerate(held))
             lost = frozenset(dp for dp, r in enumerate(held) if r is None or r.signal is Signal.OFFLINE)
             groups.add((nodes, lost))
@@ -318,18 +319,18 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         board: of the job.
         now: seconds since 1970; ages are counted to it.
     """
-    rows = board.rows
+    rows = sorted(board.rows, key=lambda r: r.report.node)
     present = [r.report for r in rows if r.signal is not Signal.OFFLINE]
     committed = [s for r in rows for s in r.report.shards if s.committed]
     newest = max(committed, key=lambda s: (s.label, s.sealed_unix_secs), default=None)
-    steps = [r.step for r in present if r.step is not None and r.step >= 0]
+    step = max((r.step for r in present if r.step is not None and r.step >= 0), default=None)
     speeds = [r.steps_per_sec for r in present if r.steps_per_sec is not None]
     recoveries = [r.report.recovery for r in rows if r.report.recovery is not None]
     last = max(recoveries, key=lambda r: (r.round, r.unix_secs), default=None)
-    _, holders = place(rows)
-    needed = {row.report.node for row in holders.values()}
+    needed = {row.report.node for row in place(rows)[1].values()}
     left = tolerance_now(rows)
-    step = max(steps, default=None)
+    runs_out = [(n.node, r) for n in present for r in n.runs_out]
+    said = [f"{node}: {r}" for node, r in runs_out]
     return {
         "job_id": board.job_id,
         "round": max((r.round for r in present), default=0),
@@ -344,93 +345,62 @@ def summary(board: Board, now: float) -> dict[str, Any]:
         "tolerance": max((r.tolerance for r in present if r.tolerance is not None), default=None),
         "tolerance_left": left,
         "restarts": max((r.report.restarts for r in rows), default=0),
-        "last_recovery": None if last is None else last.model_dump(mode="json"),
-        "nodes": [_node(r, r.report.node in needed) for r in sorted(rows, key=lambda r: r.report.node)],
+        "last_recovery": None if last is None else asdict(last),
+        "nodes": [_node(r, r.report.node in needed) for r in rows],
         "since_start": _since_start(rows),
-        "slow": [s.model_dump(mode="json") for s in board.slow],
-        "speeds": [s.model_dump(mode="json") for s in board.speeds],
-        "memory": [{"node": n.node, **m.model_dump(mode="json")} for n in present for m in n.memory],
+        "slow": [asdict(s) for s in board.slow],
+        "speeds": [asdict(s) for s in board.speeds],
+        "memory": [{"node": n.node, **asdict(m)} for n in present for m in n.memory],
         "runs_out": [
-            {"node": n.node, **r.model_dump(mode="json"), "said": f"{n.node}: {r}"}
-            for n in present
-            for r in n.runs_out
+            {"node": node, **asdict(r), "said": s} for (node, r), s in zip(runs_out, said, strict=True)
         ],
-        "warnings": [
-            *_warnings(rows, needed, left),
-            *map(str, board.slow),
-            *(f"{n.node}: {r}" for n in present for r in n.runs_out),
-        ],
+        "warnings": [*_warnings(rows, needed, left), *map(str, board.slow), *said],
         "as_of_unix_secs": board.unix_secs,
     }
 
 
 def _since_start(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """What the node that has counted for longest has counted."""
-    counts = max(
-        (r.report.counts for r in rows if r.report.counts), key=lambda c: c.elapsed_secs, default=None
-    )
+    """What the node that has counted for longest has counted; operations of the model per second of the job,
+    losses included, and of a trainer, where some node knows its parameters and saw its tokens."""
+    told = [r.report.counts for r in rows if r.report.counts is not None]
+    counts = max(told, key=lambda c: c.elapsed_secs, default=None)
     if counts is None:
         return None
+    per_sample = max((c.flops / c.samples for c in told if c.samples), default=0.0)
+    trainers = sum(r.report.trainers for r in rows if not r.report.spare)
+    tflops = per_sample * (counts.samples_per_sec or 0.0) / 1e12
+    known = tflops > 0 and trainers > 0
     return {
-        **counts.model_dump(mode="json"),
+        **asdict(counts),
         "effective_ratio": counts.effective_ratio,
         "samples_per_sec": counts.samples_per_sec,
         "lost_secs": counts.lost_secs,
-        **_tflops(rows, counts),
+        "tflops": tflops if known else None,
+        "tflops_per_trainer": tflops / trainers if known else None,
     }
 
 
-def _tflops(rows: Sequence[Row], counts: Counts) -> dict[str, Any]:
-    """Operations of the model per second since the job's start, losses included: of the job, and of a
-    trainer. Where they are not known, why."""
-    per_sample = max(
-        (c.flops / c.samples for r in rows if (c := r.report.counts) is not None and c.samples), default=0.0
-    )
-    speed, trainers = counts.samples_per_sec, sum(r.report.trainers for r in rows if not r.report.spare)
-    if per_sample and speed and trainers:
-        found = per_sample * speed / 1e12
-        return {"tflops": found, "tflops_per_trainer": found / trainers, "no_tflops": ""}
-    flops = {r.report.flops_per_token for r in rows} - {0}
-    if min(flops, default=0) < 0:
-        why = "the model has experts, and a token passes some of them"
-    elif not flops:
-        why = "the engine has not told its parameters"
-    else:
-        why = "no micro-batch of token ids (integers, samples x tokens) was seen"
-    return {"tflops": None, "tflops_per_trainer": None, "no_tflops": why}
+_OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "trainers"}
 
 
 def _node(row: Row, needed: bool) -> dict[str, Any]:
-    report = row.report
+    report, offline = row.report, row.signal is Signal.OFFLINE
     times = {str(s): at for s, at in sorted(report.times.items())}
     if row.offline_unix_secs is not None:
         times[Signal.OFFLINE] = row.offline_unix_secs
     return {
-        "node": report.node,
-        "domain": report.domain,
+        **report.model_dump(mode="json", include=_OF_NODE),
         "signal": str(row.signal),
         "since_unix_secs": times.get(row.signal),
         "times": times,
-        "spare": report.spare,
         "holds_shards": needed,
-        "doing": "" if row.signal is Signal.OFFLINE else report.doing,
-        "why": why_offline(row) if row.signal is Signal.OFFLINE else report.why,
-        "round": report.round,
-        "step": report.step,
-        "steps_per_sec": report.steps_per_sec,
+        "doing": "" if offline else report.doing,
+        "why": row.why_offline() if offline else report.why,
         "shards": [
             {"at": str(Coordinate(*s.at)), "incarnation": s.label[0], "step": s.label[1]}
             for s in report.shards
         ],
-        "trainers": report.trainers,
     }
-
-
-def why_offline(row: Row) -> str:
-    """For people."""
-    if row.report.left:
-        return f"its launcher has ended: {row.report.why or row.report.doing}"
-    return "nothing is heard of its launcher"
 
 
 def _warnings(rows: Iterable[Row], needed: Iterable[str], left: int | None) -> Iterable[str]:
@@ -439,7 +409,7 @@ def _warnings(rows: Iterable[Row], needed: Iterable[str], left: int | None) -> I
         report = row.report
         if row.signal is Signal.OFFLINE:
             if report.node in needed:
-                yield f"{report.node} is gone: {why_offline(row)}"
+                yield f"{report.node} is gone: {row.why_offline()}"
             continue
         for said in report.warnings:
             told.setdefault(said, []).append(report.node)
@@ -456,12 +426,3 @@ def is_well(told: Mapping[str, Any]) -> bool:
     needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != Signal.OFFLINE]
     bad = (Signal.UNHEALTHY, Signal.OFFLINE)
     return told["newest_commit"] is not None and not any(n["signal"] in bad for n in needed)
-
-
-def read_board(path: Path) -> Board | None:
-    """The copy in a job's memory on a node; None if there is none that can be read."""
-    fields = read_json(path / BOARD_FILE)
-    try:
-        return None if fields is None else Board.model_validate(fields)
-    except (ValueError, RecursionError):
-        return None
