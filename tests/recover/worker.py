@@ -31,8 +31,7 @@ from reft.grid import Coordinate
 from reft.label import Label
 from reft.memory.arena import Arena, checksum
 from reft.recover.complete import Blueprint, Completing, Room
-from reft.recover.inventory import take_inventory
-from reft.recover.local import close_arenas, open_arenas
+from reft.recover.inventory import close_arenas, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Recovery
 from reft.recover.reshape import OwnedTensor, Piece, Resize, Scatter, cut
