@@ -26,8 +26,8 @@ from common import MIB
 from results import machine
 
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
 from reft.memory.header import ArenaHeader, ArenaState, Entry
+from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.recover.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
 from reft.recover.findings import Summary, arenas_to_tell, parts_of, put_together, summarize

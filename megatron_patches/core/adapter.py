@@ -27,10 +27,10 @@ import torch
 
 from megatron_patches.core.support import DISTRIBUTED, FLOAT16, check, parts_of
 from reft.errors import LayoutError
+from reft.state.blob import is_late
 from reft.state.catalogue import Manifest, SectionImage
-from reft.state.late import is_late
+from reft.state.codec import class_path
 from reft.state.optimizer import OptimizerState
-from reft.state.support import class_path
 
 Named = list[tuple[str, torch.Tensor]]
 _TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
@@ -72,7 +72,7 @@ class Part:
 
 
 class MegatronAdapter:
-    """An :class:`~reft.state.adapter.Adapter`.
+    """An :class:`~reft.state.catalogue.Adapter`.
 
     Args:
         chunks: the model chunks of this rank.

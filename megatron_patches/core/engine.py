@@ -17,10 +17,10 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
 from reft.state.catalogue import SectionImage
+from reft.state.codec import class_path
 from reft.state.fingerprint import Fact, facts_of_arguments
 from reft.state.host import capture_buffers, restore_buffers
 from reft.state.rng import capture_rng, restore_rng
-from reft.state.support import class_path
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reft.errors import ConfigError, UnsupportedStateError
-from reft.state.apex import FUSED_ADAM, check_apex
-from reft.state.support import check_optimizer, class_path
+from reft.state.codec import class_path
+from reft.state.support import APEX_FUSED_ADAM, check_apex, check_optimizer
 
 DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 FP32 = "megatron.core.optimizer.optimizer.FP32Optimizer"
@@ -20,7 +20,7 @@ _INNER = tuple(
 )
 _FUSED = (
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-    FUSED_ADAM,
+    APEX_FUSED_ADAM,
 )
 _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")

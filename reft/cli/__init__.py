@@ -37,9 +37,9 @@ class Command:
 
 
 COMMANDS = {
-    "launch": Command("reft.job.usage", "main", "torchrun with reft: start this node's trainers", True),
+    "launch": Command("reft.cli.launch", "main", "torchrun with reft: start this node's trainers", True),
     "mpi-run": Command("reft.job.mpi_run", "main", "a training process under mpiexec or srun", True),
-    "rendezvous": Command("reft.job.rendezvous", "main", "serve the store where nodes meet", True),
+    "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
     "hook": Command("reft.cli.hook", "hook_app", "heed the block under any launcher, in this environment"),
     "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
     "plan": Command("reft.cli.plan", "plan_command", "what a job's protection will cost and survive"),

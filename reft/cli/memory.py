@@ -17,8 +17,8 @@ from rich.table import Table
 from reft.config import ReftConfig
 from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
-from reft.label import Label
 from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
+from reft.naming import Label
 from reft.recover.inspect import ArenaReport, JobReport, VersionReport, find_job_dirs, inspect_job
 
 EXIT_NOT_WELL = 1

@@ -25,8 +25,8 @@ from reft.control.overlay import SocketCarrier, shared_secret
 from reft.control.silence import OnSilence
 from reft.control.transport import Buffers, Bytes, Carrier, Inflow, Transport, no_silence
 from reft.errors import AuthenticationError, PeerLostError, TransferError
-from reft.label import Label
 from reft.mac import authenticate, check_authentic
+from reft.naming import Label
 
 SOCKETS, MPI = "sockets", "mpi"
 """What can carry the control plane: ``transport`` of the block."""

@@ -25,7 +25,7 @@ from reft.engine.identity import kernel_id
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.job.options import LaunchOptions
-from reft.job.rendezvous_client import RendezvousClient
+from reft.job.rendezvous.client import RendezvousClient
 from reft.memory.jobdir import write_json
 from reft.node.accounts import Accounts
 from reft.node.observe import Doing, NodeObserver

@@ -46,21 +46,21 @@ from reft.env import (
     ENV_STORE,
 )
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
-from reft.events import EventLog
 from reft.job.agent import JobEndedError, ReftAgent, new_agent_id
 from reft.job.agreement import Agreement, NodeInfo
 from reft.job.board import make_board
 from reft.job.exits import EX_FENCED, Cause, Failure
-from reft.job.handler import LeftError, StoreRendezvous
 from reft.job.hostfile import show_devices
 from reft.job.hung import Hangs
 from reft.job.node import DaemonKeeper, NodeMemory
 from reft.job.observer import Observer
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous_client import RendezvousClient
-from reft.job.scaling import Scaler
+from reft.job.rendezvous.client import RendezvousClient
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.scaling import Scaler
 from reft.job.stop_signals import StopSignals
 from reft.job.warm import WarmTrainers
+from reft.log import EventLog
 from reft.memory.jobdir import read_json
 from reft.memory.user_secret import user_secret
 from reft.node import history

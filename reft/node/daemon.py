@@ -31,9 +31,9 @@ from reft import log
 from reft.config import ReftConfig
 from reft.control.wire import SOCKET_NAME, Channel, listen
 from reft.errors import AuthenticationError, FencedError, PersistError, ReftError
-from reft.label import Label
 from reft.memory.jobdir import JobDir, write_json
 from reft.memory.joblock import holder
+from reft.naming import Label
 from reft.node.hangs import STOPPED, Stillness, Waiting, Watch, WriteWatch
 from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state, read_pages

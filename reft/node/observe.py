@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from reft.errors import ReftError
-from reft.label import Label
 from reft.memory.header import ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
+from reft.naming import Label
 from reft.node.history import HISTORY_FILE, Round, read_history, restarts_among
 from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, Seen, read_pages, read_times

@@ -20,8 +20,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.jobdir import read_json
+from reft.naming import Label
 from reft.node.accounts import Counts
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reft.label import Label
 from reft.memory.jobdir import STATUS_FILE, write_json
+from reft.naming import Label
 from reft.storage.persister import PersistStatus, label_json
 
 logger = logging.getLogger(__name__)

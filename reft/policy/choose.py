@@ -304,7 +304,6 @@ SENT_AFTER_ALL = (
     "a GPU's optimizer, unless it is reft.ExactAdam, is not repeated to the bit on a host, so that every "
     "partition is sent as well"
 )
-"""Unless ``aor.drift_ulps`` accepts what is near it."""
 
 
 def _why_unavailable(alternative: Alternative) -> str:

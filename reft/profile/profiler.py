@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,14 +22,19 @@ import torch.distributed as dist
 from reft.config import ProfileConfig
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
-from reft.profile.advice import advice
 from reft.profile.analysis import JobFacts, analyse
-from reft.profile.clock import Clock, Mark
-from reft.profile.gather import gather
-from reft.profile.offsets import between, clock_id, measure
+from reft.profile.clock import DeviceClock, Mark
 from reft.profile.result import PROFILE_FILE, ProfileResult
-from reft.profile.traces import ClockOffset, RankTraces, only_group_calls, settled
-from reft.snapshot.scheduling.trace import InstructionRecord, StepTrace
+from reft.profile.traces import (
+    ClockOffset,
+    RankTraces,
+    clock_id,
+    gather,
+    measure_offsets,
+    only_group_calls,
+    settled,
+)
+from reft.snapshot.scheduling.trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +73,13 @@ class Profiler:
             host times.
     """
 
-    def __init__(self, config: ProfileConfig, facts: RankFacts, clock: Clock | None = None) -> None:
+    def __init__(self, config: ProfileConfig, facts: RankFacts, clock: DeviceClock | None = None) -> None:
         self._config = config
         self._facts = facts
         self.clock = clock
         self._group = dist.new_group(backend="gloo")
         self._clock_id = clock_id()
-        self._offsets = measure(self._group, self._clock_id)
+        self._offsets = measure_offsets(self._group, self._clock_id)
         self._first_step: int | None = None
         self._traces: list[StepTrace] = []
         self._marks: list[Sequence[tuple[Mark, Mark]]] = []
@@ -122,11 +128,11 @@ class Profiler:
 
     def _finish(self) -> None:
         mine = self._mine()
-        after = measure(self._group, self._clock_id)
+        after = measure_offsets(self._group, self._clock_id)
         gathered = gather(mine, self._facts.secret, self._group)
         try:
             if gathered is not None:
-                offsets = [between(*pair) for pair in zip(self._offsets, after, strict=True)]
+                offsets = [before.until(now) for before, now in zip(self._offsets, after, strict=True)]
                 ranks = [replace(rank, offset=offset) for rank, offset in zip(gathered, offsets, strict=True)]
                 write(analyse(ranks, self._job_facts()), self._config.dir)
         finally:
@@ -161,12 +167,12 @@ class Profiler:
             world_size=dist.get_world_size(),
             degrees=(degrees.pp, degrees.dp, degrees.tp),
             created_unix_secs=time.time(),
-            clock="host" if self.clock is None else self.clock.name,
+            clock="host" if self.clock is None else "device",
             bandwidth_bytes_per_sec=probe_bandwidth(),
         )
 
 
-def with_times(trace: StepTrace, clock: Clock, marks: Sequence[tuple[Mark, Mark]]) -> StepTrace:
+def with_times(trace: StepTrace, clock: DeviceClock, marks: Sequence[tuple[Mark, Mark]]) -> StepTrace:
     """The trace with the times of its instructions by another clock.
 
     Raises:
@@ -177,16 +183,12 @@ def with_times(trace: StepTrace, clock: Clock, marks: Sequence[tuple[Mark, Mark]
     flat = clock.resolve([mark for pair in marks for mark in pair])
     times = zip(flat[::2], flat[1::2], strict=True)
     instructions = tuple(
-        InstructionRecord(i.position, i.name, i.micro_batch, begin, end)
+        replace(i, begin_secs=begin, end_secs=end)
         for i, (begin, end) in zip(trace.instructions, times, strict=True)
     )
     begin = min(trace.begin_secs, instructions[0].begin_secs)
-    return replace(
-        trace,
-        begin_secs=begin,
-        end_secs=max(trace.end_secs, instructions[-1].end_secs),
-        instructions=instructions,
-    )
+    end = max(trace.end_secs, instructions[-1].end_secs)
+    return replace(trace, begin_secs=begin, end_secs=end, instructions=instructions)
 
 
 def probe_bandwidth() -> float | None:
@@ -222,23 +224,21 @@ def forget_taken(folder: Path) -> set[int]:
 
 def write(result: ProfileResult, folder: Path) -> None:
     """Write the profile, its trace and, where matplotlib is installed, its figure into ``folder``."""
-    result.save(folder / PROFILE_FILE)
-    _draw(folder)
-    for line in advice(result):
-        logger.info("%s", line)
     path = (folder / PROFILE_FILE).absolute()
-    # A warning, so that it is seen: somebody asked for it.
-    logger.warning(
-        "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
-    )
-
-
-def _draw(folder: Path) -> None:
-    command = [sys.executable, "-m", "reft.tools.profile", str(folder)]
+    result.save(path)
+    # Another process draws: no training process imports what draws.
+    command = [sys.executable, "-m", "reft.cli", "profile", "--from", str(path)]
+    command += ["--trace", str(folder / "trace.json")]
+    if find_spec("matplotlib") is not None:
+        command += ["--figure", str(folder / "profile.png")]
     try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_DRAW_SECS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRAW_SECS, check=False)
         failed = done.stderr.strip()[-_MOST_CHARACTERS:] if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         failed = str(error)
     if failed:
         logger.warning("the profile is written, but could not be drawn: %s", failed)
+    # A warning, so that it is seen: somebody asked for it.
+    logger.warning(
+        "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
+    )

@@ -16,8 +16,8 @@ import msgpack
 from reft.blocks import BlockKey
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Topology
-from reft.label import Label
 from reft.memory.commit import preferred_label
+from reft.naming import Label
 from reft.recover.findings import Findings, Group, LayoutSpec, listing, put_together, summarize
 from reft.recover.inventory import ArenaRecord, ArenaSet, Inventory, find_corrupt
 from reft.recover.plan import BlockSource, NotRecoverable, RecoveryPlan

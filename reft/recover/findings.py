@@ -16,9 +16,9 @@ from typing import NamedTuple
 import msgpack
 
 from reft.grid import Coordinate, Topology
-from reft.label import Label
 from reft.memory.arena_files import is_decoded
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.recover.inventory import ArenaRecord
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from reft.blocks import BlockKey
 from reft.errors import ArenaError, LayoutError
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import JobDir, find_jobs, is_job_dir, job_id_of
+from reft.naming import Label
 
 if TYPE_CHECKING:
     from reft.recover.inventory import Inventory

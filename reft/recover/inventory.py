@@ -21,7 +21,6 @@ import msgpack
 import numpy as np
 
 from reft.errors import ArenaError, TransferError
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.header import (
@@ -33,6 +32,7 @@ from reft.memory.header import (
     pack_entries,
     unpack_entries,
 )
+from reft.naming import Label
 from reft.recover.plan import BlockSource, Fetch
 
 logger = logging.getLogger(__name__)

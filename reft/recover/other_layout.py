@@ -23,7 +23,7 @@ from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import (
     ArenaRecord,

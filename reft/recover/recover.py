@@ -25,7 +25,7 @@ from reft.blocks import Section
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.recover.complete import Completing, Completion, plan_kept
 from reft.recover.decide import (
     Decision,

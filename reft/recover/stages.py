@@ -12,7 +12,7 @@ from reft.blocks import BlockKey, Section
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, ReftError, TransferError
 from reft.grid import Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.recover.plan import BlockSource, Fetch, RecoveryPlan, SourceKind, describe_block
 
 

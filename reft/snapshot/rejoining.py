@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 from reft.control.control import WorkerControl
 from reft.errors import TransferError
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.protocol import NONE_YET, Event, Met, Parted
 from reft.snapshot.committing.switching import SchemeSwitch

@@ -21,11 +21,11 @@ from reft.snapshot.committing.protocol import (
     SlotTaken,
     Unfit,
 )
-from reft.snapshot.copying.copier import PacedCopier, bytes_by_tier
+from reft.snapshot.committing.request import SnapshotRequest, Watchers
+from reft.snapshot.copying.copier import bytes_by_tier
 from reft.snapshot.copying.gate import Gate, Permit
 from reft.snapshot.filling import Filling
-from reft.snapshot.handover import Handover
-from reft.snapshot.request import SnapshotRequest, Watchers
+from reft.snapshot.handover import Handover, PacedCopier
 from reft.snapshot.scheduling.trace import ChunkRecord
 
 logger = logging.getLogger(__name__)

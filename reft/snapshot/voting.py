@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from reft.config import FaultPoint
 from reft.control.control import Ballot
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import Task, Voted
+from reft.snapshot.committing.request import Watchers
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import State
 from reft.snapshot.committing.votes import Votes
-from reft.snapshot.request import Watchers
 
 
 class Voter:

@@ -18,7 +18,7 @@ from reft.config import FaultPoint
 from reft.control.control import WorkerControl
 from reft.errors import TransferError
 from reft.grid import Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.committing.agreement import LayoutAgreement
 from reft.snapshot.committing.arenas import ArenaSet
 from reft.snapshot.committing.protocol import (
@@ -37,14 +37,14 @@ from reft.snapshot.committing.protocol import (
     Task,
     Turn,
 )
+from reft.snapshot.committing.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.committing.sealing import Sealer
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.votes import Votes
-from reft.snapshot.copying.copier import Copier, PacedCopier
-from reft.snapshot.handover import Handover
+from reft.snapshot.copying.copier import Copier
+from reft.snapshot.handover import Handover, PacedCopier
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.rejoining import Rejoiner
-from reft.snapshot.request import SnapshotRequest, Watchers, WorkerOptions
 from reft.snapshot.taking import Taker
 from reft.snapshot.voting import Voter
 

@@ -22,17 +22,17 @@ more, so it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar
 
 import torch
 
 from reft.errors import LayoutError
 from reft.optim import ExactAdam
-from reft.state import cpu_adam
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec
-from reft.state.optimizer import OptimizerState
-from reft.state.support import check_engine, check_optimizer, class_path, refuse, refuse_class
+from reft.state.codec import class_path
+from reft.state.optimizer import OptimizerState, replay
+from reft.state.support import check_engine, check_optimizer, refuse, refuse_class
 
 _LOSS_SCALE = (
     "cur_scale",
@@ -50,20 +50,14 @@ _LOSS_SCALE = (
 
 
 class StateAdapter:
-    """Everything of an engine's model and optimizer, as images and host values.
-
-    Args:
-        engine: a DeepSpeed engine.
-    """
+    """A :class:`~reft.state.catalogue.Adapter` of everything of a DeepSpeed engine's model and optimizer."""
 
     owned: ClassVar[bool]
     """Whether masters and optimizer state are this rank's partition (else equal on all DP peers)."""
-
+    flat: ClassVar[bool] = False
+    """Whether the optimizer has the parameters of a group in one tensor, end to end."""
     attributes: ClassVar[tuple[str, ...]] = (
-        "overflow",
-        "clip_grad",
-        "custom_loss_scaler",
-        "external_loss_scale",
+        *("overflow", "clip_grad", "custom_loss_scaler", "external_loss_scale"),
     )
     """Attributes of the wrapper that change while training or that its checkpoints hold."""
 
@@ -83,14 +77,11 @@ class StateAdapter:
 
     @property
     def steps_exactly(self) -> bool:
-        """Whether a host repeats a device's step of the optimizer to the bit."""
         return isinstance(self.state.optimizer, ExactAdam)
 
     # -- capture ---------------------------------------------------------------------------------
 
     def images(self) -> tuple[SectionImage, SectionImage]:
-        """``(replicated, owned)`` views of the live tensors; build again when :meth:`signature`
-        changes."""
         model: list[tuple[str, torch.Tensor]] = [
             (f"model.{name}", p) for name, p in self.engine.module.named_parameters()
         ]
@@ -102,7 +93,6 @@ class StateAdapter:
         return SectionImage([*model, *optimizer]), SectionImage([])
 
     def expected_bytes(self) -> tuple[int, int]:
-        """``(replicated, owned)`` bytes once the optimizer has state, which it makes in its first step."""
         replicated, owned = self.images()
         missing = self.state.missing_bytes()
         if self.owned:
@@ -110,7 +100,6 @@ class StateAdapter:
         return replicated.nbytes + missing, 0
 
     def signature(self) -> Hashable:
-        """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
         return tuple((p.data_ptr(), p.numel()) for p in self._module_params), self.state.pointers()
 
     def host_state(self) -> dict[str, Any]:
@@ -122,25 +111,17 @@ class StateAdapter:
             "layout": self.state.layout(),
             "state": self.state.values(),
             "extra": self.state.extra(),
-            "attributes": {
-                name: value
-                for name, value in vars(self.wrapper).items()
-                if name in self.attributes and _is_host(value)
-            },
+            "attributes": on_host(self.wrapper, self.attributes),
             "loss_scale": self._loss_scale(),
         }
 
     def _scale_holder(self) -> Any:
         """The object with the loss scale's fields: up to 0.17 the fp16 wrappers themselves."""
-        for name in ("loss_scaler", "loss_scale_config"):
-            holder = vars(self.wrapper).get(name)
-            if holder is not None:
-                return holder
-        return self.wrapper
+        holders = (vars(self.wrapper).get(name) for name in ("loss_scaler", "loss_scale_config"))
+        return next((holder for holder in holders if holder is not None), self.wrapper)
 
     def _loss_scale(self) -> dict[str, Any]:
-        fields = vars(self._scale_holder())
-        return {name: fields[name] for name in _LOSS_SCALE if name in fields and _is_host(fields[name])}
+        return on_host(self._scale_holder(), _LOSS_SCALE)
 
     # -- restore ---------------------------------------------------------------------------------
 
@@ -152,9 +133,6 @@ class StateAdapter:
             LayoutError: the order of the elements differs between the degrees.
         """
         return ()
-
-    flat: ClassVar[bool] = False
-    """Whether the optimizer has the parameters of a group in one tensor, end to end."""
 
     def grouped(self) -> list[list[torch.Tensor]]:
         """The model's parameters by the optimizer's groups, in its order.
@@ -194,18 +172,6 @@ class StateAdapter:
         host_state["layout"], host_state["state"] = layout, values
 
     def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
-        """Give the optimizer the state entries that the snapshot has, so that the images match.
-
-        Args:
-            manifest: of the snapshot.
-            host_state: what :meth:`host_state` returned when it was taken.
-
-        Returns:
-            Images whose bytes are to be written.
-
-        Raises:
-            LayoutError: the running job has other tensors or another optimizer.
-        """
         self._check_same(host_state)
         section = manifest.owned if self.owned else manifest.replicated
         self.state.materialise(host_state["layout"], {spec.name: spec for spec in section})
@@ -237,7 +203,7 @@ class StateAdapter:
         for name, value in host_state["loss_scale"].items():
             if name in vars(holder):
                 setattr(holder, name, value)
-        cpu_adam.replay(self.state, class_path(self.state.optimizer))
+        replay(self.state, class_path(self.state.optimizer))
         self._link()
 
     def _link(self) -> None:
@@ -379,14 +345,10 @@ class ZeroAdapter(_PartitionedAdapter):
         if vars(self.wrapper).get("torch_autocast_gradscaler") is not None:
             raise refuse(f"{path} with torch.amp.GradScaler", "use bf16 autocast, or fp16.enabled")
         scaler = class_path(self.wrapper.loss_scaler)
-        if scaler not in _LOSS_SCALERS:
+        if scaler not in [f"deepspeed.runtime.fp16.loss_scaler.{n}LossScaler" for n in ("", "Dynamic")]:
             raise refuse(f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers")
         super().check()
 
-
-_LOSS_SCALERS = tuple(
-    f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler")
-)
 
 _ADAPTERS: dict[str, type[StateAdapter]] = {
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": FP16Adapter,
@@ -412,6 +374,8 @@ def adapter_for(engine: Any) -> StateAdapter:
     return adapter(engine)
 
 
-def _is_host(value: Any) -> bool:
-    """Not on a device: reading it would stall the training thread until the device is idle."""
-    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+def on_host(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes of these names that are not on a device: reading those would stall the training thread until
+    the device is idle."""
+    own = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    return {n: v for n, v in own.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"}

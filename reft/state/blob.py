@@ -2,18 +2,26 @@
 
 It holds the manifest of the images, the template of the engine's checkpoint files (both change only
 with the layout and are encoded once) and the captured host state (new every step).
+
+Buffers that live on a device are late. Their values at a step boundary are known to the device only once it
+gets there; reading them at once would hold up the training thread until then, at every step. So their
+transfer is queued on the training stream, in the order of everything else, and the block keeps room for the
+bytes at its end. Whoever writes the block to memory, on another thread, lets them land first.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from math import prod
 from typing import Any
 
+import torch
+
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
-from reft.state import late
-from reft.state.catalogue import Manifest, SectionImage
-from reft.state.codec import decode, encode
+from reft.state.catalogue import Manifest, SectionImage, end_to_end
+from reft.state.codec import decode, encode, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +30,25 @@ Template = Callable[[tuple[SectionImage, SectionImage], dict[str, Any]], bytes]
 _COPIED_OF_ADAPTER = ("layout", "state")
 """Parts of the adapter's state that share nothing with live objects. With the random states and the
 buffers they are most of a block's bytes."""
+_SPECS, _BYTES = "late", "late_bytes"
+
+
+class LateBlob(bytearray):
+    """An encoded host block, the last bytes of which are still under way from a device."""
+
+    _land: Callable[[], torch.Tensor] | None = None
+
+    def settle(self) -> None:
+        """Wait for them and put them into their place. Not on the training thread."""
+        if self._land is not None:
+            landed = self._land()
+            self[len(self) - landed.numel() :] = landed.numpy().tobytes()
+            self._land = None
 
 
 class HostBlob:
-    """Encodes host blocks, keeping what does not change between steps.
-
-    Args:
-        strict: a version of which no checkpoint could be written is an error.
-    """
+    """Encodes host blocks, keeping what does not change between steps. ``strict``: a version of which no
+    checkpoint could be written is an error."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
@@ -42,7 +61,7 @@ class HostBlob:
         images: tuple[SectionImage, SectionImage],
         signature: Hashable,
         state: dict[str, Any],
-    ) -> Callable[[], bytes | late.LateBlob]:
+    ) -> Callable[[], bytes | LateBlob]:
         """Encode what may alias live objects now, and the rest, most of it, when the result is called:
         on any thread, at any time.
 
@@ -59,25 +78,32 @@ class HostBlob:
             UnsupportedStateError: no checkpoint could be written, and that is an error.
         """
         if self._signature != signature or not self._fixed:
-            manifest = Manifest(*(image.specs for image in images))
+            manifest = Manifest.of(images)
             self._fixed = {"manifest": manifest.encode(), "template": self._encoded(template, images, state)}
             self._signature = signature
         fixed, adapter = self._fixed, state["adapter"]
-        at_once, on_device = late.split_late(state["buffers"], late.is_late)
+        late = {name: buffer for name, buffer in state["buffers"].items() if is_late(buffer)}
+        at_once = {name: buffer for name, buffer in state["buffers"].items() if name not in late}
         copied = {"rng": state["rng"], "buffers": at_once}
         copied["adapter"] = {key: adapter[key] for key in _COPIED_OF_ADAPTER}
         live = {key: value for key, value in state.items() if key not in copied}
         live["adapter"] = {key: value for key, value in adapter.items() if key not in _COPIED_OF_ADAPTER}
         encoded = encode(live)
-        transfer = late.LateTensors(on_device) if on_device else None
+        offsets, nbytes = end_to_end(buffer.numel() * buffer.element_size() for buffer in late.values())
+        land = _queue(late, offsets, nbytes) if late else None
 
-        def finish() -> bytes | late.LateBlob:
+        def finish() -> bytes | LateBlob:
             block: dict[str, Any] = {**fixed, "state": encoded, "copied": encode(copied)}
-            if transfer is None:
+            if land is None:
                 return encode(block)
+            block[_SPECS] = [
+                [name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape), offset]
+                for (name, buffer), offset in zip(late.items(), offsets, strict=True)
+            ]
             # The last one: its bytes are the block's end.
-            block |= {late.SPECS: transfer.specs, late.BYTES: bytes(transfer.nbytes)}
-            return transfer.append_to(encode(block))
+            blob = LateBlob(encode(block | {_BYTES: bytes(nbytes)}))
+            blob._land = land
+            return blob
 
         return finish
 
@@ -112,6 +138,53 @@ class DecodedBlob:
             copied = decode(content["copied"])
             self.state["adapter"] |= copied.pop("adapter")
             self.state |= copied
-        specs = content.get(late.SPECS)
-        if specs:
-            self.state["buffers"].update(late.landed(specs, content[late.BYTES]))
+        if specs := content.get(_SPECS):
+            self.state["buffers"].update(_landed(specs, content[_BYTES]))
+
+
+def is_late(tensor: torch.Tensor) -> bool:
+    """Whether reading it would wait for a device."""
+    return tensor.device.type == "cuda"
+
+
+def _queue(
+    tensors: Mapping[str, torch.Tensor], offsets: tuple[int, ...], nbytes: int
+) -> Callable[[], torch.Tensor]:
+    """Queue the transfer of dense device tensors to host memory on the current stream. The result waits for
+    it and returns that memory."""
+    devices = {t.device for t in tensors.values()}
+    cuda = any(d.type == "cuda" for d in devices)
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    if cuda:
+        # Into memory that is not pinned a transfer holds up the caller, but arrives too (P6).
+        with suppress(RuntimeError):
+            host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    for tensor, offset in zip(tensors.values(), offsets, strict=True):
+        dense = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        host[offset : offset + dense.numel()].copy_(dense, non_blocking=True)
+    events: list[Any] = []
+    for device in devices if cuda else ():
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+
+    def land() -> torch.Tensor:
+        for event in events:
+            event.synchronize()
+        return host
+
+    return land
+
+
+def _landed(specs: list[list[Any]], data: bytes) -> dict[str, torch.Tensor]:
+    """The late tensors of a decoded host block, on the CPU, with memory of their own."""
+    found = {}
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    for name, dtype_name, shape, offset in specs:
+        dtype = torch_dtype(dtype_name)
+        nbytes = prod(shape) * dtype.itemsize
+        if offset + nbytes > len(data):
+            raise LayoutError(f"the buffer {name} lies beyond the {len(data)} bytes of the host block's end")
+        part = memory[offset : offset + nbytes]
+        found[name] = part.view(dtype).reshape(shape).clone() if nbytes else torch.empty(shape, dtype=dtype)
+    return found

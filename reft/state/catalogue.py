@@ -9,11 +9,11 @@ would cut loose.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -73,18 +73,26 @@ class Manifest:
         """The manifest of ``(replicated, owned)``."""
         return cls(images[0].specs, images[1].specs)
 
-    @cached_property
-    def encoded(self) -> bytes:
-        """Bytes for the host section (computed once)."""
-        return codec.encode({s: [_spec_fields(t) for t in getattr(self, s)] for s in ("replicated", "owned")})
-
     def encode(self) -> bytes:
-        return self.encoded
+        """Bytes for the host section."""
+        sections = {"replicated": self.replicated, "owned": self.owned}
+        fields = {
+            name: [[t.name, t.dtype, list(t.shape), list(t.stride)] for t in specs]
+            for name, specs in sections.items()
+        }
+        return codec.encode(fields)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
         fields = codec.decode(data)
-        return cls(*(tuple(_spec(f) for f in fields[s]) for s in ("replicated", "owned")))
+        sections = (
+            tuple(
+                TensorSpec(name, dtype, tuple(shape), tuple(stride))
+                for name, dtype, shape, stride in fields[s]
+            )
+            for s in ("replicated", "owned")
+        )
+        return cls(*sections)
 
     def check(self, images: tuple[SectionImage, SectionImage]) -> None:
         """Refuse images that are not exactly what this manifest describes.
@@ -95,14 +103,6 @@ class Manifest:
         found = Manifest.of(images)
         for section in ("replicated", "owned"):
             _check_section(section, getattr(self, section), getattr(found, section))
-
-
-def _spec_fields(spec: TensorSpec) -> list[Any]:
-    return [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
-
-
-def _spec(fields: list[Any]) -> TensorSpec:
-    return TensorSpec(fields[0], fields[1], tuple(fields[2]), tuple(fields[3]))
 
 
 def _check_section(section: str, wanted: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> None:
@@ -245,6 +245,34 @@ class SectionImage:
         return [(o, v) for o, v in self._parts[first:last] if o < stop and o + v.numel() > start]
 
 
+class Adapter(Protocol):
+    """The model and optimizer of one rank, as images and host values, whatever optimizer it is."""
+
+    @property
+    def steps_exactly(self) -> bool:
+        """Whether a host repeats a device's step of the optimizer to the bit."""
+
+    def images(self) -> tuple[SectionImage, SectionImage]:
+        """``(replicated, owned)`` views of the live tensors; build again when :meth:`signature`
+        changes."""
+
+    def expected_bytes(self) -> tuple[int, int]:
+        """``(replicated, owned)`` bytes once the optimizer has state, which it makes in its first step."""
+
+    def signature(self) -> Hashable:
+        """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
+
+    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+        """Give the optimizer the state entries that the snapshot has, so that the images match.
+
+        Returns:
+            Images whose bytes are to be written.
+
+        Raises:
+            LayoutError: the running job has other tensors or another optimizer.
+        """
+
+
 def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """Every byte once: tensors that lie within another one of the list are dropped."""
     seen: set[str] = set()
@@ -275,8 +303,7 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     if not codec.is_plain(tensor):
         raise UnsupportedStateError(
-            f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}; expected a "
-            f"plain torch.Tensor"
+            f"{name} is a tensor of class {codec.class_path(tensor)}; expected a plain torch.Tensor"
         )
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_conj():
         raise UnsupportedStateError(

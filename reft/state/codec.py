@@ -92,139 +92,6 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         ) from e
 
 
-def _pack(lowered: Any) -> bytes:
-    packed: bytes = msgpack.packb(
-        lowered, use_bin_type=True, strict_types=True, unicode_errors="surrogatepass"
-    )
-    return packed
-
-
-def _unpack(data: bytes | bytearray | memoryview) -> Any:
-    return msgpack.unpackb(
-        data,
-        raw=False,
-        strict_map_key=True,
-        unicode_errors="surrogatepass",
-        ext_hook=_raise_ext,
-    )
-
-
-# --- encoding: every value becomes msgpack's own types and ExtType ------------------------------
-
-
-def _lower(value: Any, path: str, depth: int) -> Any:
-    cls = type(value)
-    if value is None or cls in (bool, float, str, bytes):
-        return value
-    if depth >= _MAX_DEPTH:
-        raise UnsupportedStateError(
-            f"{path} is nested more than {_MAX_DEPTH} deep, or contains itself; flatten the state"
-        )
-    lower = _LOWER.get(cls) or _library_lowering(value)
-    if lower is None:
-        raise UnsupportedStateError(
-            f"{path} is of class {_class_name(value)}, which reft cannot store; use None, numbers, strings, "
-            f"bytes, lists, tuples, dicts, sets, enum members, paths, torch tensors or numpy arrays"
-        )
-    return lower(value, path, depth + 1)
-
-
-def _lower_int(value: int, path: str, depth: int) -> Any:
-    if _INT_MIN <= value <= _INT_MAX:
-        return value
-    length = (value.bit_length() + 8) // 8
-    return msgpack.ExtType(int(_Ext.INT), value.to_bytes(length, "little", signed=True))
-
-
-def _lower_list(value: list[Any], path: str, depth: int) -> list[Any]:
-    return [_lower(v, f"{path}[{i}]", depth) for i, v in enumerate(value)]
-
-
-def _lower_plain_dict(value: dict[Any, Any], path: str, depth: int) -> Any:
-    if all(type(k) is str for k in value):
-        return {k: _lower(v, f"{path}[{k!r}]", depth) for k, v in value.items()}
-    return _lower_dict(_Ext.DICT)(value, path, depth)
-
-
-def _ext(code: _Ext, lowered: Any) -> msgpack.ExtType:
-    return msgpack.ExtType(int(code), _pack(lowered))
-
-
-def _lower_items(code: _Ext) -> Callable[[Any, str, int], msgpack.ExtType]:
-    def lower(value: Any, path: str, depth: int) -> msgpack.ExtType:
-        return _ext(code, [_lower(v, f"{path}[{i}]", depth) for i, v in enumerate(value)])
-
-    return lower
-
-
-def _lower_set(code: _Ext) -> Callable[[Any, str, int], msgpack.ExtType]:
-    def lower(value: Any, path: str, depth: int) -> msgpack.ExtType:
-        # Sorted by their bytes: equal sets encode equally whatever the hash seed.
-        items = [_lower(_check_key(v, f"{path}{{...}}"), f"{path}{{...}}", depth) for v in value]
-        return _ext(code, sorted(items, key=_pack))
-
-    return lower
-
-
-def _lower_dict(code: _Ext) -> Callable[[Any, str, int], msgpack.ExtType]:
-    def lower(value: Any, path: str, depth: int) -> msgpack.ExtType:
-        pairs = [
-            [_lower(_check_key(k, path), f"{path} key", depth), _lower(v, f"{path}[{k!r}]", depth)]
-            for k, v in value.items()
-        ]
-        return _ext(code, pairs)
-
-    return lower
-
-
-def _check_key(key: Any, path: str) -> Any:
-    numpy = sys.modules.get("numpy")
-    if isinstance(key, _KEY_TYPES) or (numpy is not None and isinstance(key, numpy.generic)):
-        return key
-    raise UnsupportedStateError(
-        f"{path} has a key or set member of class {_class_name(key)}; expected None, a number, str, bytes, "
-        f"tuple, frozenset or enum member"
-    )
-
-
-_Lower = Callable[[Any, str, int], Any]
-
-_LOWER: dict[type, _Lower] = {
-    int: _lower_int,
-    list: _lower_list,
-    tuple: _lower_items(_Ext.TUPLE),
-    set: _lower_set(_Ext.SET),
-    frozenset: _lower_set(_Ext.FROZENSET),
-    dict: _lower_plain_dict,
-    OrderedDict: _lower_dict(_Ext.ORDERED_DICT),
-    deque: lambda v, path, depth: _ext(
-        _Ext.DEQUE, [v.maxlen, [_lower(x, f"{path}[{i}]", depth) for i, x in enumerate(v)]]
-    ),
-    complex: lambda v, path, depth: _ext(_Ext.COMPLEX, [v.real, v.imag]),
-    Namespace: lambda v, path, depth: _ext(_Ext.NAMESPACE, _lower_plain_dict(dict(vars(v)), path, depth)),
-    bytearray: lambda v, path, depth: msgpack.ExtType(int(_Ext.BYTEARRAY), bytes(v)),
-    PosixPath: lambda v, path, depth: _ext(_Ext.PATH, str(v)),
-    range: lambda v, path, depth: _lower_parts(_Ext.RANGE, v, path, depth),
-    slice: lambda v, path, depth: _lower_parts(_Ext.SLICE, v, path, depth),
-}
-
-
-def _lower_parts(code: _Ext, value: Any, path: str, depth: int) -> msgpack.ExtType:
-    return _ext(code, [_lower(p, path, depth) for p in (value.start, value.stop, value.step)])
-
-
-def _library_lowering(value: Any) -> _Lower | None:
-    """For values of torch and numpy, and members of enums."""
-    for module, lowering in (("torch", _torch_lowering), ("numpy", _numpy_lowering)):
-        if module in sys.modules:
-            found = lowering(value)
-            if found is not None:
-                return found
-    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
-        return _lower_enum
-    return None
-
-
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor of one of torch's own classes, whose bytes are all there is to it."""
     import torch
@@ -234,39 +101,119 @@ def is_plain(value: Any) -> bool:
     return kind in (torch.Tensor, torch.nn.Parameter) or kind is getattr(torch.nn, "Buffer", None)
 
 
-def _torch_lowering(value: Any) -> _Lower | None:
-    import torch
-
-    if is_plain(value):
-        return _lower_tensor
-    return {
-        torch.dtype: lambda v, path, depth: _ext(_Ext.TORCH_DTYPE, str(v)),
-        torch.Size: lambda v, path, depth: _ext(_Ext.TORCH_SIZE, [int(n) for n in v]),
-        torch.device: lambda v, path, depth: _ext(_Ext.TORCH_DEVICE, str(v)),
-    }.get(type(value))
-
-
-def _numpy_lowering(value: Any) -> _Lower | None:
-    import numpy as np
-
-    if type(value) is np.ndarray:
-        return _lower_array
-    if isinstance(value, np.generic):
-        return lambda v, path, depth: _ext(_Ext.SCALAR, [_numpy_dtype_name(v.dtype, path), v.tobytes()])
-    if isinstance(value, np.dtype):
-        return lambda v, path, depth: _ext(_Ext.NUMPY_DTYPE, _numpy_dtype_name(v, path))
-    return None
-
-
-def _lower_enum(value: enum.Enum, path: str, depth: int) -> msgpack.ExtType:
-    return _ext(_Ext.ENUM, [type(value).__module__, type(value).__qualname__, value.name])
-
-
-def _class_name(value: Any) -> str:
+def class_path(value: Any) -> str:
+    """``module.QualifiedName`` of the exact class of ``value``."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _lower_tensor(value: torch.Tensor, path: str, depth: int) -> msgpack.ExtType:
+def _pack(lowered: Any) -> bytes:
+    packed: bytes = msgpack.packb(
+        lowered, use_bin_type=True, strict_types=True, unicode_errors="surrogatepass"
+    )
+    return packed
+
+
+def _unpack(data: bytes | bytearray | memoryview) -> Any:
+    return msgpack.unpackb(
+        data, raw=False, strict_map_key=True, unicode_errors="surrogatepass", ext_hook=_raise
+    )
+
+
+# --- encoding: every value becomes msgpack's own types and ExtType ------------------------------
+
+_Lower = Callable[[Any, str, int], Any]
+
+
+def _lower(value: Any, path: str, depth: int) -> Any:
+    cls = type(value)
+    if value is None or cls in (bool, float, str, bytes) or (cls is int and _INT_MIN <= value <= _INT_MAX):
+        return value
+    if depth >= _MAX_DEPTH:
+        raise UnsupportedStateError(
+            f"{path} is nested more than {_MAX_DEPTH} deep, or contains itself; flatten the state"
+        )
+    if cls is list:
+        return _items(value, path, depth + 1)
+    if cls is dict and all(type(k) is str for k in value):
+        return {k: _lower(v, f"{path}[{k!r}]", depth + 1) for k, v in value.items()}
+    form = _FORMS.get(cls) or _library_form(value)
+    if form is None:
+        raise UnsupportedStateError(
+            f"{path} is of class {class_path(value)}, which reft cannot store; use None, numbers, strings, "
+            f"bytes, lists, tuples, dicts, sets, enum members, paths, torch tensors or numpy arrays"
+        )
+    code, lower = form
+    lowered = lower(value, path, depth + 1)
+    return msgpack.ExtType(int(code), lowered if code in _RAW else _pack(lowered))
+
+
+def _items(value: Any, path: str, depth: int) -> list[Any]:
+    return [_lower(v, f"{path}[{i}]", depth) for i, v in enumerate(value)]
+
+
+def _members(value: Any, path: str, depth: int) -> list[Any]:
+    # Sorted by their bytes: equal sets encode equally whatever the hash seed.
+    path = f"{path}{{...}}"
+    return sorted((_lower(_check_key(v, path), path, depth) for v in value), key=_pack)
+
+
+def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[Any]:
+    return [
+        [_lower(_check_key(k, path), f"{path} key", depth), _lower(v, f"{path}[{k!r}]", depth)]
+        for k, v in value.items()
+    ]
+
+
+def _check_key(key: Any, path: str) -> Any:
+    numpy = sys.modules.get("numpy")
+    if isinstance(key, _KEY_TYPES) or (numpy is not None and isinstance(key, numpy.generic)):
+        return key
+    raise UnsupportedStateError(
+        f"{path} has a key or set member of class {class_path(key)}; expected None, a number, str, bytes, "
+        f"tuple, frozenset or enum member"
+    )
+
+
+def _bounds(value: Any, path: str, depth: int) -> list[Any]:
+    return [_lower(part, path, depth) for part in (value.start, value.stop, value.step)]
+
+
+def _library_form(value: Any) -> tuple[_Ext, _Lower] | None:
+    """Of values of torch and numpy, and members of enums."""
+    form = _torch_form(value) if "torch" in sys.modules else None
+    if form is None and "numpy" in sys.modules:
+        form = _numpy_form(value)
+    if form is None and isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        return _Ext.ENUM, lambda v, path, depth: [type(v).__module__, type(v).__qualname__, v.name]
+    return form
+
+
+def _torch_form(value: Any) -> tuple[_Ext, _Lower] | None:
+    import torch
+
+    if is_plain(value):
+        return _Ext.TENSOR, _tensor
+    if type(value) is torch.Size:
+        return _Ext.TORCH_SIZE, lambda v, path, depth: list(v)
+    if isinstance(value, (torch.dtype, torch.device)):
+        code = _Ext.TORCH_DTYPE if isinstance(value, torch.dtype) else _Ext.TORCH_DEVICE
+        return code, lambda v, path, depth: str(v)
+    return None
+
+
+def _numpy_form(value: Any) -> tuple[_Ext, _Lower] | None:
+    import numpy as np
+
+    if type(value) is np.ndarray:
+        return _Ext.ARRAY, lambda v, path, depth: [_dtype(v.dtype, path), list(v.shape), v.tobytes()]
+    if isinstance(value, np.generic):
+        return _Ext.SCALAR, lambda v, path, depth: [_dtype(v.dtype, path), v.tobytes()]
+    if isinstance(value, np.dtype):
+        return _Ext.NUMPY_DTYPE, lambda v, path, depth: _dtype(v, path)
+    return None
+
+
+def _tensor(value: torch.Tensor, path: str, depth: int) -> list[Any]:
     import torch
 
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
@@ -277,14 +224,10 @@ def _lower_tensor(value: torch.Tensor, path: str, depth: int) -> msgpack.ExtType
         )
     dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _ext(_Ext.TENSOR, [str(value.dtype), list(value.shape), raw])
+    return [str(value.dtype), list(value.shape), raw]
 
 
-def _lower_array(value: np.ndarray[Any, Any], path: str, depth: int) -> msgpack.ExtType:
-    return _ext(_Ext.ARRAY, [_numpy_dtype_name(value.dtype, path), list(value.shape), value.tobytes()])
-
-
-def _numpy_dtype_name(dtype: np.dtype[Any], path: str) -> str:
+def _dtype(dtype: np.dtype[Any], path: str) -> str:
     import numpy as np
 
     if dtype.hasobject or dtype.names is not None or np.dtype(dtype.str) != dtype:
@@ -295,26 +238,53 @@ def _numpy_dtype_name(dtype: np.dtype[Any], path: str) -> str:
     return dtype.str
 
 
+_RAW = (_Ext.INT, _Ext.BYTEARRAY)
+"""Whose payload is bytes of their own, not packed once more."""
+_FORMS: dict[type, tuple[_Ext, _Lower]] = {
+    int: (_Ext.INT, lambda v, path, depth: v.to_bytes((v.bit_length() + 8) // 8, "little", signed=True)),
+    bytearray: (_Ext.BYTEARRAY, lambda v, path, depth: bytes(v)),
+    tuple: (_Ext.TUPLE, _items),
+    set: (_Ext.SET, _members),
+    frozenset: (_Ext.FROZENSET, _members),
+    dict: (_Ext.DICT, _pairs),
+    OrderedDict: (_Ext.ORDERED_DICT, _pairs),
+    deque: (_Ext.DEQUE, lambda v, path, depth: [v.maxlen, _items(v, path, depth)]),
+    complex: (_Ext.COMPLEX, lambda v, path, depth: [v.real, v.imag]),
+    Namespace: (_Ext.NAMESPACE, lambda v, path, depth: _lower(dict(vars(v)), path, depth)),
+    PosixPath: (_Ext.PATH, lambda v, path, depth: str(v)),
+    range: (_Ext.RANGE, _bounds),
+    slice: (_Ext.SLICE, _bounds),
+}
+
 # --- decoding ------------------------------------------------------------------------------------
 
 
-def _raise_ext(code: int, data: bytes) -> Any:
-    """Constructor of every extension; anything outside the list is refused."""
-    if code == _Ext.INT:
-        return int.from_bytes(data, "little", signed=True)
-    if code == _Ext.BYTEARRAY:
-        return bytearray(data)
-    raise_value = _RAISE.get(code)
-    if raise_value is None:
+def _raise(code: int, data: bytes) -> Any:
+    """Makes the value of every extension; anything outside the list is refused."""
+    if code not in _MAKE:
         raise DecodeError(f"found extension code {code}; this version knows {min(_Ext)}..{max(_Ext)}")
-    return raise_value(_unpack(data))
+    return _MAKE[code](data if code in _RAW else _unpack(data))
 
 
-def _raise_tensor(parts: Any) -> torch.Tensor:
+def torch_dtype(name: Any) -> torch.dtype:
+    """The dtype of this name, with torch's or without.
+
+    Raises:
+        DecodeError: this torch has none.
+    """
+    import torch
+
+    dtype = vars(torch).get(str(name).removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise DecodeError(f"found the tensor dtype {name!r}, which torch {torch.__version__} does not have")
+    return dtype
+
+
+def _make_tensor(parts: Any) -> torch.Tensor:
     import torch
 
     name, shape, raw = parts
-    dtype = _raise_torch_dtype(name)
+    dtype = torch_dtype(name)
     if prod(shape) * dtype.itemsize != len(raw):
         raise DecodeError(f"found {len(raw)} bytes for a {dtype} tensor of shape {tuple(shape)}")
     tensor = torch.empty(tuple(shape), dtype=dtype)
@@ -325,16 +295,7 @@ def _raise_tensor(parts: Any) -> torch.Tensor:
     return tensor
 
 
-def _raise_torch_dtype(name: Any) -> torch.dtype:
-    import torch
-
-    dtype = vars(torch).get(str(name).removeprefix("torch."))
-    if not isinstance(dtype, torch.dtype):
-        raise DecodeError(f"found the tensor dtype {name!r}, which torch {torch.__version__} does not have")
-    return dtype
-
-
-def _raise_numpy_dtype(name: Any) -> np.dtype[Any]:
+def _make_dtype(name: Any) -> np.dtype[Any]:
     import numpy as np
 
     if not isinstance(name, str) or "O" in name or "V" in name or "," in name:
@@ -342,42 +303,36 @@ def _raise_numpy_dtype(name: Any) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def _raise_array(parts: Any) -> np.ndarray[Any, Any]:
+def _make_array(parts: Any) -> np.ndarray[Any, Any]:
     import numpy as np
 
     name, shape, raw = parts
-    return (
-        np.frombuffer(bytearray(raw), dtype=_raise_numpy_dtype(name)).reshape(shape)
-        if raw
-        else np.empty(shape, dtype=_raise_numpy_dtype(name))
-    )
+    dtype = _make_dtype(name)
+    return np.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else np.empty(shape, dtype=dtype)
 
 
-def _raise_scalar(parts: Any) -> Any:
+def _make_scalar(parts: Any) -> Any:
     import numpy as np
 
     name, raw = parts
-    dtype = _raise_numpy_dtype(name)
+    dtype = _make_dtype(name)
     if dtype.itemsize == 0:  # an empty numpy string or bytes
         return np.zeros((), dtype=dtype)[()]
     return np.frombuffer(bytearray(raw), dtype=dtype)[0]
 
 
-def _raise_torch_size(parts: Any) -> torch.Size:
-    import torch
+def _of_torch(name: str) -> Callable[[Any], Any]:
+    def make(value: Any) -> Any:
+        import torch
 
-    return torch.Size(parts)
+        return getattr(torch, name)(value)
 
-
-def _raise_torch_device(name: Any) -> torch.device:
-    import torch
-
-    return torch.device(str(name))
+    return make
 
 
-def _raise_enum(parts: Any) -> enum.Enum:
+def _make_enum(parts: Any) -> enum.Enum:
     # Looked up only in modules this process has imported by itself, and in plain namespaces, so that
-    # neither an import nor a module's __getattr__ runs on behalf of the bytes.
+    # neither an import nor a module's __getattr__ runs on behalf of the bytes (P11).
     module, qualname, name = parts
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -391,22 +346,24 @@ def _raise_enum(parts: Any) -> enum.Enum:
     return member
 
 
-_RAISE: dict[int, Callable[[Any], Any]] = {
+_MAKE: dict[int, Callable[[Any], Any]] = {
+    _Ext.INT: lambda data: int.from_bytes(data, "little", signed=True),
+    _Ext.BYTEARRAY: bytearray,
     _Ext.TUPLE: tuple,
     _Ext.COMPLEX: lambda parts: complex(*parts),
     _Ext.SET: set,
     _Ext.FROZENSET: frozenset,
     _Ext.DICT: lambda pairs: {k: v for k, v in pairs},
     _Ext.ORDERED_DICT: lambda pairs: OrderedDict((k, v) for k, v in pairs),
-    _Ext.TENSOR: _raise_tensor,
-    _Ext.ARRAY: _raise_array,
-    _Ext.SCALAR: _raise_scalar,
-    _Ext.TORCH_DTYPE: _raise_torch_dtype,
-    _Ext.TORCH_SIZE: _raise_torch_size,
-    _Ext.TORCH_DEVICE: _raise_torch_device,
+    _Ext.TENSOR: _make_tensor,
+    _Ext.ARRAY: _make_array,
+    _Ext.SCALAR: _make_scalar,
+    _Ext.TORCH_DTYPE: torch_dtype,
+    _Ext.TORCH_SIZE: _of_torch("Size"),
+    _Ext.TORCH_DEVICE: _of_torch("device"),
     _Ext.PATH: Path,
-    _Ext.ENUM: _raise_enum,
-    _Ext.NUMPY_DTYPE: _raise_numpy_dtype,
+    _Ext.ENUM: _make_enum,
+    _Ext.NUMPY_DTYPE: _make_dtype,
     _Ext.DEQUE: lambda parts: deque(parts[1], parts[0]),
     _Ext.RANGE: lambda parts: range(*parts),
     _Ext.SLICE: lambda parts: slice(*parts),

@@ -21,7 +21,8 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +36,25 @@ from reft.errors import PersistError, UnsupportedStateError
 from reft.grid import Coordinate
 from reft.state import codec
 from reft.state.catalogue import SectionImage
-from reft.state.per_step import PerStepValues, client_state, shape_of
-from reft.state.template import HostState, ReadSection, Rebuilder, TemplateBuilder
+from reft.state.codec import class_path
+from reft.state.template import HostState, ReadSection, Rebuilder, Resolve, TemplateBuilder
+from reft.state.template import Path as Keys
 
 logger = logging.getLogger(__name__)
 
 TEMPLATE_FORMAT = 1
 HOST_FILE_MAGIC = b"REFTHOST1"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+"""Megatron's, beside ``latest``: the iteration of the newest checkpoint."""
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _NOWHERE = Path("/nonexistent/reft-template")
 _TAG = "template"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCHEDULES = ("data_sampler", "random_ltd")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+"""Where the wrapper's state dict lies: in the model file without ZeRO, in the ZeRO file with it."""
+_INNER_KEYS = ("optimizer_state_dict", "base_optimizer_state")
+"""Where the wrapper's state dict has the one of the torch optimizer inside."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Template:
         files: node tree of every file, by name within the tag directory.
         client_files: files whose top level takes up the user's client state.
         recovery_scripts: whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory.
-        shape: which values the host state must have (:func:`reft.state.per_step.shape_of`).
+        shape: which values the host state must have (:func:`shape_of`).
         versions: DeepSpeed and torch that the engine ran on.
     """
 
@@ -66,14 +76,7 @@ class Template:
     versions: Mapping[str, str]
 
     def encode(self) -> bytes:
-        content = {
-            "format": TEMPLATE_FORMAT,
-            "files": dict(self.files),
-            "client_files": list(self.client_files),
-            "recovery_scripts": self.recovery_scripts,
-            "shape": self.shape,
-            "versions": dict(self.versions),
-        }
+        content = {"format": TEMPLATE_FORMAT, **vars(self), "client_files": list(self.client_files)}
         return zlib.compress(codec.encode(content), 6)
 
     @classmethod
@@ -96,13 +99,8 @@ class Template:
                 raise PersistError(
                     f"the template has format {found}; this reft reads format {TEMPLATE_FORMAT}"
                 )
-            return cls(
-                files=content["files"],
-                client_files=tuple(content["client_files"]),
-                recovery_scripts=content["recovery_scripts"],
-                shape=content["shape"],
-                versions=content["versions"],
-            )
+            names = ("files", "recovery_scripts", "shape", "versions")
+            return cls(client_files=tuple(content["client_files"]), **{name: content[name] for name in names})
         except (zlib.error, codec.DecodeError, KeyError, TypeError) as error:
             raise PersistError(f"the checkpoint template cannot be read: {error!r}") from error
 
@@ -127,33 +125,26 @@ def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], hos
     Raises:
         UnsupportedStateError: names the file, the key and the class that reft cannot describe.
     """
-    recorded = _record(engine)
-    per_step = PerStepValues(engine, host_state)
-    given = client_state(host_state).keys()
-    contents = {
-        name: _without_methods(content, given) if name == recorded.model_file else content
-        for name, content in recorded.files.items()
-    }
-    files = {
-        name: TemplateBuilder(name, images, per_step.resolver(content), host_state).build(content)
-        for name, content in contents.items()
-    }
     import deepspeed
 
+    recorded, model_file, has_scripts = _record(engine)
+    per_step, given = _PerStepValues(engine, host_state), client_state(host_state)
+    # Without methods that the client state is written over: DeepSpeed since 0.18 saves the module's attribute
+    # ``universal_checkpoint_info``, and Megatron's models have a method of that name.
+    if model := recorded.get(model_file):
+        recorded[model_file] = {k: v for k, v in model.items() if k not in given or not callable(v)}
+    files = {
+        name: TemplateBuilder(name, images, per_step.resolver(content), host_state).build(content)
+        for name, content in recorded.items()
+    }
     template = Template(
         files=files,
-        client_files=tuple(n for n in files if n == recorded.model_file),
-        recovery_scripts=recorded.recovery_scripts,
+        client_files=tuple(n for n in files if n == model_file),
+        recovery_scripts=has_scripts,
         shape=shape_of(host_state),
         versions={"deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)},
     )
     return template.encode()
-
-
-def _without_methods(content: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Without those that the client state is written over. DeepSpeed since 0.18 saves the module's attribute
-    ``universal_checkpoint_info``, and Megatron's models have a method of that name."""
-    return {key: value for key, value in content.items() if key not in given or not callable(value)}
 
 
 class _RecordingEngine:
@@ -179,14 +170,8 @@ class _RecordingEngine:
         return True
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    files: dict[str, Any]
-    model_file: str
-    recovery_scripts: bool
-
-
-def _record(engine: Any) -> _Recorded:
+def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
+    """What it would save by file name, which of these is the model's, and whether scripts belong to it."""
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedStateError(
             "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; reft "
@@ -205,11 +190,7 @@ def _record(engine: Any) -> _Recorded:
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint(str(_NOWHERE), _TAG)
         model_file = os.path.basename(engine._get_ckpt_name(str(_NOWHERE), _TAG))
-    return _Recorded(
-        files={_relative(path): state_dict for path, state_dict in recorder.saved},
-        model_file=model_file,
-        recovery_scripts=bool(scripts),
-    )
+    return {_relative(path): state_dict for path, state_dict in recorder.saved}, model_file, bool(scripts)
 
 
 def _relative(path: str) -> str:
@@ -289,6 +270,127 @@ def _quiet() -> Iterator[None]:
         deepspeed_logger.disabled = before
 
 
+# --- which values change every step, and where the host state has them -----------------------------
+#
+# A value that is not found here is taken for constant as long as the layout is; what a module puts into its
+# state dict besides tensors is refused, since nobody can say.
+
+
+def client_state(host_state: HostState) -> dict[str, Any]:
+    """The user's part of the model file."""
+    return dict(host_state["client"] or {})
+
+
+def tracker_of(host_state: HostState) -> bytes | None:
+    """What Megatron-DeepSpeed's tracker says of a version; None where another program made it."""
+    client = client_state(host_state)
+    iteration = client.get("iteration")
+    is_megatrons = isinstance(client.get("args"), Namespace) and "checkpoint_version" in client
+    return str(iteration).encode() if is_megatrons and isinstance(iteration, int) else None
+
+
+def shape_of(host_state: HostState) -> bytes:
+    """What of a host state has to be equal for a template to fit: which values there are."""
+    adapter = host_state["adapter"]
+    facts = [adapter["wrapper"], adapter["optimizer"], adapter["layout"]]
+    groups = [list(group) for group in adapter["param_groups"]]
+    return codec.encode([*facts, groups, host_state["lr_scheduler"] is None])
+
+
+class _PerStepValues:
+    """Finds per-step values in what a live engine saves, in the host state captured at the same step."""
+
+    def __init__(self, engine: Any, host_state: HostState) -> None:
+        self._adapter: Mapping[str, Any] = host_state["adapter"]
+        self._buffers = {_tensor_key(b): name for name, b in engine.module.named_buffers() if b.numel()}
+        self._positions = _positions(engine)
+
+    def resolver(self, content: Any) -> Resolve:
+        """The resolver for one file's state dict."""
+        if isinstance(content, dict):
+            if "global_steps" in content and "module" in content:
+                return self._model_file
+            if set(content) & set(_OPTIMIZER_KEYS) and "ds_version" in content:
+                return self._zero_file
+        return self._module
+
+    def _model_file(self, path: Keys, value: Any) -> Keys | None:
+        if path and path[0] == "module":
+            return self._module(path[1:], value)
+        if len(path) == 1 and path[0] in _COUNTERS:
+            return ("engine", path[0])
+        if len(path) == 1 and value is not None and path[0] in ("lr_scheduler", *_SCHEDULES):
+            return path if path[0] == "lr_scheduler" else ("schedules", path[0])
+        return self._zero_file(path, value)
+
+    def _zero_file(self, path: Keys, value: Any) -> Keys | None:
+        return self._wrapper(path[1:]) if path and path[0] in _OPTIMIZER_KEYS else None
+
+    def _module(self, path: Keys, value: Any) -> Keys | None:
+        if isinstance(value, torch.Tensor):
+            name = self._buffers.get(_tensor_key(value)) if value.numel() else None
+            return None if name is None else ("buffers", name)
+        if value is not None and not isinstance(value, dict) and "_metadata" not in path:
+            raise UnsupportedStateError(
+                f"the module's state dict has {'.'.join(str(k) for k in path)} of class {class_path(value)}; "
+                f"expected tensors only, as the snapshot holds nothing else of a module: register it as a "
+                f"buffer, or return it from client_state"
+            )
+        return None
+
+    def _wrapper(self, path: Keys) -> Keys | None:
+        """``path`` within the state dict of DeepSpeed's wrapper, or of a torch optimizer itself."""
+        if not path:
+            return None
+        if path[0] in _INNER_KEYS:
+            return self._inner(path[1:])
+        if path[0] == "base_optimizer_state_step":  # ZeRO-1 with elastic_checkpoint
+            return ("adapter", "param_groups", 0, "step")
+        if len(path) == 1 and path[0] in self._adapter["attributes"]:
+            return ("adapter", "attributes", path[0])
+        scale = path[1] if path[0] == "loss_scaler" and len(path) == 2 else path[0]
+        if len(path) <= 2 and scale in self._adapter["loss_scale"]:
+            return ("adapter", "loss_scale", scale)
+        return self._inner(path)
+
+    def _inner(self, path: Keys) -> Keys | None:
+        """``path`` within the state dict of a torch optimizer."""
+        match path:
+            case ("param_groups", group, key) if key != "params":
+                return ("adapter", "param_groups", group, key)
+            case (int(group), key):  # elastic_checkpoint: one dict per group
+                return self._parameter_value(group, 0, key)
+            case ("state", number, key) if number in self._positions:
+                return self._parameter_value(*self._positions[number], key)
+            case ("state", str(key)):
+                return ("adapter", "extra", key)
+        return None
+
+    def _parameter_value(self, group: int, position: int, key: Any) -> Keys | None:
+        if key not in self._adapter["state"][group][position]:
+            return None  # a tensor of the images
+        return ("adapter", "state", group, position, key)
+
+
+def _positions(engine: Any) -> dict[int, tuple[int, int]]:
+    """Group and position of the parameter with each number that ``Optimizer.state_dict`` gives."""
+    optimizer = engine.optimizer
+    while hasattr(optimizer, "optimizer") and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    numbers: dict[int, tuple[int, int]] = {}
+    seen: set[int] = set()
+    for g, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            if id(param) not in seen:
+                numbers[len(seen)] = (g, i)
+                seen.add(id(param))
+    return numbers
+
+
+def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
 # --- rebuilding ------------------------------------------------------------------------------------
 
 
@@ -345,12 +447,11 @@ def write_checkpoint(
         written[name] = _write_file(directory / name, lambda file, sd=state_dict: torch.save(sd, file))
         del state_dict
     name = host_file_name(coordinate)
-    written[name] = _write_file(directory / name, lambda file: file.write(encode_host_state(host_state)))
-    return written
+    return {**written, name: write_host_file(directory / name, host_state)}
 
 
 class _HashingFile:
-    """A file open for writing that keeps the checksum of what goes through it."""
+    """A file open for writing, with length and checksum of what goes through it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -396,15 +497,12 @@ def host_file_name(coordinate: Coordinate) -> str:
     return f"reft_host-{coordinate}.msgpack"
 
 
-def encode_host_state(host_state: HostState) -> bytes:
-    """Content of a host file: magic, checksum, encoded state."""
+def write_host_file(path: Path, host_state: HostState) -> WrittenFile:
+    """Write a rank's host state (magic, checksum, encoded state); the file appears when it is complete and
+    flushed."""
     body = codec.encode(dict(host_state))
-    return HOST_FILE_MAGIC + xxhash.xxh3_64_digest(body) + body
-
-
-def write_host_file(path: Path, host_state: HostState) -> None:
-    """Write a rank's host state; the file appears when it is complete and flushed."""
-    _write_file(path, lambda file: file.write(encode_host_state(host_state)))
+    content = HOST_FILE_MAGIC + xxhash.xxh3_64_digest(body) + body
+    return _write_file(path, lambda file: file.write(content))
 
 
 def read_host_file(path: Path) -> dict[str, Any]:

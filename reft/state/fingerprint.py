@@ -164,7 +164,7 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
     """Refuse stored state that belongs to another job, or to this one with other settings.
 
     Args:
-        was: fingerprint stored with the state.
+        was: stored with the state.
         now: of the running job.
         of: what holds the state, for the message: ``the memory of job train``.
         accepted: names of facts that may differ, with all under them (``reft.accept_changes``).

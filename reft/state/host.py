@@ -26,8 +26,8 @@ import torch
 
 from reft.errors import LayoutError
 from reft.state import codec
-from reft.state.adapters import StateAdapter, adapter_for
-from reft.state.late import is_late
+from reft.state.adapters import StateAdapter, adapter_for, on_host
+from reft.state.blob import is_late
 from reft.state.rng import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
@@ -47,20 +47,15 @@ _COUNTERS = (
 def capture_host_state(
     engine: Any, adapter: StateAdapter, client_state: Mapping[str, Any] | None, data_state: Any
 ) -> dict[str, Any]:
-    """Capture the host state.
+    """Capture the host state of an engine at a step boundary, with what the user and the data position want
+    to have restored.
 
     Parts that belong to schedulers and to the user, and buffers on a device, may alias live objects:
     encode the result before the next step.
-
-    Args:
-        engine: the live engine, at a step boundary.
-        adapter: of the engine.
-        client_state: what the user wants to have restored; any encodable values.
-        data_state: the data position, encodable.
     """
     scheduler = engine.lr_scheduler
     return {
-        "engine": {n: vars(engine)[n] for n in _COUNTERS if n in vars(engine) and _is_host(vars(engine)[n])},
+        "engine": on_host(engine, _COUNTERS),
         "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
         "last_lr": getattr(scheduler, "_last_lr", None),
         "adapter": adapter.host_state(),
@@ -79,9 +74,7 @@ def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]
     nothing here advances them.
     """
     adapter.finish(state["adapter"])
-    _restore_counters(engine, state["engine"])
-    _restore_scheduler(engine, state)
-    _restore_rest(engine, state)
+    _restore_rest(engine, state, scheduler=True)
 
 
 def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bool = True) -> None:
@@ -94,21 +87,7 @@ def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bo
             f"{engine.global_steps}; expected both from one save"
         )
     adapter_for(engine).restore_caches(state["adapter"])
-    _restore_counters(engine, state["engine"])
-    if scheduler:
-        _restore_scheduler(engine, state)
-    _restore_rest(engine, state)
-
-
-def _is_host(value: Any) -> bool:
-    """Not on a device: reading it would stall the training thread until the device is idle."""
-    return not (isinstance(value, torch.Tensor) and value.device.type != "cpu")
-
-
-def _restore_counters(engine: Any, counters: dict[str, Any]) -> None:
-    for name, value in counters.items():
-        if name in vars(engine):
-            setattr(engine, name, value)
+    _restore_rest(engine, state, scheduler=scheduler)
 
 
 def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
@@ -127,7 +106,12 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
         scheduler._last_lr = state["last_lr"]
 
 
-def _restore_rest(engine: Any, state: dict[str, Any]) -> None:
+def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> None:
+    for name, value in state["engine"].items():
+        if name in vars(engine):
+            setattr(engine, name, value)
+    if scheduler:
+        _restore_scheduler(engine, state)
     restore_buffers(engine.module, state["buffers"])
     schedules = _schedules(engine)
     for name, saved in state["schedules"].items():
@@ -159,24 +143,17 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
         if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
             with torch.no_grad():
                 buffer.copy_(value)
-        else:
-            _set_buffer(module, name, value, buffer)
-
-
-def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor, live: torch.Tensor | None) -> None:
-    """A cache that had grown, or was filled after construction: nothing else refers to it."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        owner = module.get_submodule(path)
-    except AttributeError:
-        owner = None
-    if owner is None or leaf not in owner._buffers:
-        raise LayoutError(
-            f"the snapshot has the buffer {name} of shape {tuple(value.shape)}, which the running model does "
-            f"not have; start the job with the model that took the snapshot"
-        )
-    device = live.device if live is not None else next(module.parameters()).device
-    owner._buffers[leaf] = value.to(device, copy=True)
+            continue
+        # A cache that had grown, or was filled after construction: nothing else refers to it.
+        path, _, leaf = name.rpartition(".")
+        owner = dict(module.named_modules()).get(path)
+        if owner is None or leaf not in owner._buffers:
+            raise LayoutError(
+                f"the snapshot has the buffer {name} of shape {tuple(value.shape)}, which the running model "
+                f"does not have; start the job with the model that took the snapshot"
+            )
+        device = buffer.device if buffer is not None else next(module.parameters()).device
+        owner._buffers[leaf] = value.to(device, copy=True)
 
 
 # --- schedules of data efficiency ------------------------------------------------------------------

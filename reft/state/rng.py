@@ -3,7 +3,6 @@ which DeepSpeed's activation checkpointing and Megatron keep tensor-parallel dro
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ import numpy as np
 import torch
 
 from reft.errors import LayoutError, UnsupportedStateError
-
-logger = logging.getLogger(__name__)
+from reft.state.codec import class_path
 
 _MEGATRON = (
     "megatron.core.tensor_parallel.random",
@@ -83,44 +81,28 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _capture_device() -> dict[str, Any] | None:
-    accelerator = _accelerator()
-    if accelerator is None:
-        return None
-    return {"name": accelerator.device_name(), "state": accelerator.get_rng_state().cpu()}
+    name, device = _accelerator()
+    return None if name == "cpu" else {"name": name, "state": device.get_rng_state().cpu()}
 
 
 def _restore_device(saved: dict[str, Any]) -> None:
-    accelerator = _accelerator()
-    name = accelerator.device_name() if accelerator is not None else "cpu"
-    if accelerator is None or name != saved["name"]:
+    name, device = _accelerator()
+    if name != saved["name"]:
         raise LayoutError(
             f"the snapshot has the random state of a {saved['name']} device, this process runs on {name}; "
             f"resume on the kind of device that took the snapshot"
         )
-    accelerator.set_rng_state(saved["state"])
+    device.set_rng_state(saved["state"])
 
 
-def _accelerator() -> Any:
-    """DeepSpeed's accelerator if it is not the CPU (whose generator is torch's own); without DeepSpeed the
-    device that torch has begun to use."""
+def _accelerator() -> tuple[str, Any]:
+    """Name and random state of DeepSpeed's accelerator, without DeepSpeed of the device that torch has begun
+    to use; "cpu" has none but torch's own."""
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
-        return _Cuda() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        return "cuda" if torch.cuda.is_initialized() else "cpu", torch.cuda  # type: ignore[no-untyped-call]
     accelerator = module.get_accelerator()
-    return None if accelerator.device_name() == "cpu" else accelerator
-
-
-class _Cuda:
-    """As much of DeepSpeed's CUDA accelerator, ROCm's too, as is asked here."""
-
-    def device_name(self) -> str:
-        return "cuda"
-
-    def get_rng_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state)
+    return accelerator.device_name(), accelerator
 
 
 def _trackers() -> Iterator[tuple[str, Any]]:
@@ -141,8 +123,7 @@ def _capture_tracker(name: str, tracker: Any) -> dict[str, torch.Tensor]:
         value = state.get_state() if isinstance(state, torch.Generator) else state
         if not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(
-                f"the tracker of {name} keeps {key!r} as "
-                f"{type(value).__module__}.{type(value).__qualname__}; expected a state tensor or a "
+                f"the tracker of {name} keeps {key!r} as {class_path(value)}; expected a state tensor or a "
                 f"torch.Generator"
             )
         captured[key] = value.detach().to("cpu", copy=True)
@@ -153,9 +134,9 @@ def _restore_tracker(tracker: Any, states: dict[str, torch.Tensor]) -> None:
     live = tracker.get_states()
     restored: dict[str, Any] = {}
     for key, value in states.items():
-        if isinstance(live.get(key), torch.Generator):
-            live[key].set_state(value)
-            restored[key] = live[key]
+        restored[key] = live.get(key)
+        if isinstance(restored[key], torch.Generator):
+            restored[key].set_state(value)
         else:
             restored[key] = value.clone()
     tracker.set_states(restored)

@@ -1,13 +1,19 @@
-"""What reft refuses, at start and by name: state it does not know is never a wrong snapshot."""
+"""What reft refuses, at start and by name: state it does not know is never a wrong snapshot.
+
+apex is told by module and attributes, and never imported; PyPI's package of that name is something else and
+is not meant. Its ``FusedAdam`` and ``FusedLAMB`` keep Adam's moments in ``state`` and one step count per
+group in ``param_groups``, so that every adapter takes them as it takes torch's Adam.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from reft.errors import UnsupportedStateError
-from reft.state.apex import check_apex
+from reft.state.codec import class_path
 
 _DEEPSPEED_OPTIMIZERS = frozenset(
     {
@@ -20,7 +26,7 @@ _DEEPSPEED_OPTIMIZERS = frozenset(
     }
 )
 """DeepSpeed's optimizers that keep everything in ``state`` and ``param_groups`` (and, for CPU Adam, in
-what :mod:`reft.state.cpu_adam` replays)."""
+what :func:`reft.state.optimizer.replay` makes again)."""
 
 _ADVICE = {
     "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
@@ -32,10 +38,18 @@ _ADVICE = {
     "deepspeed.runtime.utils.DummyOptim": "give deepspeed.initialize an optimizer",
 }
 
-
-def class_path(value: Any) -> str:
-    """``module.QualifiedName`` of the exact class of ``value``."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+APEX_FUSED_ADAM = "apex.optimizers.fused_adam.FusedAdam"
+_APEX = {
+    APEX_FUSED_ADAM: ("adam_w_mode", "set_grad_none", "multi_tensor_adam"),
+    "apex.optimizers.fused_lamb.FusedLAMB": (
+        *("adam_w_mode", "set_grad_none", "use_nvlamb", "multi_tensor_lamb"),
+    ),
+}
+"""What NVIDIA's classes have, by their path."""
+_APEX_ELSEWHERE = {
+    "master_weights": "keeps fp32 masters in an attribute of its own",
+    "capturable": "keeps its step count and learning rate on the device",
+}
 
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
@@ -59,39 +73,35 @@ def check_engine(engine: Any) -> None:
     Raises:
         UnsupportedStateError: names the feature and what to change.
     """
-    facts: tuple[tuple[bool, str, str], ...] = (
+    own = vars(
+        engine
+    )  # DeepSpeedEngine.__getattr__ looks into the module: a model's attribute must not answer
+    parts = int(own.get("sequence_parallel_size", 1))
+    compression = getattr(own.get("compression_scheduler"), "compression_config", None)
+    facts: tuple[tuple[Any, str, str], ...] = (
         (
             type(engine).__name__ == "DeepSpeedHybridEngine",
             f"the engine {class_path(engine)}",
             "disable hybrid_engine",
         ),
         (engine.optimizer is None, "an engine without an optimizer", "give deepspeed.initialize one"),
-        (bool(_fact(engine, "has_moe_layers")), "mixture-of-experts layers", "disable reft for this model"),
+        (own.get("has_moe_layers"), "mixture-of-experts layers", "disable reft for this model"),
+        (parts > 1, f"sequence parallel groups of {parts}", "set the sequence parallel size to 1"),
         (
-            int(_fact(engine, "sequence_parallel_size", 1)) > 1,
-            f"sequence parallel groups of {_fact(engine, 'sequence_parallel_size', 1)}",
-            "set the sequence parallel size to 1",
-        ),
-        (
-            _fact(engine, "torch_autocast_z0_gradscaler") is not None,
+            own.get("torch_autocast_z0_gradscaler") is not None,
             "torch.amp.GradScaler (torch_autocast in fp16)",
             "use bf16 autocast, or fp16.enabled",
         ),
-        (bool(_call(engine, "amp_enabled")), "apex amp", "use fp16 or bf16 instead of amp"),
+        (_call(engine, "amp_enabled"), "apex amp", "use fp16 or bf16 instead of amp"),
+        (own.get("quantizer") is not None, "quantize_training (MoQ)", "remove quantize_training"),
+        (_call(engine, "is_deepcompile_enabled"), "DeepCompile", "set compile.deepcompile to false"),
         (
-            _fact(engine, "quantizer") is not None,
-            "quantize_training (MoQ)",
-            "remove quantize_training",
-        ),
-        (bool(_call(engine, "is_deepcompile_enabled")), "DeepCompile", "set compile.deepcompile to false"),
-        (
-            bool(_fact(engine, "optimized_linear_base_weight_sharding")),
+            own.get("optimized_linear_base_weight_sharding"),
             "OptimizedLinear with base weights sharded over ranks",
             "set base_weight_sharding to 1",
         ),
         (
-            bool(getattr(_fact(engine, "compression_scheduler"), "compression_config", None))
-            and _compresses(engine.compression_scheduler),
+            compression and _compresses(own["compression_scheduler"]),
             "compression_training",
             "remove compression_training",
         ),
@@ -99,12 +109,13 @@ def check_engine(engine: Any) -> None:
     for is_so, found, change in facts:
         if is_so:
             raise refuse(found, change)
-    _check_scheduler(engine)
-
-
-def _fact(engine: Any, name: str, default: Any = None) -> Any:
-    # DeepSpeedEngine.__getattr__ looks into the module, so a model's attribute must not answer.
-    return vars(engine).get(name, default)
+    scheduler = engine.lr_scheduler
+    methods = (getattr(scheduler, name, None) for name in ("state_dict", "load_state_dict"))
+    if scheduler is not None and not all(map(callable, methods)):
+        raise UnsupportedStateError(
+            f"the learning-rate scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add "
+            f"them, so that a snapshot holds its position"
+        )
 
 
 def _call(engine: Any, name: str) -> Any:
@@ -117,18 +128,6 @@ def _compresses(scheduler: Any) -> bool:
     return any(m.get("enabled", m.get("technique_enabled", False)) for m in methods.values())
 
 
-def _check_scheduler(engine: Any) -> None:
-    scheduler = engine.lr_scheduler
-    if scheduler is not None and not (
-        callable(getattr(scheduler, "state_dict", None))
-        and callable(getattr(scheduler, "load_state_dict", None))
-    ):
-        raise UnsupportedStateError(
-            f"the learning-rate scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add "
-            f"them, so that a snapshot holds its position"
-        )
-
-
 def check_optimizer(optimizer: Any) -> None:
     """Refuse an innermost optimizer that keeps state outside ``state`` and ``param_groups``.
 
@@ -139,14 +138,71 @@ def check_optimizer(optimizer: Any) -> None:
     path = class_path(optimizer)
     if path in _DEEPSPEED_OPTIMIZERS:
         return
-    if not isinstance(optimizer, torch.optim.Optimizer) or path.startswith(
-        ("deepspeed.", "torch.distributed.")
-    ):
+    base = torch.optim.Optimizer
+    if not isinstance(optimizer, base) or path.startswith(("deepspeed.", "torch.distributed.")):
         raise refuse_class(optimizer)
     cls = type(optimizer)
-    base = torch.optim.Optimizer
     if cls.state_dict is not base.state_dict or cls.load_state_dict is not base.load_state_dict:
         raise refuse(
             f"the optimizer {path} with a state_dict of its own",
             "use an optimizer that keeps everything in state and param_groups",
         )
+
+
+def check_apex(optimizer: Any) -> None:
+    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other optimizers.
+
+    Raises:
+        UnsupportedStateError: names the class and what to change.
+    """
+    attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
+    if "_amp_stash" in attributes:
+        raise _refuse_apex(
+            f"{found}, which apex's amp.initialize has taken over",
+            'leave amp out, and write "fp16" or "bf16" into the DeepSpeed JSON',
+        )
+    paths = [f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__]
+    if not any(path.startswith("apex.") for path in paths):
+        return
+    known = next((path for path in paths if path in _APEX), None)
+    if known is None:
+        raise _refuse_apex(f"{found} of apex", "use apex's FusedAdam, or torch's AdamW")
+    if missing := [name for name in _APEX[known] if name not in attributes]:
+        raise _refuse_apex(
+            f"{found} without {', '.join(missing)}, which NVIDIA's has",
+            "use NVIDIA's or AMD's apex, which is not PyPI's package of that name, or torch's AdamW",
+        )
+    for name, what in _APEX_ELSEWHERE.items():
+        if attributes.get(name):
+            raise _refuse_apex(
+                f"{found} with {name}=True, which {what}",
+                f"write {name}=False: DeepSpeed keeps fp32 masters of 16-bit weights itself",
+            )
+
+
+def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"found {found}, whose state reft does not know; of apex expected FusedAdam or FusedLAMB: {change}"
+    )
+
+
+def why_not_loadable(engine: Any) -> str | None:
+    """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to change; None
+    where it does not. A job should know when it starts (P12).
+
+    DeepSpeed 0.17.6 to 0.18.4 loads partitions for every engine in bf16. There it gets an fp16 wrapper, which
+    has none (``AttributeError: dp_process_group``). From 0.18.5 on a pipeline in bf16 without ZeRO gets a
+    ``BF16_Optimizer``, which expects a list of partitions and is given one state dict (``KeyError: 0``).
+    """
+    if not engine.bfloat16_enabled():
+        return None
+    load = inspect.unwrap(type(engine).load_checkpoint)
+    partitioned = engine.zero_optimization() or "bfloat16_enabled" in load.__code__.co_names
+    if partitioned == hasattr(engine.optimizer, "dp_process_group"):
+        return None
+    return (
+        f"this DeepSpeed cannot load a checkpoint of {type(engine.optimizer).__name__} in bf16 with ZeRO "
+        f"stage {engine.zero_optimization_stage()}: neither what it saves nor what reft persists can be "
+        f'resumed from, only memory can. To change that, write "zero_optimization": {{"stage": 1}} into the '
+        f'DeepSpeed configuration, and on DeepSpeed 0.17.6 to 0.18.4 no "grad_accum_dtype": "fp32"'
+    )

@@ -11,7 +11,9 @@ from a template (P11).
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from reft.blocks import Section
 from reft.errors import PersistError, UnsupportedStateError
 from reft.state import codec
 from reft.state.catalogue import SectionImage
+from reft.state.codec import class_path
 
 Node = list[Any]
 Path = tuple[Any, ...]
@@ -66,14 +69,8 @@ Resolve = Callable[[Path, Any], Path | None]
 
 @dataclass(frozen=True)
 class TemplateBuilder:
-    """Turns a recorded state dict into nodes.
-
-    Attributes:
-        file: name of the checkpoint file, for messages.
-        images: the live (replicated, owned) images that its tensors are views of.
-        resolve: finds the per-step values.
-        host_state: what ``resolve`` points into; every reference is checked against it.
-    """
+    """Turns the recorded state dict of a ``file``, whose tensors are views of the live (replicated, owned)
+    ``images``, into nodes. Every reference into ``host_state`` that ``resolve`` gives is checked."""
 
     file: str
     images: tuple[SectionImage, SectionImage]
@@ -95,8 +92,8 @@ class TemplateBuilder:
             return self._container(value, path)
         if isinstance(value, enum.Enum):
             return self._enum(value, path)
-        if _class_name(value) in _CLASSES:
-            return [str(_Kind.OBJECT), _class_name(value), self._fields(value, path)]
+        if class_path(value) in _CLASSES:
+            return [str(_Kind.OBJECT), class_path(value), self._fields(value, path)]
         return self._value(value, path)
 
     def _fields(self, value: Any, path: Path) -> list[Any]:
@@ -114,7 +111,7 @@ class TemplateBuilder:
             codec.encode(value)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{self._where(path)} is of class {_class_name(value)}, which reft cannot rebuild in a "
+                f"{self._where(path)} is of class {class_path(value)}, which reft cannot rebuild in a "
                 f"checkpoint written from memory: {error}"
             ) from error
         return [str(_Kind.VALUE), value]
@@ -123,29 +120,29 @@ class TemplateBuilder:
         cls = type(value)
         if cls.__module__.partition(".")[0] not in _ENUM_PACKAGES or value.name not in cls.__members__:
             raise UnsupportedStateError(
-                f"{self._where(path)} is {value!r} of class {_class_name(value)}; expected an enum of "
+                f"{self._where(path)} is {value!r} of class {class_path(value)}; expected an enum of "
                 f"{' or '.join(_ENUM_PACKAGES)}, or a plain value"
             )
         return [str(_Kind.ENUM), cls.__module__, cls.__qualname__, value.name]
 
     def _host(self, value: Any, path: Path, host_path: Path) -> Node:
         try:
-            held = look_up(self.host_state, host_path)
+            held = functools.reduce(operator.getitem, host_path, self.host_state)
         except (KeyError, IndexError, TypeError) as error:
             raise UnsupportedStateError(
                 f"{self._where(path)} changes every step, but the host state has no {_spell(host_path)}"
             ) from error
         if not same_value(held, value):
             raise UnsupportedStateError(
-                f"{self._where(path)} is {_brief(value)}, but the captured host state says {_brief(held)} at "
-                f"{_spell(host_path)}; expected the same value of the same type"
+                f"{self._where(path)} is {value!r:.80} ({class_path(value)}), but the captured host state "
+                f"says {held!r:.80} at {_spell(host_path)}; expected the same value of the same type"
             )
         return [str(_Kind.HOST), list(host_path)]
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> Node:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedStateError(
-                f"{self._where(path)} is a tensor of class {_class_name(tensor)}; expected torch.Tensor"
+                f"{self._where(path)} is a tensor of class {class_path(tensor)}; expected torch.Tensor"
             )
         form = [
             str(tensor.dtype).removeprefix("torch."),
@@ -176,10 +173,6 @@ class Rebuilder:
 
     Tensors of equal place share their memory, as DeepSpeed's do; no other storage is shared, so that
     ``torch.save`` writes exactly the bytes of each tensor.
-
-    Args:
-        read: gives image bytes.
-        host_state: decoded host state of the rank that would have written the file.
     """
 
     def __init__(self, read: ReadSection, host_state: HostState) -> None:
@@ -202,7 +195,7 @@ class Rebuilder:
 
     def _host(self, path: list[Any]) -> Any:
         try:
-            return look_up(self._host_state, tuple(path))
+            return functools.reduce(operator.getitem, path, self._host_state)
         except (KeyError, IndexError, TypeError) as error:
             raise PersistError(
                 f"the host state of the version has no {_spell(tuple(path))}, which its checkpoint template "
@@ -238,7 +231,7 @@ class Rebuilder:
         return member
 
     def _tensor(self, section: str, offset: int, form: list[Any]) -> torch.Tensor:
-        dtype, shape, stride = _dtype(form[0]), form[1], form[2]
+        dtype, shape, stride = codec.torch_dtype(form[0]), form[1], form[2]
         last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         extent = (last + 1) * dtype.itemsize
         place = (section, offset, extent)
@@ -249,7 +242,7 @@ class Rebuilder:
         return self._finish(flat.as_strided(shape, stride), form)
 
     def _empty_tensor(self, form: list[Any]) -> torch.Tensor:
-        return self._finish(torch.empty_strided(form[1], form[2], dtype=_dtype(form[0])), form)
+        return self._finish(torch.empty_strided(form[1], form[2], dtype=codec.torch_dtype(form[0])), form)
 
     def _finish(self, tensor: torch.Tensor, form: list[Any]) -> torch.Tensor:
         _, _, _, requires_grad, is_parameter, attributes = form
@@ -275,52 +268,13 @@ _MAKE: dict[str, Callable[..., Any]] = {
 }
 
 
-def look_up(host_state: HostState, path: Path) -> Any:
-    """Follow keys, indices and, at the end of them, nothing else."""
-    value: Any = host_state
-    for key in path:
-        value = value[key]
-    return value
-
-
 def same_value(a: Any, b: Any) -> bool:
-    """Equal types, values and tensor bits, all the way down."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return (
-            isinstance(a, torch.Tensor)
-            and isinstance(b, torch.Tensor)
-            and (a.dtype, a.shape) == (b.dtype, b.shape)
-            and codec.encode(a.detach()) == codec.encode(b.detach())
-        )
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same_value(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
+    """Equal types, values and tensor bits, all the way down; the class of a tensor aside."""
     try:
         return codec.encode(a) == codec.encode(b)
     except UnsupportedStateError:
-        return bool(a == b)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = vars(torch).get(name)
-    if not isinstance(dtype, torch.dtype):
-        raise PersistError(f"the template has dtype {name}, unknown to torch {torch.__version__}")
-    return dtype
-
-
-def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+        return False
 
 
 def _spell(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the whole of it"
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

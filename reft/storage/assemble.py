@@ -27,7 +27,7 @@ from typing import IO, Any
 from reft.blocks import Section
 from reft.errors import PersistError, ReftError
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.staging import LEADER, Part, StagedImages, WorkDir, read_record, write_record
 
 NICENESS = 5
@@ -226,8 +226,13 @@ def assemble(work: WorkDir, coordinates: Sequence[Coordinate], secret: bytes) ->
 
 def _write_files(work: WorkDir, coordinate: Coordinate, images: StagedImages) -> dict[str, list[int]]:
     from reft.state.blob import DecodedBlob
-    from reft.state.deepspeed_format import Template, write_checkpoint, write_recovery_scripts
-    from reft.state.megatron_format import TRACKER_NAME, tracker_of
+    from reft.state.deepspeed_format import (
+        TRACKER_NAME,
+        Template,
+        tracker_of,
+        write_checkpoint,
+        write_recovery_scripts,
+    )
 
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)

@@ -34,11 +34,11 @@ from reft.config import FaultPoint, ReftConfig
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.fingerprints import recorded_fingerprint
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.storage import fence
 from reft.storage.assemble import Assembler, read_part
 from reft.storage.persisted import (

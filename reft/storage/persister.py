@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from reft.backoff import Backoff
 from reft.config import ReftConfig
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.storage.assemble import Assembler
 from reft.storage.persist import OvertakenElsewhereError, PersistProgress, persist_label
 

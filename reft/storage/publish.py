@@ -21,7 +21,7 @@ from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
 from reft.errors import PersistError
-from reft.label import Label
+from reft.naming import Label
 from reft.storage import fence
 from reft.storage.fence import REMOVED_SUFFIX
 from reft.storage.persisted import (

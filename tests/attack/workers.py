@@ -21,11 +21,11 @@ from reft.engine.memory import JobRecord, noted_commit
 from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.label import Label
 from reft.memory.arena import Arena
 from reft.memory.arena_files import scan
 from reft.memory.slot_files import SlotFiles
 from reft.memory.stream import HashingCopier
+from reft.naming import Label
 from reft.node.protection import OrderWatch, ProtectionRecord, write_order
 from reft.snapshot import handover
 from reft.snapshot.committing.agreement import LayoutAgreement
@@ -35,10 +35,10 @@ from reft.snapshot.committing.switching import Keeping, SchemeSwitch
 from reft.snapshot.committing.version import OVERRUN
 from reft.snapshot.committing.votes import Votes
 from reft.snapshot.copying import engine
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
 from reft.snapshot.filling import Filling
-from reft.snapshot.handover import Handover
+from reft.snapshot.handover import Handover, PacedCopier
 from reft.snapshot.layout import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main, make_app
-from reft.label import Label
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
+from reft.naming import Label
 from reft.node.accounts import Counts
 from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.node.report import BOARD_FILE, Board, NodeReport, Row

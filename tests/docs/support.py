@@ -15,10 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "support.md"
 _STATE_TESTS = ROOT / "tests" / "state"
-_REFUSING = (
-    *("support.py", "apex.py", "adapters.py", "optimizer.py", "catalogue.py", "cpu_adam.py"),
-    "gradients.py",
-)
+_REFUSING = (*("support.py", "adapters.py", "optimizer.py", "catalogue.py", "gradients.py"),)
+
+_REFUSE = ("refuse", "_refuse_apex")
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def refusals() -> list[tuple[str, str]]:
 
 def _refused_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refuse":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _REFUSE:
             said = [_text(argument) for argument in node.args]
         elif (
             isinstance(node, ast.Tuple) and len(node.elts) == 3 and not isinstance(node.elts[0], ast.Constant)

@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.control.keyvalue import KeyValueStore
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import decode_state, encode_state
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.state import decode_state, encode_state
 
 SECRET = b"s" * 32
 WAIT_SECS = 60.0

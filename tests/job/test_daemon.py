@@ -19,10 +19,10 @@ from reft.config_read import parse_block
 from reft.control.wire import SOCKET_NAME, Channel, ShortPath, connect
 from reft.errors import AuthenticationError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.arena import ArenaState
 from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.client import DaemonClient, DaemonError, request
 from reft.node.daemon import END_SIGNAL, Daemon
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
@@ -58,17 +58,6 @@ def test_garbage_and_silence_do_not_disturb_it(job_dir: JobDir, process: subproc
         with pytest.raises(DaemonError):
             request(job_dir.path, job_dir.secret, "committed", **fields)
     assert answers(job_dir)
-
-
-@pytest.mark.process
-def test_the_socket_works_in_a_deep_directory(tmp_path: Path) -> None:
-    deep = JobDir.open_or_create(tmp_path / ("d" * 60) / ("e" * 60), "job", "node0", secret=b"s" * 32)
-    process = spawn(deep)
-    try:
-        wait_for(lambda: answers(deep), "the daemon")
-    finally:
-        process.kill()
-        process.wait()
 
 
 # -- what it knows ---------------------------------------------------------------------------------
@@ -152,15 +141,6 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
         client.close()
         second.kill()
         second.wait()
-
-
-def test_a_client_without_any_daemon_closes(job_dir: JobDir) -> None:
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.notify_commit(Label(1, 1), Coordinate(0, 0, 0), {"bad": object()})
-    client.notify_skip(1, "x", {})
-    client.close(60)
-    assert "reft-notes" not in {thread.name for thread in threading.enumerate()}
-    assert client.persist_now(Label(1, 1), 0.5) is None
 
 
 @pytest.mark.process

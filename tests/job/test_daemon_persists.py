@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -11,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig, ReftConfig
 from reft.config_read import parse_block
-from reft.control.wire import connect
 from reft.errors import OvertakenError, PersistError
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.jobdir import JobDir
-from reft.node.client import DaemonClient, DaemonError, request
+from reft.naming import Label
+from reft.node.client import DaemonClient, request
 from reft.storage import fence
 from reft.storage.persist import persist_label
 from reft.storage.persister import committed_labels
@@ -50,28 +47,6 @@ class FileWriter:
 def persist_config(directory: Path, interval: int, patience: float = 10.0) -> ReftConfig:
     persist = PersistConfig(dir=directory, interval_steps=interval)
     return ReftConfig(enabled=True, job_id="job", persist=persist, patience=patience)
-
-
-def test_due_versions_are_written_and_others_are_not(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path
-) -> None:
-    writer = FileWriter()
-    run_here(persist=writer)
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.configure(persist_config(tmp_path, 2))
-    for step in (1, 2, 3, 4):
-        commit(job_dir, step % 2, Label(1, step))
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {})
-        if step % 2 == 0:
-            wait_for(lambda s=step: persist_status(job_dir)["last"] == {"incarnation": 1, "step": s}, "it")
-    assert writer.calls == [2, 4]
-    # Asked for: also one that is not due; and what is there is not written again.
-    commit(job_dir, 1, Label(1, 5))
-    assert client.persist_now(Label(1, 5), 60.0) == str(tmp_path / "checkpoint")
-    assert client.persist_now(Label(1, 5), 60.0) == str(tmp_path / "checkpoint")
-    assert writer.calls == [2, 4, 5]
-    assert request(job_dir.path, job_dir.secret, "flush", wait_secs=5.0) is None
-    client.close()
 
 
 def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
@@ -209,26 +184,6 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     job_dir.note_incarnation(2)
     assert told(1) == ""
     assert persist_status(job_dir)["stale_since_step"] == 2
-    client.close()
-
-
-@pytest.mark.parametrize(
-    "block",
-    [{"variant": "blocking"}, {"protection": "rs:2"}, {"has": {"separate_links": True}}, {"copies": 2}],
-    ids=str,
-)
-def test_every_block_reaches_the_daemon_and_the_one_after_it(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, block: dict
-) -> None:
-    """A key that is written has to be of use, so defaults that nobody wrote must not be told."""
-    config = parse_block(
-        {"enabled": True, **block, "persist": {"dir": str(tmp_path), "interval_steps": 1}}, os.environ
-    )
-    first = run_here(persist=FileWriter())
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    client.configure(config)
-    wait_for(lambda: first.persister.config == config, "the block")
-    assert run_here(persist=FileWriter()).persister.config == config  # takes the socket over
     client.close()
 
 
@@ -414,28 +369,3 @@ def test_what_is_being_written_when_the_job_ends_is_not_said_to_be_tried_again(
     said = [r.getMessage() for r in caplog.records if str(tmp_path) in r.getMessage()]
     assert len(said) == 1
     assert said[0].endswith(f"the job ends before step 1 (incarnation 1) is in {tmp_path}")
-
-
-def test_a_new_daemon_knows_what_to_persist(job_dir: JobDir, run_here: Callable, tmp_path: Path) -> None:
-    """All trainers may be gone: the launcher still has the newest version written."""
-    run_here(persist=FileWriter())
-    request(
-        job_dir.path,
-        job_dir.secret,
-        "configure",
-        config=persist_config(tmp_path, 0).model_dump(mode="json"),
-    )
-    commit(job_dir, 0, Label(2, 7))
-    writer = FileWriter()
-    run_here(persist=writer)  # takes the socket over
-    assert request(job_dir.path, job_dir.secret, "flush", wait_secs=60.0) == str(tmp_path / "checkpoint")
-    assert writer.calls == [7]
-
-
-def test_without_a_directory_persisting_is_refused(job_dir: JobDir, run_here: Callable) -> None:
-    daemon = run_here()
-    with pytest.raises(PersistError, match="persist"):
-        daemon.persister.persist_and_wait(Label(1, 1), 1.0)
-    with pytest.raises(DaemonError, match="persist"):
-        request(job_dir.path, job_dir.secret, "persist", label=[1, 1], wait_secs=1.0)
-    connect(job_dir.path, job_dir.secret, 1.0).close()

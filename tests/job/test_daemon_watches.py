@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from reft.config import ReftConfig
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig, ReftConfig
 from reft.job.node import DaemonKeeper
-from reft.label import Label
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.daemon import Daemon
 from reft.node.progress import process_state
 from reft.storage.persist import PersistProgress
@@ -29,7 +28,7 @@ STORAGE_SECS = 60
 TRAINER = """
 import sys, time
 from pathlib import Path
-from reft.label import Label
+from reft.naming import Label
 from reft.node.progress import ProgressPage
 page = ProgressPage(Path(sys.argv[1]), 0, 0, 10.0)
 print("watched", flush=True)

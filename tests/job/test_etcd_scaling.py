@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from reft.cli import EXIT_WELL, main
-from reft.memory.scale_orders import read_answer
-from reft.node.report import read_board, tolerance_now
+from reft.cli import EXIT_WELL
 from tests.etcd import EtcdCluster
 
 from .cluster import WatchedCluster, cluster
@@ -76,31 +73,3 @@ def test_p3_a_job_goes_to_fewer_nodes_and_back_also_while_etcds_leader_is_dead(
         etcd.kill(leader)
         leaves_and_comes_back(job, 1, turn=2)
         etcd.start(leader)
-
-
-def test_p3_a_node_leaves_that_is_told_to_while_a_lost_lease_and_a_silent_node_leave_no_tolerance(
-    tmp_path: Path, etcd: EtcdCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The order waits, and the status says so, until the launchers have told each other again of all nodes."""
-    with training(tmp_path, etcd) as job:
-        assert etcd.revoke_all_leases() >= 3
-        job.signal_node(2, signal.SIGSTOP)
-        job.wait_until(lambda: survived(job, 1) == 0, WAIT_SECS, "a node that nothing is heard of")
-        job.signal_node(1, signal.SIGUSR1)
-        job.wait_until(
-            lambda: (told := read_answer(job.job_dir(1))) and told.waits, WAIT_SECS, "an order that waits"
-        )
-        main(["status", "--memory-dir", str(job.current[1].memory_dir), "--job", job.job_id])
-        said = " ".join(capsys.readouterr().out.split())
-        assert "the order to go to 2 nodes waits" in said
-        job.signal_node(2, signal.SIGCONT)
-        assert job.current[1].process.wait(WAIT_SECS) == 0
-        assert not job.job_dir(1).exists()
-        goes_to(job, 2, 3, lives=1)
-
-
-def survived(job: WatchedCluster, index: int) -> int | None:
-    """Losses that the job survives now, as a node knows it."""
-    board = read_board(job.job_dir(index))
-    left = None if board is None else tolerance_now(board.rows)
-    return None if left is None else max(0, left)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.etcd.settings import EtcdSettings
-from reft.job.etcd.store import EtcdStore
+from reft.job.rendezvous.etcd import EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
 from tests.machine import free_port
 from tests.prefork import Popen

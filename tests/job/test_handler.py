@@ -20,8 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from reft.control.door import listen
 from reft.control.keyvalue import KeyValueServer
-from reft.job.handler import StoreRendezvous
-from reft.job.shared_state import (
+from reft.job.rendezvous.handler import StoreRendezvous
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import (
     Scaling,
     decode_state,
     encode_state,
@@ -30,7 +31,6 @@ from reft.job.shared_state import (
     set_scaling,
     set_sizes,
 )
-from reft.job.sizes import Sizes
 from tests.job.store_nodes import (
     SECRET,
     WAIT_SECS,
@@ -174,28 +174,6 @@ def test_p3_a_node_does_not_strike_out_itself(joined: list[StoreRendezvous], por
     assert len(shared(port).participants) == 2
 
 
-def test_p3_others_have_time_again_after_a_gap_of_ones_own(joined: list[StoreRendezvous], port: int) -> None:
-    def all_old(state: _RendezvousState) -> None:
-        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, LONG_AGO)
-
-    rewrite(port, all_old)
-    joined[0]._state_holder.synced_at -= 3600.0  # type: ignore[attr-defined]
-    beat(joined[0])
-    assert len(shared(port).participants) == 2
-
-
-def test_p3_a_round_that_goes_on_without_a_node_is_joined_again(
-    joined: list[StoreRendezvous], port: int
-) -> None:
-    def next_round(state: _RendezvousState) -> None:
-        struck(joined[0])(state)
-        state.complete, state.round = False, state.round + 1
-
-    rewrite(port, next_round)
-    beat(joined[0])
-    assert joined[0].num_nodes_waiting() == 1
-
-
 def test_p3_a_store_that_came_back_empty_is_told_of_the_round(
     joined: list[StoreRendezvous], server: KeyValueServer, port: int
 ) -> None:
@@ -223,14 +201,6 @@ def test_p3_a_store_that_came_back_empty_is_told_of_the_round(
         second.close()
 
 
-def test_a_closed_rendezvous_is_not_revived(joined: list[StoreRendezvous], port: int) -> None:
-    rewrite(port, struck(joined[0]))
-    joined[1].shutdown()
-    beat(joined[0])
-    assert joined[0]._this_node not in shared(port).participants
-    assert joined[0].num_nodes_waiting() == 0
-
-
 def test_p6_a_beat_that_came_late_is_no_lost_store(joined: list[StoreRendezvous], port: int) -> None:
     """The store stood still for longer than a beat may take, and then answers."""
     rewrite(port, lambda state: state.last_heartbeats.update({joined[0]._this_node: LONG_AGO}))
@@ -248,11 +218,6 @@ def spare(joined: list[StoreRendezvous], server: KeyValueServer) -> Iterator[Sto
     yield handler
     joining.join(WAIT_SECS)
     handler._stop_heartbeats()
-
-
-def test_a_job_ends_with_a_node_that_was_told_to_stop(joined: list[StoreRendezvous]) -> None:
-    assert joined[0].goes_on_without(0)
-    assert not joined[0].goes_on_without(1)
 
 
 def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits(
@@ -283,21 +248,6 @@ def test_p3_a_spare_takes_no_place_of_a_node_that_lives(
     for handler in joined:
         handler._stop_heartbeats()
     joined[0].shutdown()
-
-
-def test_p3_a_spare_takes_the_place_of_a_node_that_died_between_two_rounds(
-    joined: list[StoreRendezvous], spare: StoreRendezvous, port: int
-) -> None:
-    dead = joined[0]._this_node
-
-    def left_and_died(state: _RendezvousState) -> None:
-        del state.participants[dead], state.last_heartbeats[dead]
-        seats_of(state)[dead] = LONG_AGO
-
-    rewrite(port, left_and_died)
-    go_on(joined[1]).join(WAIT_SECS)
-    assert shared(port).participants.keys() == {joined[1]._this_node, spare._this_node}
-    joined[1]._stop_heartbeats()
 
 
 def without_grace(handler: StoreRendezvous) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.control.keyvalue import KeyValueServer
-from reft.job.handler import LeftError, StoreRendezvous
-from reft.job.incarnation import IncarnationRecord
-from reft.job.shared_state import (
+from reft.job.rendezvous.handler import LeftError, StoreRendezvous
+from reft.job.rendezvous.state import (
+    IncarnationRecord,
     Scaling,
     leaving_of,
     seats_of,
@@ -124,42 +124,6 @@ def test_p3_a_node_that_leaves_takes_the_place_of_one_that_is_lost_meanwhile(
     three[2]._stop_heartbeats()
 
 
-def test_p3_one_of_two_nodes_that_leave_takes_the_place_of_one_that_is_lost_meanwhile(
-    server: KeyValueServer, port: int
-) -> None:
-    """The job needs as many nodes as it was to have: without one of those that leave it would end."""
-    four = RendezvousParameters(
-        "c10d", f"127.0.0.1:{port}", "job", 2, 4, "127.0.0.1", keep_alive_interval=60, join_timeout=30
-    )
-    handlers = [StoreRendezvous(client(port), four) for _ in range(4)]
-    gather(handlers)
-    leavers = {h._this_node for h in handlers[2:]}
-
-    def ask(state: _RendezvousState) -> Scaling:
-        leaving_of(state).update(leavers)
-        return Scaling(number=1, nodes=2, limit=2, round=state.round)
-
-    handlers[0].scale(ask)
-    for handler in handlers:
-        handler.incarnations = IncarnationRecord(client(port), "job")
-        wait_until(lambda h=handler: beat(h) or h.num_nodes_waiting())
-    threads = [leave(handler) for handler in handlers[2:]]
-    assert gather(handlers[:2]) == [2, 2]
-    lost = handlers[1]._this_node
-
-    def lose(state: _RendezvousState) -> None:
-        del state.participants[lost], state.last_heartbeats[lost], seats_of(state)[lost]
-
-    rewrite(port, lose)
-    assert gather(handlers[:1]) == [2]
-    wait_until(lambda: [said for _, said in threads if said] == [["a round of 2"]])
-    assert len(leaving_of(shared(port))) == 1, "the other one goes on leaving"
-    handlers[0].shutdown()
-    for (thread, _), handler in zip(threads, handlers[2:], strict=True):
-        thread.join(WAIT_SECS)
-        handler._stop_heartbeats()
-
-
 def test_p3_a_node_that_is_too_many_waits_where_the_store_forgot_that_it_was_told_to_leave(
     three: list[StoreRendezvous], port: int
 ) -> None:
@@ -210,15 +174,3 @@ def test_p3_a_node_that_waits_takes_the_place_of_one_that_leaves(
     thread.join(WAIT_SECS)
     assert said == ["left"]
     waiting._stop_heartbeats()
-
-
-def test_p3_a_node_takes_its_place_again_where_the_one_that_waited_is_gone(
-    three: list[StoreRendezvous], port: int
-) -> None:
-    three[0].scale(replaced_by_a_spare)
-    thread, said = leave(three[2])
-    assert gather(three[:2]) == [3, 3]
-    thread.join(WAIT_SECS)
-    assert said == ["a round of 3"]
-    assert not leaving_of(shared(port))
-    three[2]._stop_heartbeats()

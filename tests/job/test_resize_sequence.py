@@ -153,44 +153,6 @@ def test_p1_so_is_a_job_of_stages_and_one_of_slices(
     is_of_its_layouts(found, tmp_path, (pp, tp))
 
 
-def phases_of(root: Path, persisted: Path, layout: tuple[int, int, int, int]) -> list[Phase]:
-    """A job of so many stages, slices, nodes and trainers of each, which are all lost with their memory when it has
-    persisted versions."""
-    pp, tp, nodes, per_node = layout
-    config = root / "ds.json"
-    root.mkdir()
-    block = {"enabled": True, "tolerance": 0, "persist": {"dir": str(persisted), "interval_steps": 3}}
-    config.write_text(json.dumps({**CONFIG, "reft": block}))
-    options = ("--max-restarts", "0", "--rdzv-conf", CONF)
-    arguments = ("../grid_job.py", str(config), str(pp), str(tp))
-    before = set(persisted.glob("*/global_step*"))
-    with cluster(root, *arguments, nodes=nodes, procs_per_node=per_node, options=options) as job:
-        job.wait_for("trained", 2)
-        job.wait_until(
-            lambda: (
-                len(set(persisted.glob("*/global_step*/reft.json"))) > 0
-                and len(set(persisted.glob("*/global_step*")) - before) > 1
-            ),
-            240,
-            "versions on storage",
-        )
-        for node in range(nodes):
-            job.kill_node(node)
-        return phases(job)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_p1_a_job_whose_nodes_are_all_lost_goes_on_in_other_layouts_from_storage(tmp_path: Path) -> None:
-    persisted, found = tmp_path / "persisted", []
-    layouts = [(2, 1, 2, 2), (1, 1, 2, 1), (2, 2, 1, 4)]
-    for number, layout in enumerate(layouts):
-        found += phases_of(tmp_path / f"life{number}", persisted, layout)
-    assert [phase.replicas for phase in found] == [2, 2, 1]
-    assert 0 < found[1].begins < found[2].begins
-    is_of_its_layouts(found, tmp_path, *((pp, tp) for pp, tp, *_ in layouts))
-
-
 def committed(memory: Path) -> int:
     """Newest step that any node's arenas call committed."""
     jobs = [JobDir.open(path.parent) for path in memory.glob("*/*/secret")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 import subprocess
@@ -19,12 +18,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
-from reft.job import scaling
 from reft.job.agreement import Agreement
-from reft.job.scale_rules import Situation, leave_next, leavers, refusal, shortfall
-from reft.job.scaling import Scaler
-from reft.job.shared_state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
-from reft.job.sizes import Sizes
+from reft.job.rendezvous import scaling
+from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
 from reft.job.stop_signals import StopSignals
 from reft.memory.jobdir import write_json
 from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
@@ -206,11 +204,6 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
     assert leave_next(1, (), anyhow) == (3,), "one by one, and the last, where every number fits"
 
 
-def test_those_that_were_named_leave_first_and_then_the_last() -> None:
-    assert leavers(("a", "b", "c", "d"), 2, ()) == (3, 2)
-    assert leavers(("a", "b", "c", "d"), 3, ("a",)) == (0, 3, 2)
-
-
 class Shared:
     """What a launcher's rendezvous shares with others, without them."""
 
@@ -293,18 +286,6 @@ def test_an_order_is_followed_when_the_store_answers_again(
     assert scaling_of(shared.state) == Scaling(order.number, 2, 3)
 
 
-def test_an_order_that_comes_while_a_round_ends_is_followed_in_the_next_one(
-    shared: Shared, look: Callable[[], None], tmp_path: Path
-) -> None:
-    shared.state.complete = False
-    write_order(tmp_path, 2, ())
-    look()
-    assert read_answer(tmp_path) is None
-    shared.state.complete = True
-    look()
-    assert scaling_of(shared.state) is not None
-
-
 def test_an_order_by_a_clock_that_is_behind_is_refused(
     shared: Shared, look: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -315,23 +296,6 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
     answer = read_answer(tmp_path)
     assert answer is not None
     assert "set the clocks" in answer.refused
-
-
-def test_a_signal_to_leave_is_kept_until_there_is_room_for_the_order(
-    shared: Shared, look: Callable[[], None], signals: StopSignals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    signals.asked_to_leave = True
-    with monkeypatch.context() as full:
-        full.setattr("reft.job.scaling.write_order", no_room)
-        look()
-    assert scaling_of(shared.state) is None
-    look()
-    scaling = scaling_of(shared.state)
-    assert scaling is not None
-    assert (scaling.nodes, scaling.without) == (2, ("b",))
 
 
 @pytest.mark.integration
@@ -397,46 +361,6 @@ def test_an_order_that_waited_for_long_enough_is_refused_with_what_to_do(
     board.tolerance = 1
     look()
     assert scaling_of(shared.state) is None, "it was refused"
-
-
-def test_each_order_and_each_start_of_the_job_has_the_whole_wait(
-    shared: Shared,
-    board: Told,
-    signals: StopSignals,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The nodes may take longer to come together again than an order waits."""
-    now = 0.0
-    monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: now))
-    scaler = scaler_of(shared, tmp_path, board, signals)
-    board.tolerance = None
-    write_order(tmp_path, 2, ())
-    for start in (1, 2):
-        now += 2 * scaling.TOLERANCE_SECS
-        scaler.look(start_of_three(start), group_rank=1)
-    order = write_order(tmp_path, 1, ())
-    now += 2 * scaling.TOLERANCE_SECS
-    scaler.look(start_of_three(2), group_rank=1)
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert (answer.number, answer.refused) == (order.number, "")
-    now += 2 * scaling.TOLERANCE_SECS
-    scaler.look(start_of_three(2), group_rank=1)
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert "nothing is committed" in answer.refused
-
-
-def test_an_order_that_is_wrong_for_good_is_refused_at_once(
-    look: Callable[[], None], board: Told, tmp_path: Path
-) -> None:
-    board.tolerance = 0
-    write_order(tmp_path, 2, ("d",))
-    look()
-    answer = read_answer(tmp_path)
-    assert answer is not None
-    assert "no node d trains" in answer.refused
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reft.grid import Coordinate, Degrees
-from reft.job.sizes import Sizes, sizes_of_job, why_not
+from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
 from reft.memory.scale_orders import Size
 
 from .cluster import cluster

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from reft.config import MetricsConfig
 from reft.config_read import parse_block
 from reft.errors import ConfigError
-from reft.label import Label
 from reft.memory.jobdir import JobDir, write_json
+from reft.naming import Label
 from reft.node.accounts import Counts
 from reft.node.history import Round
 from reft.node.memory_watch import MemoryUse, RunsOut

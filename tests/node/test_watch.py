@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-from reft.label import Label
 from reft.memory.arena import Arena, ArenaState
 from reft.memory.jobdir import JobDir
+from reft.naming import Label
 from reft.node.watch import CommitWatch
 from tests.memory.arena_tools import SECRET, make, write_version
 

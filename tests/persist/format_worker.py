@@ -24,7 +24,7 @@ from torch import nn
 from reft.blocks import Section
 from reft.engine.install import avoid_build_at_start
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.catalogue import Manifest

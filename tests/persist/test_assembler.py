@@ -13,7 +13,7 @@ import pytest
 
 from reft.errors import PersistError
 from reft.grid import Coordinate
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.assemble import NICENESS, NO_DEVICE, Assembler
 from reft.storage.persist import persist_label
 from reft.storage.persisted import verify_persisted

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.label import Label
+from reft.naming import Label
 from reft.storage import fence
 from reft.storage.persisted import latest_tag, list_persisted, verify_persisted
 from reft.storage.publish import publish, remove_debris

@@ -13,7 +13,7 @@ import pytest
 
 from reft.errors import PersistError
 from reft.grid import Degrees
-from reft.label import Label
+from reft.naming import Label
 from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,

@@ -48,9 +48,9 @@ def test_derived_bytes_per_gpu_with_zero_1(run: Run) -> None:
     assert gb(found, "arc", "sent_bytes") == pytest.approx(0.797 + 2**20 / 1e9, abs=0.001)
 
 
-def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run, tmp_path: Path) -> None:
+def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run) -> None:
     """A host does not repeat a GPU's optimizer to the bit: the owner's checksums differ, and every partition is
-    sent with every version, unless a replica that is near may be kept."""
+    sent with every version."""
     arguments = (*LARGE, "--parameters", "34e9", "--protection", "arc+aor", *QUICK)
     plan = run(BF16_ZERO1, *arguments)
     found = {a["name"]: a for a in plan.json["alternatives"]}
@@ -58,12 +58,6 @@ def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too(run: Run, tmp_path: 
     assert gb(found, "arc+aor", "sent_bytes") == pytest.approx(0.797 + 2**20 / 1e9, abs=0.001)
     assert found["arc+aor"]["overhead"] >= found["arc"]["overhead"]
     assert any("gains nothing on a GPU" in note for note in plan.json["notes"])
-    config = json.loads(Path(BF16_ZERO1).read_text())
-    config["reft"] |= {"protection": "arc+aor", "aor": {"drift_ulps": 1}}
-    near = run(write(tmp_path / "near.json", config), *arguments)
-    found = {a["name"]: a for a in near.json["alternatives"]}
-    assert gb(found, "arc+aor", "sent_bytes") == pytest.approx(2**20 / 1e9, abs=0.001)
-    assert any("not equal" in note for note in near.json["notes"])
 
 
 def test_a_partitioned_optimizer_needs_a_device_for_its_part_only(run: Run) -> None:

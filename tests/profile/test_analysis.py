@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.profile.activity import Activity
 from reft.profile.analysis import JobFacts, analyse
-from reft.profile.gather import decode, encode
-from reft.profile.result import Beside, ProfileError, ProfileResult
-from reft.profile.traces import ClockOffset, only_group_calls
+from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
+from reft.profile.traces import ClockOffset, decode, encode, only_group_calls
 from reft.snapshot.scheduling.trace import ChunkRecord
 from reft.snapshot.scheduling.windows import AnalyticEstimator, ProfiledEstimator, WindowKind
 from tests.profile.timelines import Job, gpipe, interleaved, train_schedule, with_chunks
@@ -143,33 +141,6 @@ def test_clocks_that_are_aligned_worse_than_a_transfer_lasts_are_not_trusted():
         assert secs <= job.true_idle[place] + 1e-9
 
 
-def test_queued_transfers_wait_in_their_commit():
-    """DualPipeV's manner: receives only queue work, the commit waits."""
-    stream = []
-    for mb in range(4):
-        stream += [("RecvActivation", mb), ("CommitP2P", None), ("ForwardPass", mb), ("BackwardPass", mb)]
-    job = Job(
-        [stream], {"ForwardPass": 1e-3, "BackwardPass": 2e-3, "CommitP2P": 5e-3, "RecvActivation": 1e-6}
-    )
-    # The engine queues in no time: here only the commit may be seen to wait.
-    rank = Job([[(n.replace("Recv", "Queue"), m) for n, m in stream]], job.secs, jitter=0.5).run(steps=6)[0]
-    traces = tuple(
-        replace(
-            t, instructions=tuple(replace(i, name=i.name.replace("Queue", "Recv")) for i in t.instructions)
-        )
-        for t in rank.traces
-    )
-    result = analyse([replace(rank, traces=traces)], FACTS)
-    commits = [i for t in traces for i in t.instructions if i.name == "CommitP2P"]
-    fastest = min(i.end_secs - i.begin_secs for i in commits)
-    total = sum(i.end_secs - i.begin_secs - fastest for i in commits)
-    assert sum(found_idle(result).values()) == pytest.approx(total)
-    waited_in = {
-        s.name for t in result.timelines for r in t.ranks for s in r.segments if s.activity is Activity.WAIT
-    }
-    assert waited_in == {"CommitP2P"}
-
-
 def test_data_parallel_peers_wait_for_the_last_in_the_reduction():
     fast, slow = (
         Job(train_schedule(1, 2), {"BackwardPass": secs, "ReduceGrads": 1e-3}).run(steps=1)[0]
@@ -274,7 +245,6 @@ def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():
     for stage in result.stages:
         for window in stage.windows:
             assert window.bytes_fit == pytest.approx(window.length_secs.p50 * 2_000_000 / 0.9e-3, abs=2)
-            assert window.bytes_fit_p10 <= window.bytes_fit
     first, second = result.stages
     assert first.snapshots.bytes_by_tier == {1: 4_000_000}
     assert second.snapshots.bytes_by_tier == {2: 1_000_000}

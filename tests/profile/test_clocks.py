@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from reft.engine.weave import Weaver
 from reft.node.progress import ProgressPage
 from reft.profile.clock import DeviceClock
-from reft.profile.offsets import Round, between, clock_id, estimate
 from reft.profile.profiler import with_times
-from reft.profile.traces import ClockOffset, settled
+from reft.profile.traces import ClockOffset, clock_id, estimate, settled
 from reft.snapshot.scheduling.trace import ChunkRecord, InstructionRecord, StepTrace
 from tests.snapshot.simulated_cuda import SimulatedEvent, SimulatedStream
 
@@ -32,7 +31,7 @@ def test_the_true_offset_is_within_the_bound(ahead, ways):
     """Whatever the two ways of a round take."""
     asked, rounds = 100.0, []
     for there, back in ways:
-        rounds.append(Round(asked, asked + there + ahead, asked + there + back))
+        rounds.append((asked, asked + there + ahead, asked + there + back))
         asked += 1
     offset = estimate(rounds)
     assert abs(offset.secs + ahead) <= offset.error_secs + 1e-9
@@ -42,7 +41,7 @@ def test_the_true_offset_is_within_the_bound(ahead, ways):
 @given(first=st.floats(-10, 10), drift=st.floats(-1e-3, 1e-3), at=st.floats(0, 1))
 def test_drift_between_two_measurements_is_part_of_the_bound(first, drift, at):
     before, after = ClockOffset(first, 1e-6, 1), ClockOffset(first + drift, 2e-6, 1)
-    middle = between(before, after)
+    middle = before.until(after)
     assert abs(middle.secs - (first + at * drift)) <= middle.error_secs
     assert middle.clock == 1
 
@@ -115,8 +114,6 @@ def a_trace(step: int, chunks: tuple[ChunkRecord, ...] = ()) -> StepTrace:
 
 class ReadyClock:
     """Its marks are times already."""
-
-    name = "device"
 
     def begin(self) -> None:
         pass

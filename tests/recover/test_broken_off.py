@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from reft.label import Label
+from reft.naming import Label
 from reft.recover import transfer
 from reft.recover.stages import BrokenOffError, Exchange, Flaw, Ledger
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.grid import Coordinate, Degrees, Topology
-from reft.label import Label
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.recover.decide import (
     Verdict,
     decide,

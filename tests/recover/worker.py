@@ -28,8 +28,8 @@ from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate
-from reft.label import Label
 from reft.memory.arena import Arena, checksum
+from reft.naming import Label
 from reft.recover.complete import Blueprint, Completing, Room
 from reft.recover.inventory import close_arenas, open_arenas, take_inventory
 from reft.recover.plan import NotRecoverable

@@ -13,8 +13,8 @@ import pytest
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology
-from reft.label import Label
 from reft.memory.slot_files import SlotFiles
+from reft.naming import Label
 from reft.node.protection import ProtectionRecord
 from reft.snapshot.committing.arenas import ArenaIdentity, ArenaSet
 from reft.snapshot.committing.protocol import (
@@ -42,8 +42,9 @@ from reft.snapshot.committing.protocol import (
 from reft.snapshot.committing.slots import Slots
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.committing.version import State, step
-from reft.snapshot.copying.copier import Copier, PacedCopier
+from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.cpu import CpuCopyEngine
+from reft.snapshot.handover import PacedCopier
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.taking import Taker
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers, WorkerOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.rejoining import NONE_YET, Resumption, Standing, resume_from
 
 

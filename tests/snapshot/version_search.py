@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement, product
 
-from reft.label import Label
 from reft.memory.header import ArenaState
+from reft.naming import Label
 from reft.protect.placement import place_group
 from reft.snapshot.committing.protocol import NONE_YET, Met, Task, Voted
 from reft.snapshot.rejoining import Standing, resume_from

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from reft.engine.install import avoid_build_at_start
-from reft.state.loadable import why_not_loadable
+from reft.state.support import why_not_loadable
 
 ACCUMULATES_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from reft.state import cpu_adam
-from reft.state.optimizer import OptimizerState
-from reft.state.support import class_path
+from reft.state.codec import class_path
+from reft.state.optimizer import OptimizerState, replay
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("REFT_TEST_CPU_ADAM") != "1" or sys.platform != "linux",
@@ -68,7 +67,7 @@ def test_p8_the_powers_of_beta_go_on_as_in_the_uninterrupted_run(
     state.restore_values(values, {})
     state.restore_groups(param_groups)
     if replayed:
-        cpu_adam.replay(state, class_path(other))
+        replay(state, class_path(other))
     for number in range(50, 70):
         step(other, others, number)
     equal = all(torch.equal(a, b) for a, b in zip(params, others, strict=True))

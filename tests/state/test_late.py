@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reft.state import late
-from reft.state.blob import DecodedBlob, HostBlob
+from reft.state import blob
+from reft.state.blob import DecodedBlob, HostBlob, LateBlob
 from reft.state.catalogue import SectionImage
-from reft.state.late import LateBlob
 
 BUFFERS = {
     "scalar": torch.tensor(3, dtype=torch.int64),
@@ -35,7 +34,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("on_device", [set(), {"scalar"}, {"nan", "mask", "empty"}, set(BUFFERS)], ids=len)
 def test_late_buffers_come_back_bit_by_bit(on_device: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     live = {name: b.clone() for name, b in BUFFERS.items()}
-    monkeypatch.setattr(late, "is_late", lambda t: any(t is live[name] for name in on_device))
+    monkeypatch.setattr(blob, "is_late", lambda t: any(t is live[name] for name in on_device))
     block = encode({"buffers": live, "engine": {"global_steps": 4}}, monkeypatch)
     for buffer in live.values():
         buffer.zero_()  # the next forward pass changes them

@@ -8,11 +8,11 @@ from typing import Protocol
 from reft.control.control import ControlGroup
 from reft.errors import ReftError
 from reft.grid import Topology
-from reft.label import Label
+from reft.naming import Label
 from reft.snapshot.committing.arenas import ArenaSet
+from reft.snapshot.committing.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.committing.switching import SchemeSwitch
 from reft.snapshot.layout import GroupLayout, LiveImages, agree_on_layout
-from reft.snapshot.request import SnapshotRequest, WorkerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from reft.label import Label
+from reft.naming import Label
 
 NONE_YET = Label(-1, -1)
 """Older than every version."""

@@ -13,10 +13,10 @@ from reft.errors import ArenaError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Topology
 from reft.snapshot.committing.protocol import Cause
+from reft.snapshot.committing.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.filling import Filling
 from reft.snapshot.layout import GroupLayout
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.request import SnapshotRequest, WorkerOptions
 from reft.snapshot.stats import Kind, SnapshotStats
 
 

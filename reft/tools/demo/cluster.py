@@ -191,7 +191,7 @@ class LocalCluster:
         """Of the interpreter: it prints one line of JSON with the ``endpoint``."""
         return [
             "-m",
-            "reft.job.rendezvous",
+            "reft.job.rendezvous.server",
             "--host",
             "127.0.0.1",
             "--port",

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AOR, ReftConfig, Variant
-from reft.config_persist import AUTO
+from reft.config import AOR, AUTO, ReftConfig, Variant
 from reft.engine.findings import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
@@ -23,14 +22,7 @@ from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.pace import ESTIMATED, PlannedPace
 from reft.tools.planning.survival import StoragePlan, Survival, plan_storage, survival_of
 
-IN_VAIN = (
-    f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out, or accept with "aor": '
-    '{"drift_ulps": 1} what is near the owner\'s'
-)
-NEAR_ONLY = (
-    '"aor": {"drift_ulps": ...} keeps recomputed partitions that are near their owner\'s, not equal to them: '
-    "planned as if none was sent, though one is every resync_steps versions"
-)
+IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
 @dataclass(frozen=True)
@@ -299,9 +291,8 @@ def make_plan(
     if recomputed and not job.owned:
         recomputed = False
         job = replace(job, notes=(*job.notes, f'nothing is partitioned: "{AOR}" has nothing to do'))
-    exact = block.aor.drift_ulps > 0  # all clusters have GPUs
     if recomputed:
-        job = replace(job, notes=(*job.notes, NEAR_ONLY if exact else IN_VAIN))
+        job = replace(job, notes=(*job.notes, IN_VAIN))
     choice = choose(
         Situation(
             job.topology,
@@ -309,7 +300,7 @@ def make_plan(
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
-            exact=exact,
+            exact=False,  # all clusters have GPUs
         ),
         block.tolerance if tolerance is None else tolerance,
         pace=pace,

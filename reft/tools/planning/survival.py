@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from math import exp, inf
 from typing import Any
 
-from reft.config_persist import PersistConfig
+from reft.config import PersistConfig
 from reft.errors import ConfigError
 from reft.grid import Topology
 from reft.policy.choose import Alternative

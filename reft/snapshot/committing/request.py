@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from reft.config import Variant
 from reft.faults import FaultPlan
-from reft.label import Label
+from reft.naming import Label
+from reft.protect.host_adam import AdamRecipe
 from reft.snapshot.committing.protocol import Cause, Stage, Version
 from reft.snapshot.complaints import Complaints
 from reft.snapshot.layout import LiveImages
-from reft.snapshot.recompute import OptimizerStep, RecomputeOptions
+from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.stats import SnapshotStats
 
 
@@ -119,4 +120,4 @@ class WorkerOptions:
 
     block_bytes: int
     host_bytes: int
-    recompute: RecomputeOptions | None = None
+    recompute: AdamRecipe | None = None

@@ -1,7 +1,7 @@
 """TorchElastic's rendezvous over reft's store.
 
 Four things differ from :class:`DynamicRendezvousHandler`. The state that nodes share is reft's own
-(:mod:`reft.job.shared_state`). A node
+(:mod:`reft.job.rendezvous.state`). A node
 that was struck out while it stood still, or while the store did, takes its place again; TorchElastic's
 never beats again and never sees who waits for it. And a spare, a node beyond ``max_nodes``, takes the place
 of a dead node alone: TorchElastic's also takes that of a healthy one, which leaves its round to join the next
@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousInfo,
@@ -32,6 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
     _Action,
+    _DistributedRendezvousOpExecutor,
     _NodeDesc,
     _RendezvousContext,
     _RendezvousExitOp,
@@ -44,13 +46,14 @@ from torch.distributed.elastic.rendezvous.utils import _delay
 
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
-from reft.job.incarnation import IncarnationRecord
-from reft.job.rendezvous_executor import RendezvousExecutor
-from reft.job.shared_state import (
+from reft.job.rendezvous.sizes import Sizes
+from reft.job.rendezvous.state import (
+    IncarnationRecord,
     Scaling,
     StateHolder,
     leaving_of,
     limited,
+    look_secs,
     member_of,
     scaling_of,
     seats_of,
@@ -59,7 +62,6 @@ from reft.job.shared_state import (
     set_sizes,
     sizes_of,
 )
-from reft.job.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +308,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
 
         Args:
             change: what to ask for, out of the shared state as it is; None: nothing new. It may name nodes
-                that leave (:func:`reft.job.shared_state.leaving_of`).
+                that leave (:func:`reft.job.rendezvous.state.leaving_of`).
 
         Raises:
             RendezvousError: the store does not answer.
@@ -519,3 +521,72 @@ def _is_empty(state: _RendezvousState) -> bool:
 def _secs(parameters: RendezvousParameters, name: str) -> timedelta | None:
     value = parameters.get_as_int(name)
     return None if value is None else timedelta(seconds=value)
+
+
+class RendezvousExecutor(_DistributedRendezvousOpExecutor):
+    """TorchElastic's, which looks once a second: gathering takes several looks, one after the other, while
+    the whole job waits. This one looks more often where there are not hundreds of nodes to do so. A round
+    is complete with as many nodes as were asked for, and as fit the job (:mod:`reft.job.rendezvous.sizes`).
+
+    Args:
+        node: this node.
+        holder: its view of the shared state.
+        settings: of the rendezvous.
+    """
+
+    def __init__(self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings) -> None:
+        super().__init__(node, holder, settings)
+        self._given = settings
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        """See TorchElastic.
+
+        Raises:
+            RendezvousClosedError: the job has ended.
+            RendezvousTimeoutError: the deadline has passed.
+        """
+        while True:
+            self._state_holder.sync()
+            self._state = self._state_holder.state
+            self._settings = limited(self._given, self._state)
+            context = _RendezvousContext(self._node, self._state, self._settings)
+            action = state_handler(context, deadline)
+            if action is _Action.FINISH:
+                return
+            if action is _Action.ERROR_CLOSED:
+                raise RendezvousClosedError
+            if action is _Action.ERROR_TIMEOUT:
+                raise RendezvousTimeoutError
+            if action is _Action.SYNC:
+                time.sleep(look_secs(self._given.max_nodes))
+                continue
+            getattr(self, f"_{action.name.lower()}")()
+            if action is _Action.REMOVE_FROM_REDUNDANCY_LIST and update_deadline is not None:
+                deadline = update_deadline(self._settings.timeout.join)
+            self._state_holder.mark_dirty()
+
+    def _mark_rendezvous_complete(self) -> None:
+        """With the nodes that fit: the others become spares. Without any, later."""
+        state, sizes = self._state, sizes_of(self._state)
+        if sizes is not None:
+            there = {member_of(node): node for node in sorted(state.participants)}
+            staying = sizes.staying(tuple(there), self._settings.min_nodes, self._settings.max_nodes)
+            if staying is None:
+                state.deadline = secs_from_now(self._settings.timeout.last_call)
+                return
+            for node in (node for member, node in there.items() if member not in staying):
+                del state.participants[node]
+                seats_of(state).pop(node, None)
+                state.redundancy_list.add(node)
+            if len(staying) < len(there):
+                logger.warning(
+                    "%d nodes have come and %d of them train: so many fit the job's layout and batch. The "
+                    "others wait",
+                    *(len(there), len(staying)),
+                )
+        super()._mark_rendezvous_complete()

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reft.arguments import Parser
 from reft.control.door import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
-from reft.control.journal import Journal
-from reft.control.keyvalue import KeyValueServer
+from reft.control.keyvalue import Journal, KeyValueServer
 from reft.control.rendezvous_store import RendezvousStore
 from reft.errors import AuthenticationError, ConfigError
 from reft.memory.user_secret import user_secret
+from reft.refusal import Parser
 
 logger = logging.getLogger(__name__)
 
