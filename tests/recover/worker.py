@@ -1,6 +1,6 @@
 """One rank of the recovery tests: runs every scenario over gloo and writes down what it saw.
 
-Run as ``python -m load.worker DIR RANK``, or under mpiexec as ``python -m load.worker DIR mpi``: then what the ranks
+Run as ``python -m recover.worker DIR RANK``, or under mpiexec as ``python -m recover.worker DIR mpi``: then what the ranks
 say and send goes over MPI. Each scenario is a job whose memory lies under DIR/<name>.
 """
 
