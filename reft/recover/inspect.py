@@ -322,8 +322,7 @@ def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[Label | None, tuple[str, ...]]:
     """What a restart would restore from these inventories, and the plan's words about it."""
-    from reft.recover.decide import plan_recovery
-    from reft.recover.local import offline_topology
+    from reft.recover.decide import offline_topology, plan_recovery
     from reft.recover.plan import NotRecoverable
 
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
