@@ -312,7 +312,7 @@ def test_wrong_use_is_explained(run: Run, arguments: list[str], says: str) -> No
         ({"train_micro_batch_size_per_gpu": 3, "train_batch_size": 10}, "not divisible by 3 samples"),
         ({"bf16": True}, '"bf16" is True; expected an object'),
         ({"reft": {"copis": 2}}, 'did you mean "copies"?'),
-        ({"reft": {"variant": "none"}}, "nothing to plan"),
+        ({"reft": {"variant": "none"}}, 'write "has"'),
     ],
 )
 def test_a_wrong_configuration_is_explained(run: Run, tmp_path: Path, config: Any, says: str) -> None:

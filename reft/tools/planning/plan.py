@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reft.config import AOR, AUTO, ReftConfig, Variant
+from reft.config import AOR, AUTO, ReftConfig
 from reft.engine.findings import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
@@ -254,7 +254,7 @@ def make_plan(
     block = job.block
     if memory_bytes is None:
         memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * job.cluster.host_memory_bytes)
-    pace = PlannedPace(job.training, Variant(block.variant.value), _measured(job, profile))
+    pace = PlannedPace(job.training, _measured(job, profile))
     configured, recomputed = _configured(block, protection)
     if recomputed and not job.owned:
         recomputed = False
@@ -291,8 +291,6 @@ def make_plan(
 def _measured(job: PlannedJob, profile: ProfileResult | None) -> WindowPace | None:
     if profile is None:
         return None
-    if job.block.variant.value != Variant.HAS.value:
-        raise ConfigError(f'"variant": "{job.block.variant.value}" copies in no windows; leave --profile out')
     share = job.block.has.compute_share
     if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
         share = 1.0 if profile.method.clock == "device" else 0.0
