@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from reft.control.overlay import SocketCarrier, shared_secret
 from reft.control.silence import OnSilence
-from reft.control.transport import Buffers, Bytes, Carrier, Inflow, Transport, no_silence
+from reft.control.transport import Buffers, Carrier, Inflow, Transport, no_silence
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.mac import authenticate, check_authentic
 from reft.naming import Label
@@ -138,16 +138,6 @@ class ControlGroup:
         self._transport.timeout_secs = self.timeout_secs
         return self._transport
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether :meth:`xor` is left to the fabric."""
-        return self._connections.adds_up
-
-    @property
-    def sent(self) -> dict[str, int]:
-        """Bytes that this rank has handed to others over the connections that it has now, by what for."""
-        return dict(self._connections.sent)
-
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
         """The connections of the snapshot worker. Collective, in the same order on all ranks.
 
@@ -245,15 +235,6 @@ class ControlGroup:
         """
         with self._in_step():
             self._connections.stream(sends, receives, wake)
-
-    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        """Add up what ``ranks`` give each other; see :meth:`Transport.xor`. Collective among them.
-
-        Raises:
-            PeerLostError: a peer vanished.
-        """
-        with self._in_step():
-            return self._connections.xor(parts, ranks)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

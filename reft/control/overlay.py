@@ -18,7 +18,7 @@ from reft.backoff import Backoff
 from reft.control.links import CONNECT_SECS, Endpoint, GoOn, Reception, ended
 from reft.control.peers import Peers
 from reft.control.silence import OnSilence, log
-from reft.control.transport import Bytes, Inflow, no_silence, xor_by_stream
+from reft.control.transport import Inflow, no_silence
 from reft.control.tree import Tree, children_of, parent_of
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, TransferError
@@ -45,8 +45,6 @@ class Overlay:
         tree: for collectives.
         peers: for bytes between pairs.
     """
-
-    adds_up = False
 
     def __init__(self, tree: Tree, peers: Peers, reception: Reception) -> None:
         self.tree = tree
@@ -77,14 +75,6 @@ class Overlay:
     def on_silence(self, told: OnSilence) -> None:
         self.tree.on_silence = self.peers.on_silence = told
 
-    @property
-    def sent(self) -> dict[str, int]:
-        return {"pairs": self.peers.sent_bytes}
-
-    @sent.setter
-    def sent(self, counted: dict[str, int]) -> None:
-        self.peers.sent_bytes = counted["pairs"]
-
     def reduce_min(self, values: Sequence[int]) -> list[int]:
         return self.tree.reduce_min(values)
 
@@ -98,9 +88,6 @@ class Overlay:
         wake: socket.socket | None = None,
     ) -> None:
         self.peers.stream(sends, receives, wake)
-
-    def xor(self, parts: Bytes, ranks: Sequence[int]) -> Bytes:
-        return xor_by_stream(self, parts, ranks, self._reception.endpoint.rank)
 
     def end_pairs(self) -> None:
         self.peers.close()

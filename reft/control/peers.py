@@ -50,7 +50,6 @@ class Peers:
         self.patience_secs = PATIENCE_SECS
         self.on_silence: OnSilence = no_silence
         self._pairs: dict[int, Channel] = {}
-        self.sent_bytes = 0
 
     @property
     def links(self) -> tuple[Channel, ...]:
@@ -71,7 +70,6 @@ class Peers:
             for peer in peers
         ]
         self._move(flows, wake)
-        self.sent_bytes += sum(len(view) for views in sends.values() for view in views)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
         if peer not in self._pairs:
