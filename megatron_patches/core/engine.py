@@ -45,13 +45,7 @@ class ProgramData:
 
 
 class MegatronEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`.
-
-    Args:
-        chunks: the model chunks of this rank, each in Megatron's ``DistributedDataParallel``.
-        optimizer: what ``get_megatron_optimizer`` returned.
-        scheduler: its parameters' schedule, or None.
-        micro_batches: of one step.
+    """A :class:`~reft.engine.engine.TrainingEngine`; see :func:`reft.attach_megatron` for what it is made of.
 
     Raises:
         UnsupportedStateError: they hold state reft does not know.

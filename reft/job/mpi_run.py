@@ -28,8 +28,9 @@ from reft import log
 from reft.config_read import parse_block
 from reft.control.door import format_endpoint
 from reft.control.links import listen_remotely
-from reft.control.mpi import MpiCarrier, load_mpi
-from reft.control.transport import Transport, no_silence
+from reft.control.mpi import load_mpi
+from reft.control.mpi_transport import mpi_carrier
+from reft.control.transport import Transport
 from reft.engine.identity import kernel_id
 from reft.env import (
     ENV_JOB_ID,
@@ -266,7 +267,7 @@ class Step:
         Raises:
             TransferError: not all came.
         """
-        self._transport.timeout_secs = self._options.end_secs
+        self._transport.limits.timeout_secs = self._options.end_secs
         codes = [int(data) for data in self._transport.gather(str(code).encode())]
         worst = next((each for each in codes if each), 0)
         if self.place.leads and not worst and not self._options.keep_memory:
@@ -336,8 +337,8 @@ def run_step(options: argparse.Namespace) -> int:
         return _WRONG_USE
     world = mpi.COMM_WORLD
     try:
-        carrier = MpiCarrier(world.rank, world.size, "", options.start_secs)
-        transport = carrier.open(options.start_secs, lambda: True, no_silence)
+        connect = mpi_carrier(world.rank, world.size, "", options.start_secs)
+        transport = connect(options.start_secs, lambda: True, lambda missing, secs: None)
         step = Step(options, transport, world.rank)
         log.set_place(step.job_id, f"rank {world.rank}")
         step.prepare()

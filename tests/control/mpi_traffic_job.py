@@ -12,7 +12,7 @@ from typing import Any
 
 from reft.control.mpi import Communicators, load_mpi
 from reft.control.mpi_transport import MpiTransport
-from reft.control.transport import Buffers
+from reft.control.transport import Buffers, Limits
 
 from .mpi_calls import Counted, refuse_pickling
 
@@ -58,7 +58,7 @@ def main() -> None:
     refuse_pickling(mpi)
     world = mpi.COMM_WORLD
     counted = Counted(mpi, Communicators(world).fresh(JOIN_SECS, lambda: True))
-    transport = MpiTransport(mpi, counted, JOIN_SECS)
+    transport = MpiTransport(mpi, counted, Limits(JOIN_SECS))
     counts = {"kept": bounds(transport), **counted.bytes}
     told = transport.gather(json.dumps(counts).encode())
     if not world.rank:

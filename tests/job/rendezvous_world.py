@@ -29,7 +29,7 @@ from reft.job.rendezvous import state as state_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.scaling import asked, leavers, told
 from reft.job.rendezvous.sizes import Sizes
-from reft.job.rendezvous.state import IncarnationRecord, decode_state, leaving_of, scaling_of
+from reft.job.rendezvous.state import IncarnationRecord, decode_state
 from reft.memory.scale_orders import ScaleOrder
 from reft.naming import committed_key
 
@@ -318,12 +318,12 @@ class Node:
             store.set(committed_key(JOB), f"{self.incarnation}:1")
             running = len(members)
             order = self.world.order
-            if order is not None and (now := scaling_of(handler.state)) and now.number >= order.number:
+            if order is not None and (now := handler.state.scaling) and now.number >= order.number:
                 order = None
             if order is not None:
                 handler.scale(lambda state: asked(order, running, state))
-            scaling = scaling_of(handler.state)
-            if scaling is None or leaving_of(handler.state):
+            scaling = handler.state.scaling
+            if scaling is None or handler.state.leaving:
                 return
             if scaling.replaces:
                 ranks = tuple(i for i, name in enumerate(members) if name in scaling.without)

@@ -24,7 +24,7 @@ from reft.memory.arena_files import arena_name
 from reft.memory.jobdir import JobDir
 from reft.naming import Label
 from reft.node.client import DaemonClient, DaemonError, request
-from reft.node.daemon import END_SIGNAL, Daemon
+from reft.node.daemon import END_SIGNAL
 from tests.job.daemons import ROOT, answers, commit, log_path, spawn, wait_for
 
 # -- who may talk to it ----------------------------------------------------------------------------
@@ -206,18 +206,3 @@ def test_the_sigterm_of_a_batch_system_is_for_its_launcher_alone(job_dir: JobDir
     finally:
         daemon.kill()
         daemon.wait()
-
-
-def test_p11_the_whole_handshake_is_bounded(job_dir: JobDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = []
-
-    def knock(*_: object, handshake_secs: float | None = None, **__: object) -> None:
-        bounds.append(handshake_secs)
-        raise EOFError
-
-    monkeypatch.setattr("reft.node.daemon.Channel", knock)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        Daemon(job_dir).serve(ours)
-    assert bounds[0] is not None
-    assert bounds[0] <= 10.0

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.state import seats_of
+from reft.job.rendezvous.state import JobState
 from tests.job.store_nodes import WAIT_SECS, client, go_on, rewrite, shared, wait_until
 from tests.job.test_handler_leaving import gather
 
@@ -43,10 +42,10 @@ def go_on_without_the_last(port: int, three: list[StoreRendezvous], wait_secs: f
     lost = three[2]._this_node
     three[2]._stop_heartbeats()
 
-    def strike_out(state: _RendezvousState) -> None:
+    def strike_out(state: JobState) -> None:
         del state.participants[lost]
         del state.last_heartbeats[lost]
-        seats_of(state).pop(lost, None)
+        state.seats.pop(lost, None)
 
     rewrite(port, strike_out)
     for handler in three[:2]:

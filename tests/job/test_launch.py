@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,11 +17,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from reft.control.keyvalue import KeyValueStore
 from reft.errors import ConfigError
-from reft.job.agent import JobEndedError, Trainers
+from reft.job.agent import Trainers
 from reft.job.agreement import Agreement
 from reft.job.launch import Launcher, main
 from reft.job.options import LaunchOptions, parse_options
-from reft.job.rendezvous.client import RendezvousClient
+from reft.job.rendezvous.client import JobEndedError, RendezvousClient
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 
@@ -136,7 +135,7 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
     rendezvous = RendezvousClient(options, secret)
     rendezvous.connect()
-    assert rendezvous.store_endpoint() == endpoint
+    assert rendezvous.place.trainers_endpoint() == endpoint
     rendezvous.close("node a gave up: local rank 0: ValueError")
     late = RendezvousClient(options, secret)
     late.connect()
@@ -144,41 +143,6 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server.close()
     with pytest.raises(JobEndedError, match=r"did not come back in 1 s.*reft rendezvous"):
         rendezvous.reconnect()
-
-
-@pytest.mark.parametrize("has_place", [True, False])
-def test_a_node_whose_round_did_not_form_tells_the_outcome_unless_the_job_goes_on_without_it(
-    has_place: bool,
-) -> None:
-    """Another node had counted the start on already, which then did not come about."""
-    secret = b"s" * 32
-    server = RendezvousServer("127.0.0.1", 0, secret)
-    endpoint = server.info.endpoint
-    conf = ("--rdzv-conf", "last_call_timeout=1", "--rdzv-id", "job")
-    rendezvous, other = (
-        RendezvousClient(parse("--nnodes", "1:2", "--rdzv-endpoint", endpoint, *conf), secret)
-        for _ in range(2)
-    )
-    try:
-        handler: Any = rendezvous.connect()
-        handler.next_rendezvous()
-        handler.incarnation = 1
-        assert rendezvous.incarnations is not None
-        rendezvous.incarnations.raise_to(2)
-        if not has_place:
-            handler._stop_heartbeats()
-            store = KeyValueStore(endpoint, secret)
-            state = json.loads(store.get("rendezvous/job"))
-            store.set("rendezvous/job", json.dumps({**state, "participants": [], "seats": []}))
-            deadline = time.monotonic() + 60
-            while handler.has_place and time.monotonic() < deadline:
-                handler.is_closed()  # looks at the store again, but not at once
-        rendezvous.close("the restarts are used up")
-        other.connect()
-        assert other.outcome() == ("the restarts are used up" if has_place else None)
-    finally:
-        handler._stop_heartbeats()
-        server.close()
 
 
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Degrees
@@ -22,7 +22,7 @@ from reft.job.agreement import Agreement
 from reft.job.rendezvous import scaling
 from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes
-from reft.job.rendezvous.state import Scaling, leaving_of, scaling_of, set_scaling, set_sizes
+from reft.job.rendezvous.state import JobState, Scaling
 from reft.job.stop_signals import StopSignals
 from reft.memory.jobdir import write_json
 from reft.memory.scale_orders import SIZE_FILE, ScaleOrder, Size, read_answer, write_order
@@ -208,7 +208,7 @@ class Shared:
     """What a launcher's rendezvous shares with others, without them."""
 
     def __init__(self) -> None:
-        self.state = _RendezvousState()
+        self.state = JobState()
         self.state.complete = True
         self.answers = True
 
@@ -217,9 +217,9 @@ class Shared:
             raise RendezvousConnectionError("the store does not answer")
         return False
 
-    def scale(self, change: Callable[[_RendezvousState], Scaling | None]) -> None:
+    def scale(self, change: Callable[[JobState], Scaling | None]) -> None:
         if (scaling := change(self.state)) is not None:
-            set_scaling(self.state, scaling)
+            self.state.scaling = scaling
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def test_an_order_is_followed_when_the_store_answers_again(
     answer = read_answer(tmp_path)
     assert answer is not None
     assert not answer.refused
-    assert scaling_of(shared.state) == Scaling(order.number, 2, 3)
+    assert shared.state.scaling == Scaling(order.number, 2, 3)
 
 
 def test_an_order_by_a_clock_that_is_behind_is_refused(
@@ -291,7 +291,7 @@ def test_an_order_by_a_clock_that_is_behind_is_refused(
 ) -> None:
     """It would not be followed: the newest one holds."""
     order = write_order(tmp_path, 2, ())
-    set_scaling(shared.state, Scaling(order.number + 1, 3, 3))
+    shared.state.scaling = Scaling(order.number + 1, 3, 3)
     look()
     answer = read_answer(tmp_path)
     assert answer is not None
@@ -322,7 +322,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     board.tolerance = missing
     signals.asked_to_leave = True
     look()
-    assert scaling_of(shared.state) is None
+    assert shared.state.scaling is None
     waits = read_answer(tmp_path)
     assert waits is not None
     assert not waits.refused
@@ -331,7 +331,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     assert board.warnings == (waits.waits,), "reft status says it on every node"
     board.tolerance = 1
     look()
-    scaling = scaling_of(shared.state)
+    scaling = shared.state.scaling
     assert scaling is not None
     assert (scaling.nodes, scaling.without) == (2, ("b",))
     answer = read_answer(tmp_path)
@@ -360,7 +360,7 @@ def test_an_order_that_waited_for_long_enough_is_refused_with_what_to_do(
     assert not board.warnings
     board.tolerance = 1
     look()
-    assert scaling_of(shared.state) is None, "it was refused"
+    assert shared.state.scaling is None, "it was refused"
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -378,14 +378,14 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
     for rank, name in enumerate("abc"):
         shared.state.participants[_NodeDesc(name, 1, rank)] = rank
     nodes = 3 if replaces else 2
-    set_scaling(shared.state, Scaling(1, nodes, 3, ("c",), replaces=replaces))
+    shared.state.scaling = Scaling(1, nodes, 3, ("c",), replaces=replaces)
     scaler = scaler_of(shared, tmp_path, board, signals)
     board.tolerance = tolerance
     scaler.look(start_of_three(), group_rank=0)
-    assert not leaving_of(shared.state)
+    assert not shared.state.leaving
     board.tolerance = 1
     scaler.look(start_of_three(), group_rank=0)
-    assert {node.addr for node in leaving_of(shared.state)} == {"c"}
+    assert {node.addr for node in shared.state.leaving} == {"c"}
 
 
 def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
@@ -396,13 +396,13 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     six = Agreement(1, tuple("abcdef"), tuple("abcdef"), tuple((i,) for i in range(6)), 0, 1)
     order = write_order(tmp_path, 1, ())
     scaler.look(six, group_rank=1)
-    granted = scaling_of(shared.state)
+    granted = shared.state.scaling
     assert granted is not None
     assert granted.nodes == 1
     for rank, name in enumerate("abc"):
         shared.state.participants[_NodeDesc(name, 1, rank)] = rank
-    set_sizes(
-        shared.state, replace(THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc")))
+    shared.state.sizes = replace(
+        THREE.sizes or Sizes(), members=tuple((n, 1, i) for i, n in enumerate("abc"))
     )
     board.degrees = Degrees(1, 3, 1)
     write_json(tmp_path / SIZE_FILE, {"why_not": "", "batch": 12, "micro": 4})
@@ -411,7 +411,7 @@ def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(
     assert answer is not None
     assert answer.number == order.number
     assert "the job stays at 3 nodes" in answer.refused
-    now = scaling_of(shared.state)
+    now = shared.state.scaling
     assert now is not None
     assert (now.nodes, now.limit) == (3, 3)
 

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +20,7 @@ from reft.control.door import format_endpoint, is_loopback, listen, parse_endpoi
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreRelay
 from reft.control.rendezvous_store import RendezvousStore, StoreError
 from reft.env import ENV_ETCD_PASSWORD
-from reft.errors import ConfigError
-from reft.job.agent import JobEndedError
+from reft.errors import ConfigError, ReftError
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
 from reft.job.rendezvous.handler import StoreRendezvous
@@ -40,49 +38,20 @@ _LOOK_SECS = 0.5
 _LOOPBACK = "127.0.0.1"
 
 
-class Place(ABC):
-    """Where one job's nodes meet, seen from one of them."""
+class JobEndedError(ReftError, RuntimeError):
+    """The job cannot go on; the message says why and what was kept."""
 
-    @abstractmethod
-    def open(self) -> RendezvousStore:
-        """Connect to the store, or serve it.
 
-        Raises:
-            JobEndedError: it cannot be used now.
-            ConfigError, AuthenticationError: nor later, by what is written.
-        """
+class ServedPlace:
+    """reft's own store: of a ``reft rendezvous``, or of a launcher.
 
-    @abstractmethod
-    def make_client(self, timeout_secs: float) -> RendezvousStore:
-        """Another connection to the store; does not wait for it."""
-
-    @abstractmethod
-    def trainers_endpoint(self) -> str:
-        """``host:port`` where trainers reach the store."""
-
-    @abstractmethod
-    def outlives_nodes(self, store: RendezvousStore) -> bool:
-        """Whether no worker node's death takes the store along."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what was started here."""
+    Attributes:
+        serves: the store is served here, and ends with this launcher.
+        advice: what to do when the store is lost.
+        reopens: when a run whose end the store has noted can be started again under its name.
+    """
 
     serves = False
-    """Whether the store is served here, and ends with this launcher."""
-    advice: str
-    """What to do when the store is lost."""
-    reopens: str
-    """When a run whose end the store has noted can be started again under its name."""
-
-
-def place_of(options: LaunchOptions, secret: bytes) -> Place:
-    """By ``--rdzv-backend``."""
-    return EtcdPlace(options, secret) if options.meets_at_etcd else ServedPlace(options, secret)
-
-
-class ServedPlace(Place):
-    """reft's own store: of a ``reft rendezvous``, or of a launcher."""
 
     advice = (
         "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host that does "
@@ -97,6 +66,8 @@ class ServedPlace(Place):
         self._server: KeyValueServer | None = None
 
     def open(self) -> RendezvousStore:
+        """Connect to the store, or serve it. Raises JobEndedError where it cannot be used now, ConfigError or
+        AuthenticationError where it cannot be used later either."""
         if self._has_to_serve():
             self._serve()
         store = self.make_client(read_secs(self._config.rdzv_configs))
@@ -109,13 +80,16 @@ class ServedPlace(Place):
         return store
 
     def make_client(self, timeout_secs: float) -> RendezvousStore:
+        """Another connection to the store; does not wait for it."""
         return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
 
     def trainers_endpoint(self) -> str:
+        """``host:port`` where trainers reach the store."""
         host, port = parse_endpoint(self._config.rdzv_endpoint)
         return format_endpoint(host, self._server.port if self._server is not None else port)
 
     def outlives_nodes(self, store: RendezvousStore) -> bool:
+        """Whether no worker node's death takes the store along."""
         with suppress(StoreError):
             return is_served_by_reft(store)
         return False
@@ -173,10 +147,11 @@ class ServedPlace(Place):
             )
 
 
-class EtcdPlace(Place):
+class EtcdPlace:
     """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its client nor
     its password."""
 
+    serves = False
     advice = "Start the members of the etcd cluster again: it needs more than half of them"
     reopens = f"wait {RUN_LEASE_SECS} s: etcd then forgets a run that has no launcher any more"
 
@@ -282,25 +257,11 @@ class RendezvousClient:
         self._options = options
         self._config: LaunchConfig = options.config
         self._outcome_key = f"reft/{self._config.run_id}/outcome"
-        self._place = place_of(options, secret)
+        self.place = (EtcdPlace if options.meets_at_etcd else ServedPlace)(options, secret)
         self._store: RendezvousStore | None = None
         self.handler: RendezvousHandler | None = None
         self.incarnations: IncarnationRecord | None = None
         """What the store knows of the starts of the job, once it is connected."""
-
-    @property
-    def endpoint(self) -> str:
-        return str(self._config.rdzv_endpoint)
-
-    @property
-    def serves(self) -> bool:
-        """Whether this launcher serves the store, which ends with it."""
-        return self._place.serves
-
-    @property
-    def reopens(self) -> str:
-        """What to do to start a run again, under its name, that has ended."""
-        return self._place.reopens
 
     def connect(self) -> RendezvousHandler:
         """Join as a client where a store is served; serve it, as torchrun does, where none is and the
@@ -312,14 +273,14 @@ class RendezvousClient:
             ConfigError: it cannot be served at this address, or an option cannot be used.
         """
         config = self._config
-        self._store = self._place.open()
+        self._store = self.place.open()
         self.incarnations = IncarnationRecord(self._store, self._options.job_id)
         self.handler = self._make_handler(self._store)
-        if config.max_nodes > 1 and not self._place.outlives_nodes(self._store):
+        if config.max_nodes > 1 and not self.place.outlives_nodes(self._store):
             logger.warning(
                 "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
                 "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
-                self.endpoint,
+                self._config.rdzv_endpoint,
             )
         return self.handler
 
@@ -331,23 +292,20 @@ class RendezvousClient:
             AuthenticationError: another came, with another secret.
         """
         timeout = self._options.join_timeout_secs
-        logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, self.endpoint)
+        endpoint = self._config.rdzv_endpoint
+        logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
         deadline = time.monotonic() + timeout
         while not self._answers():
             if time.monotonic() > deadline:
                 raise JobEndedError(
-                    f"the rendezvous store at {self.endpoint} is gone and did not come back in {timeout:.0f} "
-                    f"s. {self._place.advice}"
+                    f"the rendezvous store at {endpoint} is gone and did not come back in "
+                    f"{timeout:.0f} s. {self.place.advice}"
                 )
             time.sleep(_ASK_SECS)
 
-    def store_endpoint(self) -> str:
-        """``host:port`` of the store, for trainers."""
-        return self._place.trainers_endpoint()
-
     def connect_for_status(self) -> RendezvousStore:
         """A connection of its own to the store, for what nobody has to wait for."""
-        store = self._place.make_client(_STATUS_SECS)
+        store = self.place.make_client(_STATUS_SECS)
         return store.with_prefix(f"reft/{self._config.run_id}/status")
 
     def wait_as_told(self, job_dir: Path) -> None:
@@ -416,7 +374,7 @@ class RendezvousClient:
         """End the connection, and the store if it was served here."""
         if self._store is not None:
             self._store.close()
-        self._place.close()
+        self.place.close()
 
     def _make_handler(self, store: RendezvousStore) -> RendezvousHandler:
         config = self._config

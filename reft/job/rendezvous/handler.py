@@ -39,7 +39,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousExitOp,
     _RendezvousJoinOp,
     _RendezvousKeepAliveOp,
-    _RendezvousState,
     _should_keep_alive,
 )
 from torch.distributed.elastic.rendezvous.utils import _delay
@@ -49,18 +48,13 @@ from reft.errors import AuthenticationError, FencedError, ReftError
 from reft.job.rendezvous.sizes import Sizes
 from reft.job.rendezvous.state import (
     IncarnationRecord,
+    JobState,
     Scaling,
     StateHolder,
-    leaving_of,
     limited,
     look_secs,
     member_of,
-    scaling_of,
-    seats_of,
     secs_from_now,
-    set_scaling,
-    set_sizes,
-    sizes_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,6 +71,10 @@ class LeftError(ReftError, RuntimeError):
     """This node has left the job, as it was told to."""
 
 
+class _Context(_RendezvousContext):
+    state: JobState
+
+
 class StoreRendezvous(DynamicRendezvousHandler):
     """Elastic rendezvous of one node over reft's store.
 
@@ -87,6 +85,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
     Raises:
         ValueError: a parameter cannot be used.
     """
+
+    _state_holder: StateHolder
+    _op_executor: RendezvousExecutor
 
     def __init__(self, store: RendezvousStore, parameters: RendezvousParameters) -> None:
         node = self._node_desc_generator.generate(parameters.local_addr)
@@ -141,7 +142,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
             _delay(seconds=(0, 0.3))
         deadline = self._get_deadline(self._settings.timeout.join)
         self._op_executor.run(_RendezvousExitOp(), deadline)
-        leaving = leaving_of(self._state_holder.state)
+        leaving = self._state_holder.state.leaving
         self.left = frozenset(rank for node, rank in self._members.items() if node in leaving)
         self._told_to_leave = self.is_leaving
         if not self._told_to_leave:
@@ -170,7 +171,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         if newest > self.incarnation and self._state_holder.state.complete and not self.has_place:
             raise replaced(self.incarnation, newest, by_another=self.is_full)
 
-    def _join(self, context: _RendezvousContext, deadline: float) -> _Action:
+    def _join(self, context: _Context, deadline: float) -> _Action:
         """Join where there is a place: a spare waits until a node is struck out, as long as that takes; one
         that leaves until it is not needed any more.
 
@@ -178,9 +179,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
             LeftError: it is not.
         """
         state, node = context.state, self._this_node
-        leaving = leaving_of(state)
+        leaving = state.leaving
         most, trains = self._most(state, context.settings), state.participants.keys()
-        taken = (seats_of(state).keys() | trains | state.wait_list) - leaving
+        taken = (state.seats.keys() | trains | state.wait_list) - leaving
         is_free = len(taken) < most and self._may_take_a_place(state)
         # One that the others went on without keeps nobody from training, although it had a seat.
         is_one_too_many = state.complete and node not in trains and len(trains - leaving) >= most
@@ -207,21 +208,21 @@ class StoreRendezvous(DynamicRendezvousHandler):
             raise LeftError("this node has left the job, as it was told to; the job goes on without it")
         return _Action.KEEP_ALIVE if _should_keep_alive(context) else _Action.SYNC
 
-    def _wait_for_lost(self, state: _RendezvousState) -> None:
+    def _wait_for_lost(self, state: JobState) -> None:
         """Set until when those that have come wait for others: there are enough of them. It is written with
         this node's next heartbeat."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return
         until = self._began + min(self.wait_secs, _JOIN_PART * self._settings.timeout.join.total_seconds())
-        if len(state.participants) >= len(self._members.keys() - leaving_of(state)):
+        if len(state.participants) >= len(self._members.keys() - state.leaving):
             self._again_as_many_at = self._again_as_many_at or time.monotonic()
             until = self._again_as_many_at + self._settings.timeout.last_call.total_seconds()
         state.deadline = secs_from_now(timedelta(seconds=until - time.monotonic()))
 
-    def _say_what_is_waited_for(self, state: _RendezvousState) -> None:
+    def _say_what_is_waited_for(self, state: JobState) -> None:
         """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
         patience = self._settings.keep_alive_interval.total_seconds()
-        least, here = self._settings.min_nodes, len(state.participants | seats_of(state))
+        least, here = self._settings.min_nodes, len(state.participants | state.seats)
         if self._said or not self._members or here >= least or time.monotonic() - self._began < patience:
             return
         self._said = True
@@ -230,16 +231,16 @@ class StoreRendezvous(DynamicRendezvousHandler):
             *(here, least, self._settings.timeout.join.total_seconds()),
         )
 
-    def _most(self, state: _RendezvousState, settings: RendezvousSettings) -> int:
+    def _most(self, state: JobState, settings: RendezvousSettings) -> int:
         """Nodes that may train. While others do, as many as fit of those that are there: a node that left
         their round is missed by them and comes back, any other waits until its coming makes it larger."""
-        sizes = sizes_of(state)
+        sizes = state.sizes
         if sizes is None or not state.complete or self._last_round == state.round:
             return settings.max_nodes
-        there = (state.participants.keys() | state.wait_list | state.redundancy_list) - leaving_of(state)
+        there = (state.participants.keys() | state.wait_list | state.redundancy_list) - state.leaving
         return sizes.largest(len(there | {self._this_node}), settings.min_nodes, settings.max_nodes)
 
-    def _is_forgotten(self, state: _RendezvousState) -> bool:
+    def _is_forgotten(self, state: JobState) -> bool:
         """Whether the store has lately lost that this node is a spare: it may have lost as well who trains,
         and they tell it with their next heartbeats."""
         now = time.monotonic()
@@ -249,10 +250,10 @@ class StoreRendezvous(DynamicRendezvousHandler):
             self._was_spare, self._settles_at = False, now + self._alive_secs
         return now < self._settles_at
 
-    def _may_take_a_place(self, state: _RendezvousState) -> bool:
+    def _may_take_a_place(self, state: JobState) -> bool:
         """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it is that
         of a node that waits, and theirs again where none has waited for long."""
-        leaving, scaling = leaving_of(state), scaling_of(state)
+        leaving, scaling = state.leaving, state.scaling
         if not leaving:
             return True
         is_leaving = self._this_node in leaving
@@ -264,7 +265,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         self._alone_since = self._alone_since or time.monotonic()
         return time.monotonic() - self._alone_since > _ALONE_SECS
 
-    def _is_dispensable(self, state: _RendezvousState) -> bool:
+    def _is_dispensable(self, state: JobState) -> bool:
         """Whether the others have committed a version without this node, whose memory they may have needed
         for it until then."""
         if not state.complete or self.incarnations is None:
@@ -274,14 +275,14 @@ class StoreRendezvous(DynamicRendezvousHandler):
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
 
-    def _leave(self, context: _RendezvousContext, deadline: float) -> _Action:
+    def _leave(self, context: _Context, deadline: float) -> _Action:
         state, node = context.state, self._this_node
         if node not in state.redundancy_list:
             return _Action.FINISH
         if time.monotonic() > deadline:
             return _Action.ERROR_TIMEOUT
-        leaving_of(state).discard(node)
-        seats_of(state).pop(node, None)
+        state.leaving.discard(node)
+        state.seats.pop(node, None)
         state.last_heartbeats.setdefault(node, datetime.now(UTC))
         return _Action.REMOVE_FROM_REDUNDANCY_LIST
 
@@ -290,7 +291,7 @@ class StoreRendezvous(DynamicRendezvousHandler):
         """Whether this node is in the round that runs or forms, or goes from one to the next, as far as it
         knows."""
         state = self._state_holder.state
-        return self._this_node in state.participants.keys() | seats_of(state).keys()
+        return self._this_node in state.participants.keys() | state.seats.keys()
 
     @property
     def is_full(self) -> bool:
@@ -301,9 +302,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
     @property
     def is_leaving(self) -> bool:
         """Whether this node was told to leave, as the last heartbeat saw it."""
-        return self._this_node in leaving_of(self._state_holder.state)
+        return self._this_node in self._state_holder.state.leaving
 
-    def scale(self, change: Callable[[_RendezvousState], Scaling | None]) -> None:
+    def scale(self, change: Callable[[JobState], Scaling | None]) -> None:
         """Have the job go to another number of nodes.
 
         Args:
@@ -314,17 +315,25 @@ class StoreRendezvous(DynamicRendezvousHandler):
             RendezvousError: the store does not answer.
         """
 
-        def ask(context: _RendezvousContext, deadline: float) -> _Action:
-            scaling = change(context.state)
-            if scaling is None or scaling == scaling_of(context.state):
+        def ask(state: JobState) -> bool:
+            scaling = change(state)
+            if scaling is None or scaling == state.scaling:
+                return False
+            state.scaling = scaling
+            return True
+
+        self._change(ask)
+
+    def _change(self, change: Callable[[JobState], bool]) -> None:
+        """Write the shared state, as long as ``change`` says that it has changed it."""
+
+        def act(context: _Context, deadline: float) -> _Action:
+            if not change(context.state):
                 return _Action.FINISH
-            if time.monotonic() > deadline:
-                return _Action.ERROR_TIMEOUT
-            set_scaling(context.state, scaling)
-            return _Action.KEEP_ALIVE
+            return _Action.ERROR_TIMEOUT if time.monotonic() > deadline else _Action.KEEP_ALIVE
 
         with self._heartbeat_lock:
-            self._op_executor.run(ask, self._get_deadline(self._settings.timeout.heartbeat))
+            self._op_executor.run(act, self._get_deadline(self._settings.timeout.heartbeat))
 
     def note_sizes(self, sizes: Sizes) -> None:
         """Have all nodes know with how many the job can train: what a version of this node's round tells.
@@ -338,13 +347,13 @@ class StoreRendezvous(DynamicRendezvousHandler):
         by_rank = sorted(self._members, key=lambda node: self._members[node])
         members = tuple(map(member_of, by_rank)) if sizes.groups else ()
 
-        def known(state: _RendezvousState) -> Sizes | None:
-            if not self._is_of_this_round(state):
+        def known(state: JobState) -> Sizes | None:
+            if self._place is None or not state.complete or state.round != self._place[0]:
                 return None
-            refused = (sizes_of(state) or Sizes()).refused
+            refused = (state.sizes or Sizes()).refused
             return replace(sizes, members=members, refused=tuple(n for n in refused if n != len(by_rank)))
 
-        if known(self.state) not in (None, sizes_of(self.state)):
+        if known(self.state) not in (None, self.state.sizes):
             self._share_sizes(known)
 
     def refuse_size(self) -> bool:
@@ -357,36 +366,30 @@ class StoreRendezvous(DynamicRendezvousHandler):
             RendezvousError: the store does not answer.
         """
         number = len(self._members)
-        self._share_sizes(lambda state: (sizes_of(state) or Sizes()).refusing(number))
-        sizes, settings = sizes_of(self.state) or Sizes(), self._settings
+        self._share_sizes(lambda state: (state.sizes or Sizes()).refusing(number))
+        sizes, settings = self.state.sizes or Sizes(), self._settings
         return number < settings.max_nodes or bool(
             sizes.fitting and sizes.of(settings.min_nodes, settings.max_nodes)
         )
 
-    def _share_sizes(self, change: Callable[[_RendezvousState], Sizes | None]) -> None:
-        def share(context: _RendezvousContext, deadline: float) -> _Action:
-            sizes = change(context.state)
-            if sizes is None or sizes == sizes_of(context.state) or context.state.closed:
-                return _Action.FINISH
-            if time.monotonic() > deadline:
-                return _Action.ERROR_TIMEOUT
-            set_sizes(context.state, sizes)
-            return _Action.KEEP_ALIVE
+    def _share_sizes(self, sizes_of: Callable[[JobState], Sizes | None]) -> None:
+        def share(state: JobState) -> bool:
+            sizes = sizes_of(state)
+            if sizes is None or sizes == state.sizes or state.closed:
+                return False
+            state.sizes = sizes
+            return True
 
-        with self._heartbeat_lock:
-            self._op_executor.run(share, self._get_deadline(self._settings.timeout.heartbeat))
-
-    def _is_of_this_round(self, state: _RendezvousState) -> bool:
-        return self._place is not None and state.complete and state.round == self._place[0]
+        self._change(share)
 
     @property
     def fitting(self) -> tuple[int, ...]:
         """Numbers of nodes with which the job can train, as far as is known."""
-        sizes = sizes_of(self.state) or self._last_sizes or Sizes()
+        sizes = self.state.sizes or self._last_sizes or Sizes()
         return sizes.of(self._settings.min_nodes, self._settings.max_nodes)
 
     @property
-    def state(self) -> _RendezvousState:
+    def state(self) -> JobState:
         """What the nodes share, as the last heartbeat saw it."""
         return self._state_holder.state
 
@@ -412,9 +415,9 @@ class StoreRendezvous(DynamicRendezvousHandler):
         # The job goes on, or gathers, without this node: it joins again.
         return max(1, len(state.wait_list))
 
-    def _joining(self, state: _RendezvousState) -> int:
+    def _joining(self, state: JobState) -> int:
         """Nodes that wait for the next round, where they make it larger, or have left this one."""
-        sizes, running = sizes_of(state), len(state.participants)
+        sizes, running = state.sizes, len(state.participants)
         waiting = len(state.wait_list)
         if sizes is None or state.wait_list & self._members.keys():
             return waiting
@@ -425,22 +428,22 @@ class StoreRendezvous(DynamicRendezvousHandler):
     @property
     def is_scaled_down(self) -> bool:
         """Whether nodes of this round were told to leave, as the last heartbeat saw it."""
-        scaling = scaling_of(self._state_holder.state)
+        scaling = self._state_holder.state.scaling
         return self._place is not None and scaling is not None and scaling.round == self._place[0]
 
     @property
     def is_whole(self) -> bool:
         """Whether all nodes of this round are there, as the last heartbeat saw it: nothing has failed."""
         state = self._state_holder.state
-        return bool(self._members) and self._members.keys() <= seats_of(state).keys()
+        return bool(self._members) and self._members.keys() <= state.seats.keys()
 
     def goes_on_without(self, gone: int) -> bool:
         """Whether enough nodes are left where so many of this round have ended, with those that wait: as the
         last heartbeat saw it."""
         state, settings = self._state_holder.state, self._settings
-        waiting = (state.redundancy_list | state.wait_list) - leaving_of(state) - self._members.keys()
+        waiting = (state.redundancy_list | state.wait_list) - state.leaving - self._members.keys()
         left = len(self._members) - gone + len(waiting)
-        return (sizes_of(state) or Sizes()).largest(left, settings.min_nodes, settings.max_nodes) > 0
+        return (state.sizes or Sizes()).largest(left, settings.min_nodes, settings.max_nodes) > 0
 
     @property
     def is_left_by_silent(self) -> bool:
@@ -451,15 +454,15 @@ class StoreRendezvous(DynamicRendezvousHandler):
             return False
         trains = state.participants.keys()
         same = state.round == self._place[0] and self._this_node in trains
-        lost = self._members.keys() - trains - leaving_of(state)
+        lost = self._members.keys() - trains - state.leaving
         return same and bool(lost) and len(trains) >= limited(self._settings, state).min_nodes
 
-    def _has_lost_its_place(self, state: _RendezvousState) -> bool:
+    def _has_lost_its_place(self, state: JobState) -> bool:
         if self._place is None or self._this_node in state.participants or state.closed:
             return False
         return not self._may_take_its_place(state)
 
-    def _may_take_its_place(self, state: _RendezvousState) -> bool:
+    def _may_take_its_place(self, state: JobState) -> bool:
         """Whether this node's round still runs and its place is free: it was struck out, or the store
         came back empty."""
         assert self._place is not None
@@ -480,18 +483,18 @@ class StoreRendezvous(DynamicRendezvousHandler):
             except (RendezvousError, AuthenticationError, StoreError) as error:
                 self._lost = str(error)
 
-    def _beat(self, context: _RendezvousContext, deadline: float) -> _Action:
+    def _beat(self, context: _Context, deadline: float) -> _Action:
         state = context.state
         missing = self._this_node not in state.participants and not state.closed
-        self._last_scaling = scaling_of(state) or self._last_scaling
-        self._last_sizes = sizes_of(state) or self._last_sizes
+        self._last_scaling = state.scaling or self._last_scaling
+        self._last_sizes = state.sizes or self._last_sizes
         if self._place is not None and missing and self._may_take_its_place(state):
             if time.monotonic() > deadline:
                 return _Action.ERROR_TIMEOUT
             if _is_empty(state) and self._last_scaling is not None:
-                set_scaling(state, self._last_scaling)
+                state.scaling = self._last_scaling
             if _is_empty(state) and self._last_sizes is not None:
-                set_sizes(state, self._last_sizes)
+                state.sizes = self._last_sizes
             state.round, state.participants[self._this_node] = self._place
             state.complete = True
             return _Action.KEEP_ALIVE
@@ -514,7 +517,7 @@ def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
     )
 
 
-def _is_empty(state: _RendezvousState) -> bool:
+def _is_empty(state: JobState) -> bool:
     return not (state.complete or state.closed or state.participants or state.wait_list or state.round)
 
 
@@ -534,13 +537,16 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
         settings: of the rendezvous.
     """
 
+    _state_holder: StateHolder
+    _state: JobState
+
     def __init__(self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings) -> None:
         super().__init__(node, holder, settings)
         self._given = settings
 
     def run(
         self,
-        state_handler: Callable[[_RendezvousContext, float], _Action],
+        state_handler: Callable[[_Context, float], _Action],
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
@@ -554,7 +560,7 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
             self._state_holder.sync()
             self._state = self._state_holder.state
             self._settings = limited(self._given, self._state)
-            context = _RendezvousContext(self._node, self._state, self._settings)
+            context = _Context(self._node, self._state, self._settings)
             action = state_handler(context, deadline)
             if action is _Action.FINISH:
                 return
@@ -572,7 +578,7 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
 
     def _mark_rendezvous_complete(self) -> None:
         """With the nodes that fit: the others become spares. Without any, later."""
-        state, sizes = self._state, sizes_of(self._state)
+        state, sizes = self._state, self._state.sizes
         if sizes is not None:
             there = {member_of(node): node for node in sorted(state.participants)}
             staying = sizes.staying(tuple(there), self._settings.min_nodes, self._settings.max_nodes)
@@ -581,7 +587,7 @@ class RendezvousExecutor(_DistributedRendezvousOpExecutor):
                 return
             for node in (node for member, node in there.items() if member not in staying):
                 del state.participants[node]
-                seats_of(state).pop(node, None)
+                state.seats.pop(node, None)
                 state.redundancy_list.add(node)
             if len(staying) < len(there):
                 logger.warning(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from reft.config import AUTO
 from reft.control.rendezvous_store import StoreError
@@ -28,7 +27,7 @@ from reft.job.board import StatusBoard
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job, why_not
-from reft.job.rendezvous.state import Scaling, leaving_of, member_of, scaling_of, sizes_of
+from reft.job.rendezvous.state import JobState, Scaling, member_of
 from reft.job.stop_signals import StopSignals
 from reft.memory.scale_orders import (
     ORDER_FILE,
@@ -122,13 +121,13 @@ class Scaler:
 
     def _sizes_of_this_round(self) -> Sizes | None:
         state = self._handler.state
-        sizes, ranks = sizes_of(state), state.participants
+        sizes, ranks = state.sizes, state.participants
         here = tuple(member_of(node) for node in sorted(ranks, key=lambda node: ranks[node]))
         return sizes if sizes is not None and sizes.members == here else None
 
     def _note_sizes(self, agreement: Agreement) -> None:
         """Have all nodes know with how many the job can train, by its newest version."""
-        if self._board.board is self._noted and sizes_of(self._handler.state) is not None:
+        if self._board.board is self._noted and self._handler.state.sizes is not None:
             return
         self._noted, holders, now = self._board.board, self._board.holders, self._situation(agreement)
         if now.tolerance is None or now.degrees is None:
@@ -160,7 +159,7 @@ class Scaler:
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
             self._handler.scale(lambda state: asked(order, running, state))
-            granted = scaling_of(self._handler.state)
+            granted = self._handler.state.scaling
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
             if granted.number > order.number:
@@ -194,38 +193,28 @@ class Scaler:
             logger.warning("%s", said)
 
     def _name_leavers(self, agreement: Agreement) -> None:
-        """Tell the next nodes to leave, where there are more than were asked for."""
-        running = len(agreement.nodes)
-        scaling = scaling_of(self._handler.state)
-        if scaling is None or leaving_of(self._handler.state):
+        """Tell the next nodes to leave: where there are more than were asked for, or, once, those that are to
+        be replaced."""
+        nodes, scaling = agreement.nodes, self._handler.state.scaling
+        if scaling is None or self._handler.state.leaving:
             return
-        if scaling.replaces:
-            self._name_replaced(agreement, scaling)
-            return
-        if scaling.nodes >= running:
-            return
-        ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement))
+        if not scaling.replaces:
+            fewer = scaling.nodes < len(nodes)
+            ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement)) if fewer else ()
+        else:
+            ranks = tuple(i for i, node in enumerate(nodes) if node in scaling.without)
+            survived = self._board.tolerance_left(agreement.incarnation)
+            if scaling.round != -1 or survived is None or survived < len(ranks):
+                return
         if not ranks:  # not yet
             return
-        self._handler.scale(lambda state: told(ranks, running, state))
-        if leaving_of(self._handler.state):  # else the round is over
-            logger.warning("told to leave: %s", ", ".join(agreement.nodes[rank] for rank in ranks))
-
-    def _name_replaced(self, agreement: Agreement, scaling: Scaling) -> None:
-        """Tell the nodes to leave that are to be replaced, once."""
-        ranks = tuple(i for i, node in enumerate(agreement.nodes) if node in scaling.without)
-        survived = self._board.tolerance_left(agreement.incarnation)
-        if scaling.round != -1 or not ranks or survived is None or survived < len(ranks):
-            return
-        self._handler.scale(lambda state: told(ranks, len(agreement.nodes), state))
-        if leaving_of(self._handler.state):  # else the round is over
-            logger.warning(
-                "told to leave, for a node that waits: %s", ", ".join(agreement.nodes[rank] for rank in ranks)
-            )
+        self._handler.scale(lambda state: told(ranks, len(nodes), state))
+        if self._handler.state.leaving:  # else the round is over
+            logger.warning("told to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
     def _tell_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)
-        if order is None or leaving_of(self._handler.state):
+        if order is None or self._handler.state.leaving:
             return
         if running != order.nodes:
             self._end_half_way(order, agreement)
@@ -236,7 +225,10 @@ class Scaler:
         if not staying:
             self._answer(running, done=True)
             self._order = None
-        elif self._was_told_before(agreement):
+            return
+        state = self._handler.state
+        # Whether nodes were told to leave in a round before this one.
+        if state.scaling is not None and state.scaling.round not in (-1, state.round):
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
     def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
@@ -248,12 +240,6 @@ class Scaler:
         self._handler.scale(lambda state: stays(order, running, state))
         logger.warning("the job stays at %d nodes: %s", running, why)
         self._answer(running, refused=f"the job stays at {running} nodes: {why}")
-
-    def _was_told_before(self, agreement: Agreement) -> bool:
-        """Whether nodes were told to leave in a round before this one."""
-        state = self._handler.state
-        scaling = scaling_of(state)
-        return scaling is not None and scaling.round not in (-1, state.round)
 
     def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
         assert self._order is not None
@@ -272,11 +258,11 @@ class Scaler:
         return info.st_mtime_ns, info.st_ino
 
 
-def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+def asked(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
     """The order in the shared state. More nodes may join now; fewer leave when they are told."""
     if not state.complete or state.closed:
         return None
-    before = scaling_of(state)
+    before = state.scaling
     if before is not None and before.number >= order.number:
         return None
     replaced = bool(order.without) and order.nodes == running
@@ -284,27 +270,27 @@ def asked(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling |
     return Scaling(order.number, order.nodes, most, order.without, replaces=replaced)
 
 
-def stays(order: ScaleOrder, running: int, state: _RendezvousState) -> Scaling | None:
+def stays(order: ScaleOrder, running: int, state: JobState) -> Scaling | None:
     """The number of nodes that the job has, in the place of an order that went half way; None where another
     was given."""
-    scaling = scaling_of(state)
+    scaling = state.scaling
     if scaling is None or scaling.number != order.number or len(state.participants) != running:
         return None
     return replace(scaling, nodes=running, limit=running)
 
 
-def told(ranks: tuple[int, ...], running: int, state: _RendezvousState) -> Scaling | None:
+def told(ranks: tuple[int, ...], running: int, state: JobState) -> Scaling | None:
     """Nodes that leave, in the shared state; None where the round is over already, or the
     others could not go on."""
-    scaling = scaling_of(state)
+    scaling = state.scaling
     whole = state.complete and len(state.participants) == running
     if scaling is None or scaling.round == state.round or not whole or state.closed:
         return None
     stay = tuple(member_of(node) for node, rank in state.participants.items() if rank not in ranks)
-    sizes = sizes_of(state)
+    sizes = state.sizes
     if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
         return None  # no number of those that stay fits, or could recover the version
-    leaving_of(state).update(node for node, rank in state.participants.items() if rank in ranks)
+    state.leaving.update(node for node, rank in state.participants.items() if rank in ranks)
     limit = running if scaling.replaces else running - len(ranks)
     return replace(scaling, limit=limit, round=state.round)
 
@@ -342,15 +328,6 @@ class Situation:
             return ""
         return why_not(nodes, self.workers, self.degrees, self.size, self.parities, asked=asked)
 
-    @property
-    def fitting(self) -> tuple[int, ...]:
-        """Numbers of nodes that the job may have."""
-        return tuple(
-            n
-            for n in range(self.least, self.most + 1)
-            if n == len(self.nodes) or not self.why_not(n, asked=True)
-        )
-
     def way(self, wanted: int) -> tuple[int, ...]:
         """Numbers of nodes to which it can go on its way to fewer, ``wanted`` first."""
         return tuple(n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n))
@@ -358,12 +335,31 @@ class Situation:
 
 def refusal(order: ScaleOrder, now: Situation) -> str:
     """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
-    return (
-        _of_the_number(order, now)
-        or _of_the_names(order, now)
-        or _of_what_fits(order, now)
-        or of_the_way(order, now)
-    )
+    wanted, running, named = order.nodes, len(now.nodes), set(order.without)
+    unknown, leave, waiting = sorted(named - set(now.nodes)), max(0, running - wanted), now.spares or "none"
+    why = ""
+    if not now.least <= wanted <= now.most:
+        why = (
+            f"{wanted} nodes were asked for, but the job was started with --nnodes {now.least}:{now.most}; "
+            f"give a number from {now.least} to {now.most}"
+        )
+    elif wanted > running + now.spares:
+        why = (
+            f"{wanted} nodes were asked for, {running} train and {waiting} wait: start `reft launch` on "
+            f"{wanted - running - now.spares} more and ask again"
+        )
+    elif unknown:
+        why = f"no node {', '.join(unknown)} trains; those that do are {', '.join(now.nodes)}"
+    elif wanted == running and len(named) > now.spares:
+        why = (
+            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start "
+            f"`reft launch` on {len(named) - now.spares} more and ask again"
+        )
+    elif wanted != running and len(named) > leave:
+        why = f"{len(named)} nodes were named to leave, but {leave} leave from {running} to {wanted} nodes"
+    elif why := now.why_not(wanted, asked=True):
+        why = f"{why}. {_other_numbers(now)}"
+    return why or of_the_way(order, now)
 
 
 def shortfall(order: ScaleOrder, now: Situation) -> str:
@@ -409,11 +405,6 @@ def leave_next(
     return next((ranks for ranks in found if ranks), ())
 
 
-def _of_what_fits(order: ScaleOrder, now: Situation) -> str:
-    why = now.why_not(order.nodes, asked=True)
-    return why and f"{why}. {_other_numbers(now)}"
-
-
 def of_the_way(order: ScaleOrder, now: Situation) -> str:
     """Where the nodes that leave at once are more than the job ever survives the loss of."""
     running = len(now.nodes)
@@ -443,56 +434,17 @@ def of_the_way(order: ScaleOrder, now: Situation) -> str:
 
 def _other_numbers(now: Situation) -> str:
     """What may be asked for."""
-    others = [n for n in now.fitting if n != len(now.nodes)]
+    numbers = range(now.least, now.most + 1)
+    others = [n for n in numbers if n != len(now.nodes) and not now.why_not(n, asked=True)]
     if not others:
         return f"No other number of --nnodes {now.least}:{now.most} fits the layout and the batch"
     said = " or ".join(f"`reft scale {n}`" for n in others)
     return f"What fits the layout and the batch: {len(now.nodes)} nodes, as now; {said}"
 
 
-def _of_the_number(order: ScaleOrder, now: Situation) -> str:
-    wanted, running = order.nodes, len(now.nodes)
-    if not now.least <= wanted <= now.most:
-        return (
-            f"{wanted} nodes were asked for, but the job was started with --nnodes {now.least}:{now.most}; "
-            f"give a number from {now.least} to {now.most}"
-        )
-    if wanted > running + now.spares:
-        return (
-            f"{wanted} nodes were asked for, {running} train and {now.spares or 'none'} wait: start "
-            f"`reft launch` on {wanted - running - now.spares} more and ask again"
-        )
-    return ""
-
-
-def _of_the_names(order: ScaleOrder, now: Situation) -> str:
-    unknown = sorted(set(order.without) - set(now.nodes))
-    if unknown:
-        return f"no node {', '.join(unknown)} trains; those that do are {', '.join(now.nodes)}"
-    gone = len(now.nodes) - order.nodes
-    if replaces(order, now.nodes):
-        return _of_replacing(order, now)
-    if len(set(order.without)) > max(0, gone):
-        return (
-            f"{len(set(order.without))} nodes were named to leave, but {max(0, gone)} leave from "
-            f"{len(now.nodes)} to {order.nodes} nodes"
-        )
-    return ""
-
-
 def replaces(order: ScaleOrder, nodes: tuple[str, ...]) -> bool:
     """Whether others are to take the places of the nodes that it names."""
     return bool(order.without) and order.nodes == len(nodes)
-
-
-def _of_replacing(order: ScaleOrder, now: Situation) -> str:
-    leave = len(set(order.without))
-    if leave > now.spares:
-        return (
-            f"{leave} of {len(now.nodes)} nodes were named to be replaced, and {now.spares or 'none'} wait: "
-            f"start `reft launch` on {leave - now.spares} more and ask again"
-        )
-    return ""
 
 
 def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:

@@ -38,78 +38,6 @@ _ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None
 """Of the times that TorchElastic compares: torch 2.4's are in UTC too, and do not say so."""
 
 
-def encode_state(state: _RendezvousState) -> bytes:
-    """The shared state as JSON."""
-    fields = {
-        "round": state.round,
-        "complete": state.complete,
-        "closed": state.closed,
-        "deadline": state.deadline and _seconds(state.deadline),
-        "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
-        "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
-        "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
-        "last_heartbeats": [[*_node_fields(n), _seconds(at)] for n, at in state.last_heartbeats.items()],
-        "seats": [[*_node_fields(n), _seconds(at)] for n, at in seats_of(state).items()],
-        "leaving": [_node_fields(n) for n in sorted(leaving_of(state))],
-        "scaling": None if (scaling := scaling_of(state)) is None else asdict(scaling),
-        "sizes": None if (sizes := sizes_of(state)) is None else asdict(sizes),
-    }
-    return json.dumps(fields).encode()
-
-
-def decode_state(data: bytes) -> _RendezvousState:
-    """Read what :func:`encode_state` wrote.
-
-    Raises:
-        RendezvousStateError: it is something else.
-    """
-    try:
-        fields = json.loads(data)
-        deadline = fields["deadline"]
-        state = _RendezvousState()
-        state.round = int(fields["round"])
-        state.complete = bool(fields["complete"])
-        state.closed = bool(fields["closed"])
-        state.deadline = None if deadline is None else _time(deadline)
-        state.participants = {_node(f[:3]): int(f[3]) for f in fields["participants"]}
-        state.wait_list = {_node(f) for f in fields["wait_list"]}
-        state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
-        state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
-        seats_of(state).update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
-        leaving_of(state).update(_node(f) for f in fields["leaving"])
-        if (scaling := fields["scaling"]) is not None:
-            set_scaling(state, Scaling(**{**scaling, "without": tuple(scaling["without"])}))
-        if (sizes := fields["sizes"]) is not None:
-            found = Sizes(
-                fitting=_numbers(sizes["fitting"]),
-                refused=_numbers(sizes["refused"]),
-                scheme=str(sizes["scheme"]),
-                members=tuple(member_of(_node(fields)) for fields in sizes["members"]),
-                domains=_numbers(sizes["domains"]),
-                groups=tuple(map(_numbers, sizes["groups"])),
-            )
-            set_sizes(state, found)
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
-        raise RendezvousStateError(
-            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
-            f"nodes need the same version of reft"
-        ) from error
-    return state
-
-
-def seats_of(state: _RendezvousState) -> dict[_NodeDesc, datetime]:
-    """Nodes that took part in the last complete round and have not been struck out since, with the time when
-    they were seen taking part: they keep their place while they go from one round to the next."""
-    seats: dict[_NodeDesc, datetime] = state.__dict__.setdefault("seats", {})
-    return seats
-
-
-def leaving_of(state: _RendezvousState) -> set[_NodeDesc]:
-    """Nodes that are to leave the job, and are still there."""
-    leaving: set[_NodeDesc] = state.__dict__.setdefault("leaving", set())
-    return leaving
-
-
 @dataclass(frozen=True)
 class Scaling:
     """The newest ``reft scale`` that was granted.
@@ -131,26 +59,82 @@ class Scaling:
     replaces: bool = False
 
 
-def scaling_of(state: _RendezvousState) -> Scaling | None:
-    """What was asked for last; None: nothing, as many nodes take part as there may be."""
-    scaling: Scaling | None = state.__dict__.get("scaling")
-    return scaling
+class JobState(_RendezvousState):
+    """TorchElastic's state, and what else the nodes of a job share.
+
+    Attributes:
+        seats: nodes that took part in the last complete round and have not been struck out since, with the
+            time when they were seen taking part: they keep their place from one round to the next.
+        leaving: nodes that are to leave the job, and are still there.
+        scaling: what ``reft scale`` asked for last; None: nothing, as many nodes take part as there may be.
+        sizes: with how many nodes the job can train; None: nothing is known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seats: dict[_NodeDesc, datetime] = {}
+        self.leaving: set[_NodeDesc] = set()
+        self.scaling: Scaling | None = None
+        self.sizes: Sizes | None = None
 
 
-def set_scaling(state: _RendezvousState, scaling: Scaling) -> None:
-    """Ask for it."""
-    state.__dict__["scaling"] = scaling
+def encode_state(state: JobState) -> bytes:
+    """The shared state as JSON."""
+    fields = {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": state.deadline and _seconds(state.deadline),
+        "participants": [[*_node_fields(n), rank] for n, rank in state.participants.items()],
+        "wait_list": [_node_fields(n) for n in sorted(state.wait_list)],
+        "redundancy_list": [_node_fields(n) for n in sorted(state.redundancy_list)],
+        "last_heartbeats": [[*_node_fields(n), _seconds(at)] for n, at in state.last_heartbeats.items()],
+        "seats": [[*_node_fields(n), _seconds(at)] for n, at in state.seats.items()],
+        "leaving": [_node_fields(n) for n in sorted(state.leaving)],
+        "scaling": None if (scaling := state.scaling) is None else asdict(scaling),
+        "sizes": None if (sizes := state.sizes) is None else asdict(sizes),
+    }
+    return json.dumps(fields).encode()
 
 
-def sizes_of(state: _RendezvousState) -> Sizes | None:
-    """With how many nodes the job can train; None: nothing is known."""
-    sizes: Sizes | None = state.__dict__.get("sizes")
-    return sizes
+def decode_state(data: bytes) -> JobState:
+    """Read what :func:`encode_state` wrote.
 
-
-def set_sizes(state: _RendezvousState, sizes: Sizes) -> None:
-    """Let all nodes know."""
-    state.__dict__["sizes"] = sizes
+    Raises:
+        RendezvousStateError: it is something else.
+    """
+    try:
+        fields = json.loads(data)
+        deadline = fields["deadline"]
+        state = JobState()
+        state.round = int(fields["round"])
+        state.complete = bool(fields["complete"])
+        state.closed = bool(fields["closed"])
+        state.deadline = None if deadline is None else _time(deadline)
+        state.participants = {_node(f[:3]): int(f[3]) for f in fields["participants"]}
+        state.wait_list = {_node(f) for f in fields["wait_list"]}
+        state.redundancy_list = {_node(f) for f in fields["redundancy_list"]}
+        state.last_heartbeats = {_node(f[:3]): _time(f[3]) for f in fields["last_heartbeats"]}
+        state.seats.update({_node(f[:3]): _time(f[3]) for f in fields["seats"]})
+        state.leaving.update(_node(f) for f in fields["leaving"])
+        if (scaling := fields["scaling"]) is not None:
+            state.scaling = Scaling(**{**scaling, "without": tuple(scaling["without"])})
+        if (sizes := fields["sizes"]) is not None:
+            found = Sizes(
+                fitting=_numbers(sizes["fitting"]),
+                refused=_numbers(sizes["refused"]),
+                scheme=str(sizes["scheme"]),
+                members=tuple(member_of(_node(fields)) for fields in sizes["members"]),
+                domains=_numbers(sizes["domains"]),
+                groups=tuple(map(_numbers, sizes["groups"])),
+            )
+            state.sizes = found
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, OSError) as error:
+        raise RendezvousStateError(
+            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
+            f"nodes need the same version of reft"
+        ) from error
+    return state
 
 
 def member_of(node: _NodeDesc) -> Member:
@@ -163,9 +147,9 @@ def secs_from_now(span: timedelta) -> datetime:
     return _time(time.time() + span.total_seconds())
 
 
-def limited(settings: RendezvousSettings, state: _RendezvousState) -> RendezvousSettings:
+def limited(settings: RendezvousSettings, state: JobState) -> RendezvousSettings:
     """The settings, with no more nodes than were asked for."""
-    scaling = scaling_of(state)
+    scaling = state.scaling
     if scaling is None:
         return settings
     return replace(settings, max_nodes=max(settings.min_nodes, min(settings.max_nodes, scaling.limit)))
@@ -219,7 +203,7 @@ class StateHolder(_RendezvousStateHolder):
         self._here = f"{self._key}/here/"
         self._look_secs = look_secs(settings.max_nodes)
         self.alive_secs = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
-        self._state = _RendezvousState()
+        self._state = JobState()
         self._held: bytes | None = None
         self._dirty = False
         self.synced_at = float("-inf")
@@ -231,7 +215,7 @@ class StateHolder(_RendezvousStateHolder):
         self.grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
 
     @property
-    def state(self) -> _RendezvousState:
+    def state(self) -> JobState:
         return self._state
 
     def mark_dirty(self) -> None:
@@ -257,7 +241,7 @@ class StateHolder(_RendezvousStateHolder):
             alive = self.store.alive(self._here)
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
-        self._state = _RendezvousState() if self._held is None else decode_state(self._held)
+        self._state = JobState() if self._held is None else decode_state(self._held)
         self._note_alive(alive)
         self._dirty = False
         now = time.monotonic()
@@ -270,8 +254,8 @@ class StateHolder(_RendezvousStateHolder):
             seen = {
                 n: self._state.last_heartbeats.get(n, _time(time.time())) for n in self._state.participants
             }
-            seats = seats_of(self._state)
-            scaling = scaling_of(self._state)
+            seats = self._state.seats
+            scaling = self._state.scaling
             # Where nodes were told to leave, the limit is that of the next round.
             is_told = scaling is not None and scaling.round == self._state.round
             if not is_told and len(seen) >= limited(self._settings, self._state).max_nodes:
@@ -285,11 +269,11 @@ class StateHolder(_RendezvousStateHolder):
         """Whoever has a lease lives now, whatever was written of it."""
         now = _time(time.time())
         self._seen.update(dict.fromkeys(names, now))
-        for times in (self._state.last_heartbeats, seats_of(self._state)):
+        for times in (self._state.last_heartbeats, self._state.seats):
             times.update({n: max(at, self._seen.get(self._name_of(n), at)) for n, at in times.items()})
 
     def _all_are_silent(self) -> bool:
-        last_seen = {**seats_of(self._state), **self._state.last_heartbeats}
+        last_seen = {**self._state.seats, **self._state.last_heartbeats}
         expired = _time(time.time()) - timedelta(seconds=self.alive_secs)
         return bool(last_seen) and all(at < expired for at in last_seen.values())
 
@@ -299,15 +283,15 @@ class StateHolder(_RendezvousStateHolder):
         state = self._state
         expired = _time(time.time()) - timedelta(seconds=self.alive_secs)
         # A node on its way from one round to the next has its seat alone.
-        last_seen = {**seats_of(state), **state.last_heartbeats}
-        ended = self._ended() if seats_of(state).keys() - state.participants.keys() else set()
+        last_seen = {**state.seats, **state.last_heartbeats}
+        ended = self._ended() if state.seats.keys() - state.participants.keys() else set()
         lost = {n for n, at in last_seen.items() if at < expired or self._name_of(n) in ended} - {self._node}
         took_part = not lost.isdisjoint(state.participants)
         for node in lost:
             state.last_heartbeats.pop(node, None)
             state.participants.pop(node, None)
-            seats_of(state).pop(node, None)
-        for group in (state.wait_list, state.redundancy_list, leaving_of(state)):
+            state.seats.pop(node, None)
+        for group in (state.wait_list, state.redundancy_list, state.leaving):
             group.difference_update(lost)
         if took_part:
             _remove_participant_epilogue(state, self._settings)
